@@ -1,0 +1,125 @@
+"""The fields of every config, with their defaults; `configs/` files start from these.
+
+A config is an `ml_collections.ConfigDict`; a field that is not here is refused by name.
+"""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import ml_collections
+
+from spectr_jax.errors import UserError, unknown
+from spectr_jax.models.transformer import LADDER
+
+
+def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
+    """A training run of one model of the ladder, with the recipe of Flax's LM1B example."""
+    if model not in LADDER:
+        raise unknown("model", model, LADDER)
+    return ml_collections.ConfigDict(
+        {
+            "seed": 0,
+            "model": {**dataclasses.asdict(LADDER[model]), "dropout": 0.1},
+            "data": {
+                "train": "tfds:lm1b:train",
+                "heldout": "tfds:lm1b:test",
+                "heldout_sentences": 2_000,  # The first ones; a number that one evaluation can afford.
+                "tfds_dir": "",
+                "tokenizer": "",  # A SentencePiece file to share; "" for one of the run's own. Trained if not there.
+                "tokenizer_sentences": 250_000,
+            },
+            "steps": 100_000,
+            "batch_size": 256,
+            "optimizer": {
+                "schedule": "rsqrt",
+                "learning_rate": 0.0016,
+                "warmup_steps": 1_000,
+                "weight_decay": 0.1,
+                "b1": 0.9,
+                "b2": 0.98,
+                "eps": 1e-9,
+                "clip_norm": 1.0,
+            },
+            "mesh": {"fsdp": 1},
+            "log_every": 50,
+            "eval_every": 1_000,
+            "checkpoint_every": 1_000,
+            "keep_checkpoints": 3,
+        }
+    )
+
+
+def eval_config() -> ml_collections.ConfigDict:
+    """An evaluation of tokens per serial call (SpecTr Tables 2 and 4)."""
+    return ml_collections.ConfigDict(
+        {
+            "target": "embedded:draft_6m",
+            "drafts": ("embedded:draft_2m",),
+            "dtype": "float32",
+            "prompts": "embedded",  # or a corpus, as in data.train of a training config
+            "tfds_dir": "",
+            "prompt_tokens": 8,  # Longer prompts are cut to so many tokens after BOS.
+            "num_prompts": 1_000,
+            "batch_size": 32,
+            "max_new_tokens": 64,
+            "seeds": (0, 1, 2),
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "num_drafts": (1, 2, 4, 8),
+            "draft_lengths": (4, 8),
+            "methods": ("spectr",),  # For K > 1; K = 1 is speculative decoding.
+        }
+    )
+
+
+def check_fields(config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict, prefix: str = "") -> None:
+    """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of another type."""
+    for name in config:
+        if name not in defaults:
+            raise unknown("config field", prefix + name, [prefix + known for known in defaults])
+    for name, default in defaults.items():
+        if name not in config:
+            raise UserError(f"config field {prefix + name!r} is missing; the default is {default!r}")
+        value = config[name]
+        if isinstance(default, ml_collections.ConfigDict):
+            if not isinstance(value, ml_collections.ConfigDict):
+                raise UserError(f"config field {prefix + name!r} is {value!r}; it must hold {', '.join(default)}")
+            check_fields(value, default, f"{prefix}{name}.")
+        elif not _same_kind(value, default):
+            raise UserError(
+                f"config field {prefix + name!r} is {value!r}; give a {type(default).__name__}, such as {default!r}"
+            )
+
+
+def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
+    """Raises `UserError` unless each named field (`a.b` for one inside) is at least 1; tuples are checked by entry."""
+    for name in names:
+        value: Any = config
+        for part in name.split("."):
+            value = value[part]
+        for entry in value if isinstance(value, tuple) else (value,):
+            if entry < 1:
+                raise UserError(f"config field {name!r} is {entry}; give at least 1")
+
+
+def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The config as plain JSON values."""
+    return json.loads(config.to_json())
+
+
+def config_hash(config: ml_collections.ConfigDict) -> str:
+    """Twelve hex digits that name the config."""
+    return hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _same_kind(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    if isinstance(default, tuple):
+        return isinstance(value, tuple | list) and bool(value) and all(_same_kind(entry, default[0]) for entry in value)
+    return isinstance(value, type(default))

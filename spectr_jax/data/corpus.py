@@ -1,0 +1,130 @@
+"""Where sentences come from: TFDS `lm1b`, or text files with one sentence a line."""
+
+import glob
+import gzip
+import lzma
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spectr_jax.errors import UserError
+
+TFDS_PREFIX = "tfds:"
+
+
+class Sentences(Protocol):
+    """Random access to sentences; also what Grain calls a random-access data source."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> str: ...
+
+
+class TextSentences:
+    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three times as much)."""
+
+    def __init__(self, lines: bytes):
+        buffer = np.frombuffer(lines, np.uint8)
+        ends = np.flatnonzero(buffer == ord("\n"))
+        if len(buffer) and (len(ends) == 0 or ends[-1] != len(buffer) - 1):
+            ends = np.append(ends, len(buffer))
+        starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64) if len(ends) else ends
+        filled = ends > starts
+        self._lines, self._starts, self._ends = lines, starts[filled], ends[filled]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int, /) -> str:
+        return self._lines[self._starts[index] : self._ends[index]].decode("utf-8")
+
+
+class TfdsSentences:
+    """A TFDS data source of `{"text": bytes}` examples, read without TensorFlow (array_record files)."""
+
+    def __init__(self, source: Sequence[dict]):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int, /) -> str:
+        return self._source[index]["text"].decode("utf-8")
+
+
+def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
+    """Opens a corpus.
+
+    Args:
+      spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of them, or a glob; files that
+        end in .gz or .xz are unpacked, all others are read as they are. The folders of the unpacked LM1B release work.
+      tfds_dir: where TFDS keeps its data sets; None for its default.
+
+    Returns:
+      The sentences, in the order of the sorted file names.
+
+    Raises:
+      UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.
+    """
+    if spec.startswith(TFDS_PREFIX):
+        sentences: Sentences = TfdsSentences(_tfds_source(spec, tfds_dir))
+    else:
+        sentences = TextSentences(b"".join(_with_newline(read_text(path)) for path in _text_files(spec)))
+    if not len(sentences):
+        raise UserError(f"the corpus {spec!r} is empty; give text with one sentence a line")
+    return sentences
+
+
+def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[str]:
+    """Yields `count` sentences (all, if there are fewer) drawn without replacement, in corpus order."""
+    picked = np.random.default_rng(seed).permutation(len(sentences))[:count]
+    return (sentences[int(index)] for index in np.sort(picked))
+
+
+def read_text(path: pathlib.Path) -> bytes:
+    """Reads one file of UTF-8 text, unpacking .gz and .xz; raises `UserError` if it is corrupt."""
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    try:
+        with opener(path, "rb") as file:
+            text = file.read()
+        text.decode("utf-8")
+    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        raise UserError(f"{str(path)!r} is corrupt ({error}); restore or remove it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from error
+    return text
+
+
+def _with_newline(text: bytes) -> bytes:
+    return text if text.endswith(b"\n") or not text else text + b"\n"
+
+
+def _text_files(spec: str) -> list[pathlib.Path]:
+    path = pathlib.Path(spec).expanduser()
+    found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
+    files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
+    if not files:
+        raise UserError(f"no text file matches {spec!r}; give a file, a folder, a glob or tfds:DATASET:SPLIT")
+    return files
+
+
+def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
+    parts = spec.removeprefix(TFDS_PREFIX).split(":")
+    if len(parts) != 2 or not all(parts):
+        raise UserError(f"corpus {spec!r} is not of the form tfds:DATASET:SPLIT, such as tfds:lm1b:train")
+    name, split = parts
+    import tensorflow_datasets as tfds  # Imported late: text corpora do not need it, and it takes seconds.
+
+    try:
+        builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
+        return builder.as_data_source(split=split)
+    except (tfds.core.DatasetNotFoundError, ValueError, AssertionError, FileNotFoundError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it "
+            f"with `tfds build {name} --file_format=array_record`, which needs TensorFlow once"
+        ) from error

@@ -1,0 +1,76 @@
+"""SentencePiece: unigram pieces with byte fallback, so that no text is out of vocabulary."""
+
+import io
+import os
+import pathlib
+from collections.abc import Iterable
+
+import sentencepiece
+
+from spectr_jax.errors import UserError
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+
+
+def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
+    """Trains a SentencePiece unigram model on `sentences` and writes it to `path`.
+
+    Raises:
+      UserError: the text is too little for `vocab_size` pieces.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            max_sentence_length=16384,
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give more text or a smaller vocab_size"
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + f".{os.getpid()}.partial")
+    partial.write_bytes(model.getvalue())
+    partial.replace(path)
+    return Tokenizer(path)
+
+
+class Tokenizer:
+    """A trained SentencePiece model read from `path`."""
+
+    def __init__(self, path: str | os.PathLike):
+        try:
+            self.proto = pathlib.Path(path).read_bytes()
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.proto)
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"{str(path)!r} is not a SentencePiece model that can be read; train one, or fix the path"
+            ) from error
+        specials = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
+        if specials != (PAD, BOS, EOS):
+            raise UserError(
+                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train it with spectr_jax.train"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The pieces of `text`, without BOS and EOS."""
+        return self._processor.encode(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; control pieces vanish."""
+        return self._processor.decode([int(token) for token in tokens])

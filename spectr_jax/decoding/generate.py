@@ -1,0 +1,198 @@
+"""Whole generations in one jitted call: draft, score, select, commit, until every text is done.
+
+Shape suffixes: B texts, T tokens of a text.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spectr_jax.decoding import drafting, scoring, selection
+from spectr_jax.decoding.methods import Method
+from spectr_jax.decoding.policy import Policy, check_policy
+from spectr_jax.errors import UserError
+from spectr_jax.models.base import Model
+from spectr_jax.models.cache import Cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Generated texts.
+
+    Attributes:
+      tokens: [B, T] int32, prompt and continuation; 0 behind the end.
+      lengths: [B] int32, tokens of each text, prompt and EOS included.
+      target_calls: [B] int32, serial calls of the target that the continuation took; the one on the prompt is not counted.
+      emitted_per_call: [B, height + 2] int32, how many calls emitted 0, 1, 2, ... tokens (what EOS or the limit cut off is
+        not counted).
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    target_calls: jax.Array
+    emitted_per_call: jax.Array
+
+
+class _Loop(NamedTuple):
+    step: jax.Array
+    text: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    target_cache: Cache
+    draft_cache: Cache | None
+    calls: jax.Array
+    histogram: jax.Array
+
+
+def generate(
+    key: jax.Array,
+    method: Method,
+    target: Model,
+    draft: Model | None,
+    prompts: jax.Array,
+    prompt_lengths: jax.Array,
+    max_new_tokens: int,
+    policy: Policy | None = None,
+) -> Generation:
+    """Continues prompts with texts of the target's law.
+
+    A text depends on its own key alone, never on its neighbours. The second call of the same shapes compiles nothing.
+
+    Args:
+      key: [] typed key, or [B] typed keys, one a text; consumed. Text `i` of a single key uses `fold_in(key, i)`.
+      method: from `get_method`.
+      target: an `nnx.Module` that follows `Model`.
+      draft: likewise, with the same vocabulary; None for a method that drafts nothing.
+      prompts: [B, T] int32, BOS first, padded at the end.
+      prompt_lengths: [B] int32, at least 1.
+      max_new_tokens: static limit of the continuation.
+      policy: temperature 1 by default.
+
+    Raises:
+      UserError: a prompt that does not fit, another vocabulary, a bad policy, a missing draft.
+    """
+    policy = policy or Policy()
+    prompts, prompt_lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
+    _check(method, target, draft, prompts, prompt_lengths, max_new_tokens)
+    check_policy(policy)
+    if key.ndim == 0:
+        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(prompts)))
+    policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
+    models = nnx.split((target, draft if method.tree.size else None))
+    return _generate(models[0], method, max_new_tokens, models[1], key, prompts, prompt_lengths, policy)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(graphdef, method: Method, max_new_tokens: int, state, keys_B, prompts_BxT, prompt_lengths_B, policy):
+    target, draft = nnx.merge(graphdef, state)
+    limits_B = prompt_lengths_B + max_new_tokens
+
+    def step(loop: _Loop) -> _Loop:
+        return _call(loop, method, target, draft, keys_B, limits_B, policy)
+
+    start = _prefill(method, target, draft, prompts_BxT, prompt_lengths_B, max_new_tokens)
+    end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
+    T = prompts_BxT.shape[1] + max_new_tokens
+    tokens_BxT = jnp.where(jnp.arange(T) < end.lengths[:, None], end.text[:, :T], 0)
+    return Generation(tokens_BxT, end.lengths, end.calls, end.histogram)
+
+
+def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> _Loop:
+    """Runs both models on the prompts; what they write behind a shorter prompt is pending, and overwritten later."""
+    B, T = prompts_BxT.shape
+    tree = method.tree
+    most = T + max_new_tokens
+
+    def run(model, nodes, committed_B):
+        cache = model.init_cache(B, most + nodes)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        _, cache = model.extend(prompts_BxT, positions, jnp.broadcast_to(np.tri(T, dtype=bool), (B, T, T)), cache)
+        return dataclasses.replace(cache, lengths=committed_B)
+
+    return _Loop(
+        step=jnp.zeros((), jnp.int32),
+        text=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
+        lengths=lengths_B,
+        done=jnp.zeros(B, bool),
+        target_cache=run(target, tree.size + 1, lengths_B - 1),
+        draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if tree.size else None,
+        calls=jnp.zeros(B, jnp.int32),
+        histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
+    )
+
+
+def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> _Loop:
+    """One serial call of the target, for all texts; those that are done stand still."""
+    tree = method.tree
+    step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, loop.step)
+    draft_keys, select_keys = jnp.moveaxis(jax.vmap(jax.random.split)(step_keys), 1, 0)
+
+    if tree.size:
+        drafts = drafting.draft(
+            draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, loop.draft_cache
+        )
+        tokens_BxN, p = drafts.tokens, drafts.p
+    else:
+        tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
+        p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
+    q, target_cache = scoring.score(target, tree, policy, tokens_BxN, loop.lengths, loop.target_cache)
+    chosen = jax.vmap(selection.select, in_axes=(0, None, None, 0, 0, 0))(
+        select_keys, method.plan, tree, tokens_BxN, p, q
+    )
+
+    emitted, ended = _cut(chosen, policy.eos, limits_B - loop.lengths)
+    emitted = jnp.where(loop.done, 0, emitted)
+    lengths = loop.lengths + emitted
+    rows = jnp.arange(len(lengths))
+    return _Loop(
+        step=loop.step + 1,
+        text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
+            loop.text, chosen.tokens, loop.lengths
+        ),
+        lengths=lengths,
+        done=loop.done | ended | (lengths >= limits_B),
+        target_cache=scoring.commit(target_cache, chosen.path, lengths),
+        draft_cache=drafting.commit(drafts.cache, chosen.path, loop.lengths, lengths) if tree.size else None,
+        calls=loop.calls + ~loop.done,
+        histogram=loop.histogram.at[rows, emitted].add(jnp.where(loop.done, 0, 1)),
+    )
+
+
+def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
+    emitted = jnp.minimum(chosen.count, room_B)
+    is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
+    ended = jnp.any(is_eos, axis=1)
+    return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted), ended
+
+
+def _check(method: Method, target, draft, prompts, prompt_lengths, max_new_tokens: int) -> None:
+    if prompts.ndim != 2 or prompt_lengths.shape != prompts.shape[:1]:
+        raise UserError(
+            f"prompts {prompts.shape} and prompt_lengths {prompt_lengths.shape} do not match; give [B, T] and [B]"
+        )
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} is less than 1; give at least 1")
+    if not len(prompts) or prompt_lengths.min() < 1 or prompt_lengths.max() > prompts.shape[1]:
+        raise UserError(f"prompt lengths {prompt_lengths} are not within 1..{prompts.shape[1]}; give each BOS at least")
+    if prompts.min() < 0 or prompts.max() >= target.vocab_size:
+        raise UserError(f"a prompt has a token outside 0..{target.vocab_size - 1}; use the target's own tokenizer")
+    if method.tree.size and draft is None:
+        raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'baseline'")
+    models = [("target", target)] + ([("draft", draft)] if method.tree.size else [])
+    for name, model in models:
+        if model.vocab_size != target.vocab_size:
+            raise UserError(
+                f"the draft has {model.vocab_size} tokens and the target {target.vocab_size}; use one vocabulary for both"
+            )
+        if prompts.shape[1] + max_new_tokens > model.context:
+            raise UserError(
+                f"prompts of {prompts.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the {name}'s context of "
+                f"{model.context}; shorten one of them"
+            )

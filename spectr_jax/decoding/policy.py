@@ -1,0 +1,53 @@
+"""How logits become probabilities: temperature, top-k, top-p; and where a text ends."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.errors import UserError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The law that is sampled. It is applied to draft and target alike.
+
+    Attributes:
+      temperature: traced; 0 is greedy (all mass on the most probable token).
+      top_k: keep the k most probable tokens (and ties of the last); 0 keeps all. Static.
+      top_p: then keep the fewest most probable tokens that hold this mass (and ties); 1 keeps all. Static.
+      eos: the token that ends a text; -1 for none. Static.
+    """
+
+    temperature: float | jax.Array = 1.0
+    top_k: int = dataclasses.field(default=0, metadata={"static": True})
+    top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
+    eos: int = dataclasses.field(default=-1, metadata={"static": True})
+
+
+def check_policy(policy: Policy) -> None:
+    """Raises `UserError` for a value out of range."""
+    if not float(policy.temperature) >= 0.0 or float(policy.temperature) == float("inf"):
+        raise UserError(f"temperature={policy.temperature} is not a finite number of at least 0; 0 is greedy")
+    if policy.top_k < 0:
+        raise UserError(f"top_k={policy.top_k} is negative; give a number of tokens, or 0 for all")
+    if not 0.0 < policy.top_p <= 1.0:
+        raise UserError(f"top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
+
+
+def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
+    """The law [..., V] float32 that `policy` makes of `logits` [..., V]."""
+    temperature = jnp.asarray(policy.temperature, jnp.float32)
+    scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
+    if 0 < policy.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(scaled, policy.top_k)[0][..., -1:]
+        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
+    if policy.top_p < 1.0:
+        ordered = -jnp.sort(-scaled, axis=-1)
+        mass = jax.nn.softmax(ordered, axis=-1)
+        kept = jnp.cumsum(mass, axis=-1) - mass < policy.top_p
+        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), greedy)

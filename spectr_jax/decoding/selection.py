@@ -1,0 +1,80 @@
+"""Phase 3 of a call: walk down the tree, a token at a time (SpecTr, Algorithm 3).
+
+The state is the set of live nodes at a depth. They all spell the same tokens, so they share p and q, and the number of
+their children is the k of the next choice. L counts drafted tokens, and a call that accepts all of them emits one more.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.transport.base import Plan
+
+
+class Selection(NamedTuple):
+    """What one call emits for one text.
+
+    Attributes:
+      tokens: [height + 1] int32; those from `count` on are nothing.
+      count: [] int32, tokens emitted: accepted drafts and one more, a correction or a bonus.
+      path: [height] int32, the node of each accepted draft.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    path: jax.Array
+
+
+class _Walk(NamedTuple):
+    depth: jax.Array
+    node: jax.Array  # One of the live ones.
+    live: jax.Array  # [N + 1] bool
+    alive: jax.Array
+    tokens: jax.Array
+    path: jax.Array
+
+
+def select(key: jax.Array, plan: Plan, tree: Tree, tokens: jax.Array, p: jax.Array, q: jax.Array) -> Selection:
+    """Chooses the tokens that one call emits, for one text.
+
+    At a leaf no child is live, and a plan without drafts draws from q: that is the bonus token.
+
+    Args:
+      key: consumed.
+      plan: chooses one token.
+      tree: static, N drafted nodes.
+      tokens: [N + 1] int32 by node.
+      p: [I, V] draft laws of the nodes above the last level.
+      q: [N + 1, V] target laws.
+    """
+    level_table, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
+
+    def step(walk: _Walk) -> _Walk:
+        children = level_table[walk.depth + 1]
+        valid = (children >= 0) & walk.live[parent[children]]
+        drafts = tokens[children]
+        law = p.at[walk.node].get(mode="clip") if p.shape[0] else q[walk.node]
+        token = plan.select(jax.random.fold_in(key, walk.depth), law, q[walk.node], drafts, valid).token
+        carried = valid & (drafts == token)
+        node = children[jnp.argmax(carried)]
+        return _Walk(
+            walk.depth + 1,
+            node,
+            jnp.zeros_like(walk.live).at[jnp.where(carried, children, tree.size + 1)].set(True, mode="drop"),
+            jnp.any(carried),
+            walk.tokens.at[walk.depth].set(token),
+            walk.path.at[walk.depth].set(node),
+        )
+
+    start = _Walk(
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.int32),
+        jnp.arange(tree.size + 1) == 0,
+        jnp.ones((), bool),
+        jnp.zeros(tree.height + 1, jnp.int32),
+        jnp.zeros(tree.height + 1, jnp.int32),
+    )
+    end = jax.lax.while_loop(lambda walk: walk.alive, step, start)
+    return Selection(end.tokens, end.depth, end.path[: tree.height])  # The last token is never a node.

@@ -1,0 +1,45 @@
+"""The protocol that every model follows; decoding and training know nothing else of a model."""
+
+from typing import Protocol
+
+import jax
+
+from spectr_jax.models.cache import Cache
+
+
+class Model(Protocol):
+    """A decoder that scores any set of new tokens behind a committed prefix, in one call."""
+
+    vocab_size: int
+    context: int
+    """The longest sequence, in tokens, that the model was built for."""
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache of `batch` sequences with `capacity` slots each."""
+        ...
+
+    def extend(
+        self,
+        tokens_BxN: jax.Array,
+        positions_BxN: jax.Array,
+        visible_BxNxM: jax.Array,
+        cache: Cache | None = None,
+        pending: int = 0,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Runs the model on new tokens.
+
+        Args:
+          tokens_BxN: int32 new tokens.
+          positions_BxN: int32 position of each in its sequence; siblings in a tree share one.
+          visible_BxNxM: bool ancestor mask, M = pending + N: entry (i, j) says that new token i sees token j, itself
+            included; j counts the pending tokens of earlier calls first. Committed tokens are always visible.
+          cache: what earlier calls left; None for a call on whole sequences (M = N), as in training.
+          pending: static number of pending tokens already in the cache.
+          dropout_key: consumed for dropout; None for none.
+
+        Returns:
+          logits [B, N, V] float32 of the token after each new token, and the cache with the new rows pending.
+        """
+        ...

@@ -1,0 +1,76 @@
+"""The cache: one row per token that a model has run on, with a length per sequence.
+
+Slots [0, length) of a sequence hold its committed tokens. The slots behind them are *pending*: a call appends its new
+tokens there (a draft tree, level by level), and `keep` then moves the rows of the accepted path to the front of that
+region and commits them. The prefix is stored once, whatever the number of drafts, and no sequence waits for another.
+
+Shape suffixes: B sequences, T slots, N new tokens, M pending and new tokens, D rows of a path.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What a model remembers of the tokens it ran on.
+
+    Attributes:
+      rows: pytree of arrays [B, T, ...], one row per slot; only the model knows what is in them.
+      lengths: [B] int32, the number of committed slots of each sequence.
+    """
+
+    rows: Any
+    lengths: jax.Array
+
+
+def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.Array:
+    """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT` [B, T, ...]."""
+
+    def write_one(buffer, rows, start):
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), start, axis=0)
+
+    return jax.vmap(write_one)(buffer_BT, rows_BN, starts_B)
+
+
+def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int) -> jax.Array:
+    """Turns "which pending tokens does a new token see" into a mask over slots.
+
+    Args:
+      visible_BxNxM: bool; entry (i, j): new token i sees token j, where j counts pending tokens first, then new ones.
+      lengths_B: committed slots; all of them are visible.
+      capacity: T.
+
+    Returns:
+      bool [B, N, T].
+    """
+    M = visible_BxNxM.shape[-1]
+    offset_BxT = jnp.arange(capacity) - lengths_B[:, None]
+    pending_BxNxT = jnp.take_along_axis(visible_BxNxM, jnp.clip(offset_BxT, 0, M - 1)[:, None, :], axis=-1)
+    return jnp.where(offset_BxT[:, None, :] < 0, True, pending_BxNxT & (offset_BxT < M)[:, None, :])
+
+
+def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array) -> Cache:
+    """Commits pending rows.
+
+    Args:
+      cache: with pending rows behind its lengths.
+      path_BxD: int32, the pending index of each row to keep, in order; entries past the new length may be anything.
+      lengths_B: the new lengths, at most D above the old ones.
+
+    Returns:
+      The cache with those rows moved to the slots right behind the old lengths.
+    """
+
+    def keep_in(buffer_BT):
+        def gather_one(buffer, length, path):
+            return buffer.at[length + path].get(mode="clip")
+
+        rows_BD = jax.vmap(gather_one)(buffer_BT, cache.lengths, path_BxD)
+        return write(buffer_BT, rows_BD, cache.lengths)
+
+    return Cache(jax.tree.map(keep_in, cache.rows), lengths_B)

@@ -1,0 +1,197 @@
+"""The decoder-only transformer of the LM1B ladder, in Flax NNX.
+
+Pre-LN, GELU, sinusoidal positions, untied output, as in Flax's LM1B example; the 97M and 6M shapes are those of
+Leviathan et al. (2023), the 2M and 20M halve and double the 6M's (SpecTr, appendix F).
+
+Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width, H heads, D head
+width, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spectr_jax.models import cache as cache_lib
+from spectr_jax.models.cache import Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder; `dtype` is that of its activations, its parameters are float32 in training."""
+
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    vocab_size: int = 8192
+    context: int = 128
+    dropout: float = 0.0
+    dtype: str = "float32"
+
+
+LADDER = {
+    "draft_2m": TransformerConfig(layers=1, width=128, mlp=512, heads=2),
+    "draft_6m": TransformerConfig(layers=2, width=256, mlp=1024, heads=4),
+    "draft_20m": TransformerConfig(layers=4, width=512, mlp=2048, heads=8),
+    "target_97m": TransformerConfig(layers=12, width=768, mlp=3072, heads=12),
+}
+
+
+def sinusoidal_table(length: int, width: int) -> np.ndarray:
+    """Positions [length, width] of Vaswani et al. (2017): sines in the first half, cosines in the second."""
+    half = width // 2
+    scale = np.exp(-math.log(10_000.0) * np.arange(half) / max(half - 1, 1))
+    angles = np.arange(length)[:, None] * scale
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+@jax.custom_vjp
+def _dense(x, kernel):
+    return x @ kernel
+
+
+def _dense_backward(residuals, g):
+    x, kernel = residuals
+    x_transposed = x.reshape(-1, x.shape[-1]).T
+    if jax.default_backend() == "cpu":
+        # XLA's CPU product of a transposed left side runs at half speed; transpose in memory first.
+        x_transposed = jax.lax.optimization_barrier(x_transposed)
+    return g @ kernel.T, x_transposed @ g.reshape(-1, g.shape[-1])
+
+
+_dense.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _dense_backward)
+
+
+def _linear(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> nnx.Linear:
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_init=kernel_init or nnx.initializers.xavier_uniform(),
+        dot_general=lambda x, kernel, *_, **__: _dense(x, kernel),
+        rngs=rngs,
+    )
+
+
+class Block(nnx.Module):
+    """Self-attention and MLP, each behind a layer norm and around a residual."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
+        self.heads = config.heads
+        self.norm_attention = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.qkv = linear(config.width, 3 * config.width, use_bias=False, kernel_init=_split_init(3))
+        self.out = linear(config.width, config.width, use_bias=False)
+        self.norm_mlp = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.up = linear(config.width, config.mlp)
+        self.down = linear(config.mlp, config.width)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x_BxNxE, mask_BxNxT, rows, starts_B, dropout_key):
+        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, H, D], or None."""
+        keys = [None, None] if dropout_key is None else list(jax.random.split(dropout_key))
+        attended_BxNxE, rows = self._attend(self.norm_attention(x_BxNxE), mask_BxNxT, rows, starts_B)
+        x_BxNxE = x_BxNxE + self._drop(attended_BxNxE, keys[0])
+        hidden_BxNxF = jax.nn.gelu(self.up(self.norm_mlp(x_BxNxE)))
+        return x_BxNxE + self._drop(self.down(hidden_BxNxF), keys[1]), rows
+
+    def _attend(self, x_BxNxE, mask_BxNxT, rows, starts_B):
+        B, N, E = x_BxNxE.shape
+        q_BxNxHxD, k_BxNxHxD, v_BxNxHxD = (
+            part.reshape(B, N, self.heads, E // self.heads) for part in jnp.split(self.qkv(x_BxNxE), 3, axis=-1)
+        )
+        if rows is None:
+            k_BxTxHxD, v_BxTxHxD = k_BxNxHxD, v_BxNxHxD
+        else:
+            k_BxTxHxD = cache_lib.write(rows[0], k_BxNxHxD, starts_B)
+            v_BxTxHxD = cache_lib.write(rows[1], v_BxNxHxD, starts_B)
+            rows = (k_BxTxHxD, v_BxTxHxD)
+        mixed_BxNxHxD = jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask=mask_BxNxT[:, None])
+        return self.out(mixed_BxNxHxD.reshape(B, N, E)), rows
+
+    def _drop(self, x, key):
+        return self.dropout(x, deterministic=key is None, rngs=key)
+
+
+class Transformer(nnx.Module):
+    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each layer."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        dtype = jnp.dtype(config.dtype)
+        self.embed = nnx.Embed(
+            config.vocab_size, config.width, dtype=dtype, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+        )
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.norm = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.head = _linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.config.context
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, H, D]."""
+        config = self.config
+        shape = (batch, capacity, config.heads, config.width // config.heads)
+        # One array a layer: stacked layers would be sliced, that is copied, at every call.
+        rows = tuple(
+            (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers)
+        )
+        return Cache(rows, jnp.zeros(batch, jnp.int32))
+
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None):
+        """See `Model.extend`."""
+        config = self.config
+        if cache is None:
+            layer_rows, starts_B, mask_BxNxT = [None] * config.layers, None, visible_BxNxM
+        else:
+            layer_rows, starts_B = cache.rows, cache.lengths + pending
+            mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
+        keys = [None] * (config.layers + 1) if dropout_key is None else jax.random.split(dropout_key, config.layers + 1)
+
+        positions_TxE = jnp.asarray(sinusoidal_table(config.context, config.width), config.dtype)
+        # Nodes drafted past the context are never emitted: any position will do for them.
+        x_BxNxE = self.embed(tokens_BxN) + positions_TxE.at[positions_BxN].get(mode="clip")
+        x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
+        new_rows = []
+        for block, rows, key in zip(self.blocks, layer_rows, keys[:-1], strict=True):
+            x_BxNxE, rows = block(x_BxNxE, mask_BxNxT, rows, starts_B, key)
+            new_rows.append(rows)
+        logits_BxNxV = self.head(self.norm(x_BxNxE)).astype(jnp.float32)
+        return logits_BxNxV, None if cache is None else Cache(tuple(new_rows), cache.lengths)
+
+
+def causal(segments_BxN: jax.Array) -> jax.Array:
+    """The mask of packed training: [B, N, N], a token sees itself and the tokens before it in its own segment."""
+    N = segments_BxN.shape[-1]
+    return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
+
+
+def parameter_count(config: TransformerConfig) -> int:
+    """The number of parameters of a decoder of this shape, without building it."""
+    state = nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+
+def _split_init(parts):
+    """Initialises `parts` square matrices side by side, each with its own fan-out."""
+    init = nnx.initializers.xavier_uniform()
+
+    def init_parts(key, shape, dtype, out_sharding=None):
+        keys = jax.random.split(key, parts)
+        return jnp.concatenate([init(k, (shape[0], shape[1] // parts), dtype) for k in keys], axis=1)
+
+    return init_parts

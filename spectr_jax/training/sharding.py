@@ -1,0 +1,41 @@
+"""Where arrays live: one mesh with axes `data` and `fsdp`, on one device or many, on one host or many."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spectr_jax.errors import UserError
+
+
+def make_mesh(fsdp: int = 1) -> Mesh:
+    """All devices as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters."""
+    devices = jax.device_count()
+    if fsdp < 1 or devices % fsdp:
+        raise UserError(f"mesh.fsdp={fsdp} does not divide the {devices} devices; choose a divisor")
+    return jax.make_mesh((devices // fsdp, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over all devices."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def state_sharding(mesh: Mesh, abstract: Any) -> Any:
+    """The rule for parameters and optimizer state: the largest axis that `fsdp` divides is split, the rest replicated."""
+    fsdp = mesh.shape["fsdp"]
+
+    def rule(leaf):
+        axes: list[str | None] = [None] * len(leaf.shape)
+        divisible = [axis for axis, size in enumerate(leaf.shape) if size % fsdp == 0 and size >= fsdp]
+        if fsdp > 1 and divisible:
+            axes[max(divisible, key=lambda axis: leaf.shape[axis])] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(rule, abstract)
+
+
+def put_batch(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This process's rows of a batch as arrays of the whole mesh."""
+    return {name: jax.make_array_from_process_local_data(batch_sharding(mesh), rows) for name, rows in batch.items()}
