@@ -5,7 +5,7 @@ import pathlib
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from spectr_jax.errors import UserError, run_or_exit
+from spectr_jax.errors import run_or_exit
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A training config; fields: spectr_jax/config.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to go on with it.")

@@ -141,9 +141,9 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
     else:
         tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
-    q, target_cache = scoring.score(target, tree, policy, tokens_BxN, loop.lengths, loop.target_cache)
-    chosen = jax.vmap(selection.select, in_axes=(0, None, None, 0, 0, 0))(
-        select_keys, method.plan, tree, tokens_BxN, p, q
+    logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, loop.target_cache)
+    chosen = jax.vmap(selection.select, in_axes=(0, None, None, None, 0, 0, 0))(
+        select_keys, method.plan, tree, policy, tokens_BxN, p, logits
     )
 
     emitted, ended = _cut(chosen, policy.eos, limits_B - loop.lengths)

@@ -49,5 +49,5 @@ def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
         kept = jnp.cumsum(mass, axis=-1) - mass < policy.top_p
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), greedy)
+    best = jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1])
+    return jax.nn.softmax(jnp.where(temperature > 0, scaled, jnp.where(best, 0.0, -jnp.inf)), axis=-1)

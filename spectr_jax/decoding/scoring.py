@@ -3,32 +3,29 @@
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
 
 
 def score(
-    model: Model, tree: Tree, policy: Policy, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache
+    model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """One target call on the last committed token and all drafted nodes.
 
     Args:
       model: the target.
       tree: static, N drafted nodes.
-      policy: applied to the logits.
       tokens_BxN: [B, N + 1] int32 by node, the root's first.
       lengths_B: of the committed text; the root's position is one less.
       cache: of length `lengths_B - 1`: the root is not in it yet.
 
     Returns:
-      q [B, N + 1, V], the law of the token after each node, and the cache with all nodes pending.
+      logits [B, N + 1, V] of the token after each node, and the cache with all nodes pending.
     """
     positions = lengths_B[:, None] - 1 + jnp.asarray(tree.depth)
     visible = jnp.broadcast_to(tree.ancestors, (lengths_B.shape[0], *tree.ancestors.shape))
-    logits, cache = model.extend(tokens_BxN, positions, visible, cache)
-    return probabilities(logits, policy), cache
+    return model.extend(tokens_BxN, positions, visible, cache)
 
 
 def commit(cache: Cache, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.base import Plan
 
@@ -36,7 +37,9 @@ class _Walk(NamedTuple):
     path: jax.Array
 
 
-def select(key: jax.Array, plan: Plan, tree: Tree, tokens: jax.Array, p: jax.Array, q: jax.Array) -> Selection:
+def select(
+    key: jax.Array, plan: Plan, tree: Tree, policy: Policy, tokens: jax.Array, p: jax.Array, logits: jax.Array
+) -> Selection:
     """Chooses the tokens that one call emits, for one text.
 
     At a leaf no child is live, and a plan without drafts draws from q: that is the bonus token.
@@ -45,9 +48,10 @@ def select(key: jax.Array, plan: Plan, tree: Tree, tokens: jax.Array, p: jax.Arr
       key: consumed.
       plan: chooses one token.
       tree: static, N drafted nodes.
+      policy: makes q of the target's logits, at the nodes that are visited only.
       tokens: [N + 1] int32 by node.
       p: [I, V] draft laws of the nodes above the last level.
-      q: [N + 1, V] target laws.
+      logits: [N + 1, V] of the target.
     """
     level_table, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
@@ -55,8 +59,10 @@ def select(key: jax.Array, plan: Plan, tree: Tree, tokens: jax.Array, p: jax.Arr
         children = level_table[walk.depth + 1]
         valid = (children >= 0) & walk.live[parent[children]]
         drafts = tokens[children]
-        law = p.at[walk.node].get(mode="clip") if p.shape[0] else q[walk.node]
-        token = plan.select(jax.random.fold_in(key, walk.depth), law, q[walk.node], drafts, valid).token
+        q = probabilities(logits[walk.node], policy)
+        # A leaf of the last level has no p, and no child to use it for.
+        law = p.at[walk.node].get(mode="clip") if p.shape[0] else q
+        token = plan.select(jax.random.fold_in(key, walk.depth), law, q, drafts, valid).token
         carried = valid & (drafts == token)
         node = children[jnp.argmax(carried)]
         return _Walk(

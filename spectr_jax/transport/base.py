@@ -5,6 +5,7 @@ nothing here knows a model or a tree.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,13 +67,31 @@ class Plan:
 def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
     """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative sum; consumes `key`.
 
-    One uniform a token, where the Gumbel trick needs V. No token of weight 0 is drawn, whatever the rounding.
+    One uniform a token, where the Gumbel trick needs V. The sum is inverted in two stages, a block of tokens and a token
+    in it, so that nothing of size V is scanned. No token of weight 0 is drawn, whatever the rounding.
     """
-    cumulative = jnp.cumsum(weights)
-    level = jax.random.uniform(key, shape, weights.dtype) * cumulative[-1]
-    token = jnp.searchsorted(cumulative, level, side="right").clip(0, weights.shape[-1] - 1).astype(jnp.int32)
-    # A parallel sum may round up between two tokens of weight 0, or the level up to the total.
-    return jnp.where(weights[token] > 0, token, jnp.argmax(weights).astype(jnp.int32))
+    V = weights.shape[-1]
+    width = math.isqrt(V - 1) + 1
+    blocks = jnp.pad(weights, (0, -V % width)).reshape(-1, width)
+    sums = jnp.sum(blocks, axis=1)
+    before = jnp.concatenate([jnp.zeros(1, weights.dtype), jnp.cumsum(sums)])
+
+    def draw_one(uniform):
+        level = uniform * before[-1]
+        block = _invert(before[1:], sums, level)
+        token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block])
+        return (block * width + token).astype(jnp.int32)
+
+    uniforms = jax.random.uniform(key, shape, weights.dtype)
+    return jax.vmap(draw_one)(uniforms.reshape(-1)).reshape(shape)
+
+
+def _invert(cumulative: jax.Array, weights: jax.Array, level: jax.Array) -> jax.Array:
+    """The first index of positive weight whose cumulative sum exceeds `level`; rounded past the end, the last such."""
+    positive = weights > 0
+    reached = positive & (cumulative > level)
+    last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
+    return jnp.where(jnp.any(reached), jnp.argmax(reached), last)
 
 
 def or_else(weights: jax.Array, fallback: jax.Array) -> jax.Array:

@@ -1,0 +1,20 @@
+"""SpecTr Tables 2 and 4: tokens per serial call of the 97M target with drafts of 2M, 6M and 20M parameters on LM1B.
+
+    for model in draft_2m draft_6m draft_20m target_97m; do
+      python -m spectr_jax.train --config=configs/lm1b.py:$model --workdir=runs/lm1b/$model
+    done
+    python -m spectr_jax.eval --config=configs/table2.py --workdir=results/table2
+
+1,000 test prompts, three seeds, temperature 1, K in {1, 2, 4, 8}, L in {4, 8}. The first three drafts' rows are Table 4,
+those of the 6M draft Table 2. Minutes on one GPU.
+"""
+
+from spectr_jax.config import eval_config
+
+
+def get_config():
+    config = eval_config()
+    config.target = "runs/lm1b/target_97m"
+    config.drafts = ("runs/lm1b/draft_2m", "runs/lm1b/draft_6m", "runs/lm1b/draft_20m")
+    config.prompts = "tfds:lm1b:test"
+    return config

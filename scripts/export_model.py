@@ -1,0 +1,47 @@
+"""Packs the newest checkpoint of a training run into one bfloat16 file, with its tokenizer beside it.
+
+python scripts/export_model.py --workdir=runs/embedded/draft_6m --out=spectr_jax/embedded
+"""
+
+import json
+import pathlib
+
+from absl import app, flags, logging
+
+from spectr_jax.errors import run_or_exit
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
+_OUT = flags.DEFINE_string("out", None, "The folder that gets NAME.safetensors and tokenizer.model.")
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+
+    def go():
+        from spectr_jax.errors import UserError
+        from spectr_jax.experiments.loading import load_run
+        from spectr_jax.models.weights import save_weights
+        from spectr_jax.training.metrics import read_metrics
+
+        workdir, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
+        trained = load_run(workdir)
+        tokenizer = out / "tokenizer.model"
+        if tokenizer.exists() and tokenizer.read_bytes() != trained.tokenizer.proto:
+            raise UserError(f"{str(tokenizer)!r} is another tokenizer than that of {str(workdir)!r}; choose another --out")
+        records = read_metrics(workdir / "metrics.jsonl")
+        evaluated = [record for record in records if "eval_nats_per_token" in record]
+        notes = {
+            "run": json.loads((workdir / "config.json").read_text()),
+            "tokens": sum(record.get("tokens", 0) for record in records),
+            "evaluation": evaluated[-1] if evaluated else None,
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer.write_bytes(trained.tokenizer.proto)
+        save_weights(out / f"{trained.name}.safetensors", trained.model, trained.tokenizer.proto, notes)
+
+    run_or_exit(go)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["workdir", "out"])
+    app.run(main)

@@ -1,0 +1,27 @@
+"""Regenerates the paper's tables: `python -m spectr_jax.eval --config=configs/demo.py --workdir=results/demo`."""
+
+import pathlib
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from spectr_jax.errors import run_or_exit
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config; fields: spectr_jax/config.py.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.")
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+
+    def go():
+        from spectr_jax.experiments import tokens_per_call  # After flags are parsed: `--help` need not wait for JAX.
+
+        tokens_per_call.run(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+
+    run_or_exit(go)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)

@@ -1,0 +1,100 @@
+"""Trained models by name: the embedded ladder, a model file, or the workdir of a training run."""
+
+import dataclasses
+import json
+import pathlib
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.errors import UserError, unknown
+from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.models.weights import digest, load_weights
+from spectr_jax.training.checkpoint import Checkpoints
+
+EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
+EMBEDDED_PREFIX = "embedded:"
+
+
+class Trained(NamedTuple):
+    """A model, its tokenizer, and what to call it."""
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer
+
+
+def load_trained(spec: str, dtype: str = "float32") -> Trained:
+    """Loads a model for decoding.
+
+    Args:
+      spec: `embedded:NAME`, a .safetensors file with its tokenizer.model beside it, or a training workdir.
+      dtype: of parameters and activations.
+
+    Raises:
+      UserError: nothing there, damaged, or with another tokenizer than it was trained with.
+    """
+    if spec.startswith(EMBEDDED_PREFIX):
+        name = spec.removeprefix(EMBEDDED_PREFIX)
+        known = [path.stem for path in EMBEDDED.glob("*.safetensors")]
+        if name not in known:
+            raise unknown("embedded model", name, known)
+        return _from_file(EMBEDDED / f"{name}.safetensors", dtype)
+    path = pathlib.Path(spec).expanduser()
+    if path.is_file():
+        return _from_file(path, dtype)
+    if (path / "config.json").is_file():
+        return load_run(path, dtype)
+    raise UserError(f"no model at {spec!r}; give embedded:NAME, a .safetensors file or the workdir of a training run")
+
+
+def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained, list[Trained]]:
+    """Loads a target and its drafts; raises `UserError` unless all share one tokenizer."""
+    loaded_target = load_trained(target, dtype)
+    loaded = [load_trained(draft, dtype) for draft in drafts]
+    for spec, draft in zip(drafts, loaded, strict=True):
+        if draft.tokenizer.proto != loaded_target.tokenizer.proto:
+            raise UserError(
+                f"draft {spec!r} and target {target!r} have different vocabularies; train both with one data.tokenizer"
+            )
+    return loaded_target, loaded
+
+
+def load_run(workdir: pathlib.Path, dtype: str = "float32") -> Trained:
+    """The newest checkpoint of a training run."""
+    try:
+        config = json.loads((workdir / "config.json").read_text())
+        shape = TransformerConfig(**{**config["model"], "dtype": dtype, "dropout": 0.0})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path") from error
+    if not (workdir / "checkpoints").is_dir():
+        raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")
+    tokenizer = Tokenizer(workdir / "tokenizer.model")
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    try:
+        params = checkpoints.restore_params(like)
+    finally:
+        checkpoints.close()
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
+    return Trained(workdir.name, nnx.merge(graphdef, params), tokenizer)
+
+
+def _from_file(path: pathlib.Path, dtype: str) -> Trained:
+    model, tokenizer_digest = load_weights(path, dtype)
+    tokenizer = Tokenizer(path.with_name("tokenizer.model"))
+    if digest(tokenizer.proto) != tokenizer_digest:
+        raise UserError(f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own there")
+    return Trained(path.stem, model, tokenizer)
+
+
+def shape_name(config: TransformerConfig) -> str:
+    """The parameters of a shape in words, such as `6M`, from the ladder's table; else its layers and width."""
+    for name, shape in LADDER.items():
+        if dataclasses.replace(config, dropout=shape.dropout, dtype=shape.dtype) == shape:
+            return name.split("_")[1].upper()
+    return f"{config.layers}x{config.width}"
