@@ -10,8 +10,8 @@ from absl import app, flags, logging
 
 from spectr_jax.errors import run_or_exit
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
-_OUT = flags.DEFINE_string("out", None, "The folder that gets NAME.safetensors and tokenizer.model.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder that gets NAME.safetensors and tokenizer.model.", required=True)
 
 
 def main(_):
@@ -43,5 +43,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["workdir", "out"])
     app.run(main)

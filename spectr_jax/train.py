@@ -8,7 +8,7 @@ from ml_collections import config_flags
 from spectr_jax.errors import run_or_exit
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A training config; fields: spectr_jax/config.py.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to go on with it.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to go on with it.", required=True)
 
 
 def main(_):
@@ -23,5 +23,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
     app.run(main)

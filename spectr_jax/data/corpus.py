@@ -4,7 +4,7 @@ import glob
 import gzip
 import lzma
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -85,9 +85,9 @@ def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[st
 
 def read_text(path: pathlib.Path) -> bytes:
     """Reads one file of UTF-8 text, unpacking .gz and .xz; raises `UserError` if it is corrupt."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    openers: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
     try:
-        with opener(path, "rb") as file:
+        with openers.get(path.suffix, open)(path, "rb") as file:
             text = file.read()
         text.decode("utf-8")
     except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:

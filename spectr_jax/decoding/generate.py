@@ -5,12 +5,13 @@ Shape suffixes: B texts, T tokens of a text.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 
 from spectr_jax.decoding import drafting, scoring, selection
 from spectr_jax.decoding.methods import Method
@@ -45,7 +46,7 @@ class _Loop(NamedTuple):
     lengths: jax.Array
     done: jax.Array
     target_cache: Cache
-    draft_cache: Cache | None
+    draft_cache: Any
     calls: jax.Array
     histogram: jax.Array
 
@@ -55,8 +56,8 @@ def generate(
     method: Method,
     target: Model,
     draft: Model | None,
-    prompts: jax.Array,
-    prompt_lengths: jax.Array,
+    prompts: ArrayLike,
+    prompt_lengths: ArrayLike,
     max_new_tokens: int,
     policy: Policy | None = None,
 ) -> Generation:
@@ -78,14 +79,14 @@ def generate(
       UserError: a prompt that does not fit, another vocabulary, a bad policy, a missing draft.
     """
     policy = policy or Policy()
-    prompts, prompt_lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
-    _check(method, target, draft, prompts, prompt_lengths, max_new_tokens)
+    tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
+    _check(method, target, draft, tokens, lengths, max_new_tokens)
     check_policy(policy)
     if key.ndim == 0:
-        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(prompts)))
+        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(tokens)))
     policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
     models = nnx.split((target, draft if method.tree.size else None))
-    return _generate(models[0], method, max_new_tokens, models[1], key, prompts, prompt_lengths, policy)
+    return _generate(models[0], method, max_new_tokens, models[1], key, tokens, lengths, policy)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -134,9 +135,7 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
     draft_keys, select_keys = jnp.moveaxis(jax.vmap(jax.random.split)(step_keys), 1, 0)
 
     if tree.size:
-        drafts = drafting.draft(
-            draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, loop.draft_cache
-        )
+        drafts = drafting.draft(draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, loop.draft_cache)
         tokens_BxN, p = drafts.tokens, drafts.p
     else:
         tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
@@ -166,7 +165,7 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
 
 def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
-    emitted = jnp.minimum(chosen.count, room_B)
+    emitted = jnp.minimum(chosen.emitted, room_B)
     is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
     ended = jnp.any(is_eos, axis=1)
     return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted), ended

@@ -8,9 +8,7 @@ from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
 
 
-def score(
-    model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache
-) -> tuple[jax.Array, Cache]:
+def score(model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """One target call on the last committed token and all drafted nodes.
 
     Args:

@@ -18,13 +18,13 @@ class Selection(NamedTuple):
     """What one call emits for one text.
 
     Attributes:
-      tokens: [height + 1] int32; those from `count` on are nothing.
-      count: [] int32, tokens emitted: accepted drafts and one more, a correction or a bonus.
+      tokens: [height + 1] int32; those from `emitted` on are nothing.
+      emitted: [] int32, how many: accepted drafts and one more, a correction or a bonus.
       path: [height] int32, the node of each accepted draft.
     """
 
     tokens: jax.Array
-    count: jax.Array
+    emitted: jax.Array
     path: jax.Array
 
 

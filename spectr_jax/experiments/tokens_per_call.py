@@ -33,11 +33,11 @@ class Row(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; `count` of them are real."""
+    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; the first `real` of them count."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    count: int
+    real: int
 
 
 class Measurement(NamedTuple):
@@ -83,7 +83,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     result = {
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
         "rows": [_summary(row, results, measured[0]) for row, results in zip(rows, measured, strict=True)],
-        "prompts": prompts.count,
+        "prompts": prompts.real,
         "seconds": round(time.monotonic() - seconds, 1),
         "config": to_json(config),
         "config_hash": config_hash(config),
@@ -205,7 +205,13 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _measure(
-    row: Row, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict, policy: Policy, seed: int, batches: int
+    row: Row,
+    target: Trained,
+    prompts: Prompts,
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    seed: int,
+    batches: int,
 ) -> Measurement:
     tokens = calls = 0
     draft_model = row.draft.model if row.draft else None
@@ -225,7 +231,7 @@ def _measure(
             config.max_new_tokens,
             policy,
         )
-        real = indices < prompts.count
+        real = indices < prompts.real
         tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
         calls += int(np.sum(np.asarray(generation.target_calls)[real]))
     return Measurement(tokens, calls, time.monotonic() - started)

@@ -10,9 +10,13 @@ from spectr_jax.models.cache import Cache
 class Model(Protocol):
     """A decoder that scores any set of new tokens behind a committed prefix, in one call."""
 
-    vocab_size: int
-    context: int
-    """The longest sequence, in tokens, that the model was built for."""
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """The longest sequence, in tokens, that the model was built for."""
+        ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of `batch` sequences with `capacity` slots each."""
@@ -27,7 +31,7 @@ class Model(Protocol):
         pending: int = 0,
         *,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Cache]:
         """Runs the model on new tokens.
 
         Args:
@@ -40,6 +44,7 @@ class Model(Protocol):
           dropout_key: consumed for dropout; None for none.
 
         Returns:
-          logits [B, N, V] float32 of the token after each new token, and the cache with the new rows pending.
+          logits [B, N, V] float32 of the token after each new token, and the cache with the new rows pending (None if
+          there is no cache).
         """
         ...

@@ -42,9 +42,12 @@ class TableModel(nnx.Module):
         else:
             starts_B = cache.lengths + pending
             new = (tokens_BxN, positions_BxN)
-            rows = tuple(cache_lib.write(old, rows, starts_B) for old, rows in zip(cache.rows, new, strict=True))
+            cache = Cache(
+                tuple(cache_lib.write(old, row, starts_B) for old, row in zip(cache.rows, new, strict=True)),
+                cache.lengths,
+            )
+            rows = cache.rows
             mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, rows[0].shape[1])
-            cache = Cache(rows, cache.lengths)
         all_tokens_BxT, all_positions_BxT = rows
         is_parent_BxNxT = mask_BxNxT & (all_positions_BxT[:, None, :] == positions_BxN[:, :, None] - 1)
         before_BxN = jnp.sum(jnp.where(is_parent_BxNxT, all_tokens_BxT[:, None, :], 0), axis=-1)

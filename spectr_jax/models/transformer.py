@@ -147,9 +147,7 @@ class Transformer(nnx.Module):
         config = self.config
         shape = (batch, capacity, config.heads, config.width // config.heads)
         # One array a layer: stacked layers would be sliced, that is copied, at every call.
-        rows = tuple(
-            (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers)
-        )
+        rows = tuple((jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None):
@@ -160,7 +158,9 @@ class Transformer(nnx.Module):
         else:
             layer_rows, starts_B = cache.rows, cache.lengths + pending
             mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
-        keys = [None] * (config.layers + 1) if dropout_key is None else jax.random.split(dropout_key, config.layers + 1)
+        keys = (
+            [None] * (config.layers + 1) if dropout_key is None else list(jax.random.split(dropout_key, config.layers + 1))
+        )
 
         positions_TxE = jnp.asarray(sinusoidal_table(config.context, config.width), config.dtype)
         # Nodes drafted past the context are never emitted: any position will do for them.

@@ -37,9 +37,7 @@ def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, key: 
 
 def summed_loss(model, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None):
     """Cross-entropy in nats summed over the tokens of a packed batch, and their number; `dropout_key` is consumed."""
-    logits, _ = model.extend(
-        batch["inputs"], batch["positions"], causal(batch["segments"]), dropout_key=dropout_key
-    )
+    logits, _ = model.extend(batch["inputs"], batch["positions"], causal(batch["segments"]), dropout_key=dropout_key)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     real = batch["segments"] > 0
     return jnp.sum(nats * real), jnp.sum(real)

@@ -36,7 +36,7 @@ def select(key, p, q, drafts, valid) -> Choice:
 
 def law(p, q, drafts) -> np.ndarray:
     """See `Plan.law`."""
-    gamma, shared, residual = _exact(p, q, len(drafts))
+    gamma, _, residual = _exact(p, q, len(drafts))
     result, none_before = np.zeros(len(p)), 1.0
     for draft in drafts:
         accept = min(1.0, q[draft] / (gamma * p[draft]))
@@ -47,7 +47,7 @@ def law(p, q, drafts) -> np.ndarray:
 
 def acceptance(p, q, k) -> float:
     """See `Plan.acceptance`: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
-    gamma, shared, residual = _exact(p, q, k)
+    _, shared, residual = _exact(p, q, k)
     beta = shared.sum()
     rejected_without = np.maximum(1 - beta - (p - shared), 0) ** k  # All rejected, and none of them is x.
     return 1 - (1 - beta) ** k + np.sum(residual * ((1 - beta) ** k - rejected_without))

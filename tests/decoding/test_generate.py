@@ -1,0 +1,72 @@
+"""Generation on the transformer, and bad input."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.errors import UserError
+from spectr_jax.models.table import TableModel, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+
+
+def _transformer(seed, **changes):
+    shape = {"layers": 2, "width": 16, "mlp": 32, "heads": 2, "vocab_size": 13, "context": 32, **changes}
+    return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
+
+
+@pytest.mark.parametrize("options", [{"num_drafts": 1, "draft_length": 4}, {"num_drafts": 3, "draft_length": 2}])
+def test_greedy_equals_the_baseline_on_a_transformer(options):
+    target, draft = _transformer(0), _transformer(1, layers=1)
+    rng = np.random.default_rng(0)
+    prompts, lengths = rng.integers(0, 13, (8, 5)), np.array([1, 2, 3, 4, 5, 5, 1, 2])
+    policy = Policy(temperature=0.0, eos=7)
+    results = [
+        generate(jax.random.key(0), method, target, draft, prompts, lengths, 20, policy)
+        for method in (get_method("baseline"), get_method("spectr", **options))
+    ]
+    np.testing.assert_array_equal(results[0].tokens, results[1].tokens)
+
+
+def test_greedy_with_itself_as_draft_accepts_everything():
+    """Only if every accepted row of both caches is what a fresh forward would have written."""
+    model = _transformer(0)
+    prompts, lengths = np.random.default_rng(0).integers(0, 13, (4, 5)), np.array([1, 2, 4, 5])
+    method = get_method("spectr", num_drafts=2, draft_length=3)
+    result = generate(jax.random.key(0), method, model, model, prompts, lengths, 24, Policy(temperature=0.0))
+    np.testing.assert_array_equal(result.target_calls, 24 // 4)
+
+
+TABLE = TableModel(random_table(0, 5), context=16)
+OTHER = TableModel(random_table(0, 6), context=16)
+SPECTR = get_method("spectr", num_drafts=2, draft_length=2)
+
+
+@pytest.mark.parametrize(
+    ("draft", "prompts", "lengths", "new", "policy", "message"),
+    [
+        (
+            TABLE,
+            [[1] * 10],
+            [10],
+            7,
+            Policy(),
+            "prompts of 10 tokens and max_new_tokens=7 exceed the target's context of 16",
+        ),
+        (TABLE, [[1, 1]], [3], 4, Policy(), r"prompt lengths \[3\] are not within 1..2"),
+        (TABLE, [[1, 1]], [0], 4, Policy(), r"prompt lengths \[0\] are not within 1..2"),
+        (TABLE, [[1, 5]], [2], 4, Policy(), "a prompt has a token outside 0..4"),
+        (TABLE, [1, 1], [1, 1], 4, Policy(), r"give \[B, T\] and \[B\]"),
+        (TABLE, [[1]], [1], 0, Policy(), "max_new_tokens=0 is less than 1"),
+        (OTHER, [[1]], [1], 4, Policy(), "the draft has 6 tokens and the target 5"),
+        (None, [[1]], [1], 4, Policy(), "method 'spectr' drafts, but no draft model was given"),
+        (TABLE, [[1]], [1], 4, Policy(temperature=-1.0), "temperature=-1.0 is not a finite number"),
+        (TABLE, [[1]], [1], 4, Policy(temperature=float("nan")), "temperature=nan is not a finite number"),
+        (TABLE, [[1]], [1], 4, Policy(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
+        (TABLE, [[1]], [1], 4, Policy(top_k=-1), "top_k=-1 is negative"),
+    ],
+)
+def test_bad_input(draft, prompts, lengths, new, policy, message):
+    with pytest.raises(UserError, match=message):
+        generate(jax.random.key(0), SPECTR, TABLE, draft, prompts, lengths, new, policy)

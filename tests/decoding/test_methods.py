@@ -1,0 +1,179 @@
+"""One table of methods x shared properties: a new method is tested by adding a line to METHODS."""
+
+import jax
+import numpy as np
+import pytest
+import scipy.stats
+
+from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.errors import UserError
+from spectr_jax.models.table import TableModel, exact_law, perturbed, random_table
+
+METHODS = {
+    "baseline": ("baseline", {}),
+    "speculative L=3": ("speculative", {"draft_length": 3}),
+    "spectr K=3 L=2": ("spectr", {"num_drafts": 3, "draft_length": 2}),
+    "spectr K=2 L=5": ("spectr", {"num_drafts": 2, "draft_length": 5}),
+}
+every_method = pytest.mark.parametrize("case", METHODS)
+
+VOCAB, PROMPT, LENGTH, EOS = 4, (1, 2), 4, 3
+TARGET = random_table(0, VOCAB)
+DRAFT = perturbed(TARGET, 1, 0.8)
+POLICIES = {
+    "temperature 1": Policy(),
+    "0.7, top-k, top-p, EOS": Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS),
+}
+GENERATIONS, BATCH = 200_000, 50_000
+
+
+def _method(case):
+    name, options = METHODS[case]
+    return get_method(name, **options)
+
+
+def _shaped(table, policy):
+    """The policy applied to a table of probabilities, written without regard to the code under test."""
+    logits = np.log(table) / policy.temperature
+    shaped = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    order = np.argsort(-shaped, axis=-1)
+    for index in np.ndindex(table.shape[:-1]):
+        row, ranked = shaped[index], order[index]
+        keep = list(ranked[: policy.top_k or None])
+        row[[token for token in ranked if token not in keep]] = 0
+        row /= row.sum()
+        mass = 0.0
+        for token in ranked:
+            if mass >= policy.top_p:
+                row[token] = 0
+            mass += row[token]
+        row /= row.sum()
+    return shaped
+
+
+def _ragged_prompts(rng, rows=8, length=6):
+    lengths = rng.integers(1, length + 1, rows).astype(np.int32)
+    lengths[0] = 1  # The draft has no token before the last one to recall.
+    return rng.integers(0, VOCAB - 1, (rows, length)).astype(np.int32), lengths
+
+
+@every_method
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whole_outputs_follow_the_target(case, policy):
+    policy = POLICIES[policy]
+    target, draft = TableModel(TARGET), TableModel(DRAFT)
+    law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, policy.eos if policy.eos >= 0 else None)
+    counts = dict.fromkeys(law, 0)
+    prompts, lengths = np.tile(PROMPT, (BATCH, 1)), np.full(BATCH, len(PROMPT))
+    for chunk in range(GENERATIONS // BATCH):
+        key = jax.random.fold_in(jax.random.key(11), chunk)
+        result = generate(key, _method(case), target, draft, prompts, lengths, LENGTH, policy)
+        new = np.asarray(result.lengths) - len(PROMPT)
+        rows, repeats = np.unique(
+            np.column_stack([np.asarray(result.tokens)[:, len(PROMPT) :], new]), axis=0, return_counts=True
+        )
+        for row, repeat in zip(rows, repeats, strict=True):
+            counts[tuple(row[: row[-1]].tolist())] += repeat  # A KeyError is a continuation that cannot be.
+
+    expected = np.array([GENERATIONS * probability for probability in law.values()])
+    observed = np.array(list(counts.values()))
+    assert not observed[expected == 0].any()
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed = np.append(observed[~rare], observed[rare].sum())
+    likely = expected > 0
+    assert scipy.stats.chisquare(observed[likely], expected[likely]).pvalue > 1e-3
+
+
+@every_method
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_emits_the_baseline_tokens(case, seed):
+    rng = np.random.default_rng(seed)
+    target = random_table(seed, VOCAB)
+    models = TableModel(target), TableModel(perturbed(target, seed + 1, 0.8))
+    prompts, lengths = _ragged_prompts(rng)
+    policy = Policy(temperature=0.0, eos=EOS)
+    ours = generate(jax.random.key(seed), _method(case), *models, prompts, lengths, 12, policy)
+    baseline = generate(jax.random.key(99), get_method("baseline"), *models, prompts, lengths, 12, policy)
+    np.testing.assert_array_equal(ours.tokens, baseline.tokens)
+    np.testing.assert_array_equal(ours.lengths, baseline.lengths)
+    if seed == 0 and case == "baseline":  # The cases are not vacuous: some texts end early, some at the limit.
+        new = np.asarray(baseline.lengths) - lengths
+        assert (new < 12).any() and (new == 12).any()
+
+
+@every_method
+def test_a_row_does_not_depend_on_its_neighbours(case):
+    models = TableModel(TARGET), TableModel(DRAFT)
+    prompts, lengths = _ragged_prompts(np.random.default_rng(5))
+    keys = jax.random.split(jax.random.key(3), len(prompts))
+    policy = Policy(eos=EOS)
+    together = generate(keys, _method(case), *models, prompts, lengths, 10, policy)
+    for row in range(len(prompts)):
+        one = slice(row, row + 1)
+        alone = generate(keys[one], _method(case), *models, prompts[one], lengths[one], 10, policy)
+        for mine, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+            np.testing.assert_array_equal(mine[0], theirs[row])
+
+
+@every_method
+def test_counters_add_up(case):
+    models = TableModel(TARGET), TableModel(DRAFT)
+    prompts, lengths = _ragged_prompts(np.random.default_rng(6))
+    result = generate(jax.random.key(0), _method(case), *models, prompts, lengths, 9, Policy(eos=EOS))
+    histogram = np.asarray(result.emitted_per_call)
+    np.testing.assert_array_equal(histogram @ np.arange(histogram.shape[1]), np.asarray(result.lengths) - lengths)
+    np.testing.assert_array_equal(histogram.sum(1), result.target_calls)
+    assert not histogram[:, 0].any()
+    past = np.arange(result.tokens.shape[1]) >= np.asarray(result.lengths)[:, None]
+    assert not np.asarray(result.tokens)[past].any()
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(result.tokens[row, :length], prompts[row, :length])
+
+
+@every_method
+def test_second_call_compiles_nothing(case, count_compilations):
+    models = TableModel(TARGET), TableModel(DRAFT)
+    prompts, lengths = _ragged_prompts(np.random.default_rng(7))
+    keys = [jax.random.key(seed) for seed in range(2)]
+
+    def call(key, temperature):
+        method = _method(case)  # A new, equal object each time.
+        return generate(key, method, *models, prompts, lengths, 5, Policy(temperature=temperature))
+
+    with count_compilations() as first:
+        call(keys[0], 0.9)
+    with count_compilations() as second:
+        call(keys[1], 0.3)
+    assert first and not second
+
+
+def test_spectr_with_one_draft_is_speculative_decoding_draw_for_draw():
+    models = TableModel(TARGET), TableModel(DRAFT)
+    prompts, lengths = _ragged_prompts(np.random.default_rng(8), rows=64)
+    results = [
+        generate(jax.random.key(4), get_method(name, draft_length=4, **options), *models, prompts, lengths, 20)
+        for name, options in (("speculative", {}), ("spectr", {"num_drafts": 1}))
+    ]
+    for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_perfect_draft_is_always_accepted():
+    model = TableModel(TARGET)
+    result = generate(jax.random.key(0), get_method("speculative", draft_length=4), model, model, [[1]], [1], 20)
+    assert int(result.target_calls[0]) == 4  # 20 tokens, 4 drafts and a bonus a call.
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("spectre", {}, r"unknown method 'spectre'; did you mean 'spectr'\?"),
+        ("spectr", {"num_drafts": 0}, "num_drafts=0 is not a whole number of at least 1"),
+        ("speculative", {"draft_length": -2}, "draft_length=-2 is not a whole number of at least 1"),
+        ("spectr", {"drafts": 2}, "method 'spectr' has no option 'drafts'; it has num_drafts, draft_length"),
+    ],
+)
+def test_bad_methods(name, options, message):
+    with pytest.raises(UserError, match=message):
+        get_method(name, **options)

@@ -1,0 +1,29 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.decoding.policy import Policy, probabilities
+
+LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Policy(), [0.1, 0.4, 0.2, 0.3]),
+        (Policy(temperature=0.5), np.array([0.01, 0.16, 0.04, 0.09]) / 0.3),
+        (Policy(temperature=0.0), [0, 1, 0, 0]),
+        (Policy(top_k=2), [0, 4 / 7, 0, 3 / 7]),
+        (Policy(top_k=9), [0.1, 0.4, 0.2, 0.3]),
+        (Policy(top_p=0.65), [0, 4 / 7, 0, 3 / 7]),
+        (Policy(top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
+        (Policy(top_p=1e-6), [0, 1, 0, 0]),
+        (Policy(top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
+    ],
+)
+def test_probabilities(policy, expected):
+    np.testing.assert_allclose(probabilities(LOGITS, policy), expected, atol=1e-6)
+
+
+def test_greedy_breaks_ties_alike():
+    np.testing.assert_array_equal(probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0)), [[1, 0, 0]] * 2)

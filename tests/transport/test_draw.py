@@ -1,0 +1,25 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from spectr_jax.transport.base import draw
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_draw_follows_the_weights(size):
+    weights = np.random.default_rng(size).gamma(0.7, size=size) * (np.arange(size) % 3 != 1)
+    tokens = jax.jit(lambda key: draw(key, jnp.float32(weights), (50_000,)))(jax.random.key(0))
+    counts = np.bincount(tokens, minlength=size)
+    assert not counts[weights == 0].any()
+    seen = weights > 0
+    if seen.sum() > 1:
+        expected = weights[seen] / weights.sum() * len(tokens)
+        assert scipy.stats.chisquare(counts[seen], expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("place", [0, 57, 99])
+def test_draw_of_one_hot_is_certain(place):
+    weights = jnp.zeros(100).at[place].set(1e-30)
+    assert np.all(draw(jax.random.key(0), weights, (1000,)) == place)
