@@ -122,7 +122,7 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
     try:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
         return builder.as_data_source(split=split)
-    except (tfds.core.DatasetNotFoundError, ValueError, AssertionError, FileNotFoundError) as error:
+    except (tfds.core.DatasetNotFoundError, ValueError, KeyError, AssertionError, FileNotFoundError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it "

@@ -52,6 +52,8 @@ class Tokenizer:
     def __init__(self, path: str | os.PathLike):
         try:
             self.proto = pathlib.Path(path).read_bytes()
+            if not self.proto:
+                raise OSError("empty")  # SentencePiece takes it for no model, without a word.
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.proto)
         except (OSError, RuntimeError) as error:
             raise UserError(

@@ -131,8 +131,8 @@ def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_toke
 def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> _Loop:
     """One serial call of the target, for all texts; those that are done stand still."""
     tree = method.tree
-    step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, loop.step)
-    draft_keys, select_keys = jnp.moveaxis(jax.vmap(jax.random.split)(step_keys), 1, 0)
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     if tree.size:
         drafts = drafting.draft(draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, loop.draft_cache)

@@ -1,5 +1,6 @@
 """AdamW and its learning-rate schedules."""
 
+import jax.numpy as jnp
 import ml_collections
 import optax
 
@@ -15,7 +16,10 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
     rising = optax.linear_schedule(0.0, peak, warmup)
     if config.schedule == "rsqrt":
-        falling = lambda step: peak * (warmup / (step + warmup)) ** 0.5  # noqa: E731
+
+        def falling(step):
+            return peak * jnp.sqrt(warmup / (jnp.maximum(step, 0) + warmup))
+
     elif config.schedule == "cosine":
         falling = optax.cosine_decay_schedule(peak, max(steps - warmup, 1))
     else:

@@ -63,7 +63,7 @@ def train_step(graphdef, optimizer: optax.GradientTransformation, state: TrainSt
     (loss, tokens), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "tokens": tokens}
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "tokens": tokens}
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 

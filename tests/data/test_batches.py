@@ -1,0 +1,108 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from spectr_jax.data.batches import encode, evaluation_batches, training_batches
+from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer, train_tokenizer
+from spectr_jax.errors import UserError
+
+WORDS = "the a small large model draft target token law plan tree chain of in on emits accepts and or".split()  # noqa: SIM905
+
+
+@pytest.fixture(scope="module")
+def sentences():
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, rng.integers(3, 12))) + f" {index}." for index in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sentences, tmp_path_factory):
+    return train_tokenizer(sentences, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 320)
+
+
+def _sentences_of(batch):
+    """Each packed sentence as (inputs, targets)."""
+    for row in range(len(batch["inputs"])):
+        for segment in range(1, batch["segments"][row].max() + 1):
+            inside = batch["segments"][row] == segment
+            np.testing.assert_array_equal(batch["positions"][row][inside], np.arange(inside.sum()))
+            yield batch["inputs"][row][inside], batch["targets"][row][inside]
+
+
+def test_no_text_is_out_of_vocabulary(tokenizer):
+    for text in ("the draft", "naïve 東京 🙂 zq"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size == 320
+
+
+def test_targets_are_inputs_one_later(tokenizer):
+    example = encode("the draft", tokenizer, 64)
+    assert example["inputs"][0] == BOS and example["targets"][-1] == EOS
+    np.testing.assert_array_equal(example["inputs"][1:], example["targets"][:-1])
+    cut = encode("the draft", tokenizer, 2)
+    assert len(cut["inputs"]) == len(cut["targets"]) == 2
+
+
+def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
+    batches = list(evaluation_batches(sentences, tokenizer, batch=4, length=96))
+    found = sorted(tokenizer.decode(targets) for batch in batches for _, targets in _sentences_of(batch))
+    assert found == sorted(sentences)
+    for batch in batches:
+        assert not batch["targets"][batch["segments"] == 0].any() and PAD == 0
+    filled = np.mean([np.mean(batch["segments"] > 0) for batch in batches[:-1]])
+    assert filled > 0.85
+
+
+def test_an_epoch_has_every_sentence_once_over_all_processes(sentences, tokenizer):
+    found = []
+    for process in range(2):
+        dataset = training_batches(sentences, tokenizer, batch=2, length=96, seed=3, process=process, processes=2)
+        mine = []
+        for batch in dataset:
+            mine += [tokenizer.decode(targets) for _, targets in _sentences_of(batch)]
+            if len(mine) > 260:
+                break
+        found.append(set(mine[:150]))  # Packing delays a sentence by a few rows; well within the first epoch.
+    assert not found[0] & found[1]
+    assert len(found[0]) == len(found[1]) == 150
+
+
+def test_shuffle_is_seeded(sentences, tokenizer):
+    def first(seed):
+        return next(iter(training_batches(sentences, tokenizer, batch=2, length=96, seed=seed)))["inputs"]
+
+    np.testing.assert_array_equal(first(0), first(0))
+    assert (first(0) != first(1)).any()
+
+
+def test_position_can_be_restored(sentences, tokenizer):
+    def start():
+        return iter(training_batches(sentences, tokenizer, batch=3, length=96, seed=0))
+
+    whole = list(itertools.islice(start(), 60))  # More than one epoch.
+    for taken in (0, 7, 40):
+        first = start()
+        for _ in range(taken):
+            next(first)
+        second = start()
+        second.set_state(first.get_state())
+        for expected in whole[taken : taken + 15]:
+            batch = next(second)
+            for name, array in expected.items():
+                np.testing.assert_array_equal(batch[name], array)
+
+
+def test_too_little_text_for_the_vocabulary(tmp_path):
+    with pytest.raises(UserError, match="no vocabulary of 5000 pieces can be trained"):
+        train_tokenizer(["one short line"], tmp_path / "tokenizer.model", 5000)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a model"])
+def test_not_a_tokenizer(tmp_path, content):
+    path = tmp_path / "tokenizer.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"tokenizer.model' is not a SentencePiece model"):
+        Tokenizer(path)

@@ -1,0 +1,109 @@
+import gzip
+import lzma
+
+import pytest
+
+from spectr_jax.data.corpus import open_sentences, sample_sentences
+from spectr_jax.errors import UserError
+
+LINES = ["A first line.", "Zwei Wörter", "three"]
+
+
+def _write(path, lines, opener=open):
+    with opener(path, "wb") as file:
+        file.write("\n".join(lines).encode())
+    return str(path)
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open), ("", open)])
+def test_one_file(tmp_path, suffix, opener):
+    sentences = open_sentences(_write(tmp_path / f"corpus{suffix}", LINES, opener))
+    assert [sentences[index] for index in range(len(sentences))] == LINES
+
+
+def test_folder_and_glob_join_files_in_order(tmp_path):
+    _write(tmp_path / "b.txt", [*LINES[1:], ""])
+    _write(tmp_path / "a.txt.xz", LINES[:1], lzma.open)
+    for spec in (str(tmp_path), str(tmp_path / "*")):
+        sentences = open_sentences(spec)
+        assert [sentences[index] for index in range(len(sentences))] == LINES
+    assert len(open_sentences(str(tmp_path / "b*"))) == 2
+
+
+def test_the_unpacked_lm1b_release(tmp_path):
+    """Files without a suffix, in the folder that the official archive unpacks to."""
+    folder = tmp_path / "1-billion-word-language-modeling-benchmark-r13output" / "training-monolingual.tokenized.shuffled"
+    folder.mkdir(parents=True)
+    for shard in (1, 2):
+        _write(folder / f"news.en-0000{shard}-of-00100", [f"sentence {shard} ."])
+    sentences = open_sentences(str(folder / "news.en-*"))
+    assert [sentences[0], sentences[1]] == ["sentence 1 .", "sentence 2 ."]
+
+
+def test_sample_is_seeded_and_without_repeats(tmp_path):
+    sentences = open_sentences(_write(tmp_path / "c.txt", [f"line {index}" for index in range(50)]))
+    drawn = list(sample_sentences(sentences, 20, seed=1))
+    assert len(set(drawn)) == 20 and drawn == list(sample_sentences(sentences, 20, seed=1))
+    assert drawn != list(sample_sentences(sentences, 20, seed=2))
+    assert len(list(sample_sentences(sentences, 99, seed=1))) == 50
+
+
+def test_tfds_lm1b_is_read_without_tensorflow(tmp_path):
+    """Array records of lm1b's layout, written with TFDS's own writer and found through TFDS's own lm1b builder."""
+    import sys
+
+    import tensorflow_datasets as tfds
+
+    folder = tmp_path / "lm1b" / "1.1.0"
+    folder.mkdir(parents=True)
+    identity = tfds.core.dataset_info.DatasetIdentity("lm1b", tfds.core.Version("1.1.0"), str(folder), "lm1b")
+    features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+    info = tfds.core.DatasetInfo(builder=identity, features=features, description="three lines")
+    writer = tfds.core.SequentialWriter(info, 1000, file_format="array_record")
+    writer.initialize_splits(["train", "test"])
+    writer.add_examples({"train": [{"text": line} for line in LINES], "test": [{"text": "held out"}]})
+    writer.close_all()
+
+    sentences = open_sentences("tfds:lm1b:train", str(tmp_path))
+    assert [sentences[index] for index in range(len(sentences))] == LINES
+    assert open_sentences("tfds:lm1b:test", str(tmp_path))[0] == "held out"
+    assert "tensorflow" not in sys.modules
+
+
+def test_empty_corpus(tmp_path):
+    with pytest.raises(UserError, match=r"the corpus '.*empty.txt' is empty; give text"):
+        open_sentences(_write(tmp_path / "empty.txt", []))
+
+
+def test_nothing_matches(tmp_path):
+    with pytest.raises(UserError, match=r"no text file matches '.*none-\*.txt'; give a file"):
+        open_sentences(str(tmp_path / "none-*.txt"))
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
+@pytest.mark.parametrize("damage", ["truncated", "foreign"])
+def test_corrupt_archive(tmp_path, suffix, opener, damage):
+    path = tmp_path / f"corpus{suffix}"
+    _write(path, LINES * 100, opener)
+    path.write_bytes(path.read_bytes()[:-20] if damage == "truncated" else b"plain text")
+    with pytest.raises(UserError, match=rf"corpus{suffix}' is corrupt \(.*\); restore or remove it"):
+        open_sentences(str(path))
+
+
+def test_not_utf8(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("Wörter".encode("latin-1"))
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        open_sentences(str(tmp_path / "latin.txt"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tfds:lm1b", "corpus 'tfds:lm1b' is not of the form tfds:DATASET:SPLIT"),
+        ("tfds:lm1b:train", "the TFDS corpus 'tfds:lm1b:train' cannot be opened in .*tfds build lm1b"),
+        ("tfds:no_such_set:train", "the TFDS corpus 'tfds:no_such_set:train' cannot be opened"),
+    ],
+)
+def test_bad_tfds(tmp_path, spec, message):
+    with pytest.raises(UserError, match=message):
+        open_sentences(spec, str(tmp_path))
