@@ -10,7 +10,7 @@ environment variable gives the C library's heap huge pages, which saves a fifth 
 
 from spectr_jax.config import train_config
 
-STEPS = {"draft_2m": 3_000, "draft_6m": 3_000}
+STEPS = {"draft_2m": 3_000, "draft_6m": 2_600}
 
 
 def get_config(model: str = "draft_6m"):

@@ -1,8 +1,7 @@
-"""The one error type that a user can cause, and how entry points print it."""
+"""The one error type that a user can cause."""
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -15,12 +14,3 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
-
-
-def run_or_exit(main: Callable[[], None]) -> None:
-    """Runs an entry point's `main`; a `UserError` becomes one line on stderr and exit status 2."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -2,26 +2,21 @@
 
 import pathlib
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from spectr_jax.errors import run_or_exit
+from spectr_jax import cli
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config; fields: spectr_jax/config.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)
 
 
-def main(_):
-    logging.set_verbosity(logging.WARNING)
+def main():
+    from spectr_jax.experiments import tokens_per_call  # Once flags are parsed: `--help` need not wait for JAX.
 
-    def go():
-        from spectr_jax.experiments import tokens_per_call  # After flags are parsed: `--help` need not wait for JAX.
-
-        tokens_per_call.run(_CONFIG.value, pathlib.Path(_WORKDIR.value))
-
-    run_or_exit(go)
+    tokens_per_call.run(_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
-    app.run(main)
+    cli.run(main)

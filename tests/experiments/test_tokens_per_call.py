@@ -1,0 +1,137 @@
+"""The evaluation, on small models with random weights and a tokenizer trained here."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.config import eval_config
+from spectr_jax.data.tokenizer import BOS, train_tokenizer
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import report
+from spectr_jax.experiments.loading import EMBEDDED, load_trained, shape_name
+from spectr_jax.experiments.paper import TOKENS_PER_CALL
+from spectr_jax.experiments.tokens_per_call import read_prompts, run
+from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.models.weights import save_weights
+
+SHAPE = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=283, context=32)
+PROMPTS = [f"draft target token {index} law" for index in range(9)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    proto = train_tokenizer(PROMPTS * 20, folder / "tokenizer.model", 283).proto
+    for seed, name in enumerate(("target", "draft")):
+        save_weights(folder / f"{name}.safetensors", Transformer(SHAPE, rngs=nnx.Rngs(seed)), proto, {})
+    return folder
+
+
+def _config(folder, **changes):
+    config = eval_config()
+    config.update(
+        {
+            "target": str(folder / "target.safetensors"),
+            "drafts": (str(folder / "draft.safetensors"),),
+            "prompts": str(folder / "prompts.txt"),
+            "num_prompts": 7,
+            "batch_size": 4,
+            "max_new_tokens": 6,
+            "seeds": (0, 1),
+            "num_drafts": (1, 2),
+            "draft_lengths": (2,),
+            **changes,
+        }
+    )
+    return config
+
+
+def test_table_is_written_and_repeats(folder, tmp_path):
+    first, second = (run(_config(folder), tmp_path / name) for name in ("a", "b"))
+    assert [(row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]] == [
+        ("baseline", 0, 0),
+        ("speculative", 1, 2),
+        ("spectr", 2, 2),
+    ]
+    for row, again in zip(first["rows"], second["rows"], strict=True):
+        assert row["tokens_per_call_by_seed"] == again["tokens_per_call_by_seed"]
+        assert row["tokens_per_second"] > 0
+    assert first["rows"][0]["tokens_per_call"] == 1.0 and first["rows"][0]["speedup"] == 1.0
+    assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
+    assert json.loads((tmp_path / "a/tokens_per_call.json").read_text()) == first
+    assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
+    assert "| spectr" not in (tmp_path / "a/tokens_per_call.md").read_text().splitlines()[2]
+    assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
+
+
+def test_batch_size_does_not_change_the_figures(folder, tmp_path):
+    rows = [run(_config(folder, batch_size=size), tmp_path / str(size))["rows"] for size in (3, 7)]
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours["tokens_per_call_by_seed"] == theirs["tokens_per_call_by_seed"]
+
+
+def test_prompts_are_cut_and_padded(folder):
+    config = _config(folder, prompt_tokens=3)
+    prompts = read_prompts(config, load_trained(config.target).tokenizer)
+    assert prompts.tokens.shape == (2, 4, 4) and prompts.real == 7
+    assert np.all(prompts.tokens[..., 0] == BOS)
+    assert prompts.lengths.reshape(-1).tolist() == [4] * 7 + [1]
+
+
+def test_a_workdir_of_another_config_is_left_alone(folder, tmp_path):
+    (tmp_path / "tokens_per_call.json").write_text('{"config_hash": "other"}')
+    with pytest.raises(UserError, match="holds the table of another config"):
+        run(_config(folder), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens_per_call.json"]
+
+
+def test_models_of_different_vocabularies(folder, tmp_path):
+    proto = train_tokenizer([line[::-1] for line in PROMPTS * 20], tmp_path / "tokenizer.model", 283).proto
+    save_weights(tmp_path / "other.safetensors", Transformer(SHAPE, rngs=nnx.Rngs(0)), proto, {})
+    with pytest.raises(UserError, match=r"have different vocabularies; train both with one data.tokenizer"):
+        run(_config(folder, drafts=(str(tmp_path / "other.safetensors"),)), tmp_path / "run")
+
+
+def test_a_tokenizer_that_was_swapped(folder, tmp_path):
+    train_tokenizer([line[::-1] for line in PROMPTS * 20], tmp_path / "tokenizer.model", 283)
+    (tmp_path / "m.safetensors").write_bytes((folder / "target.safetensors").read_bytes())
+    with pytest.raises(UserError, match="was trained with another tokenizer than the one beside it"):
+        load_trained(str(tmp_path / "m.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
+        ({"max_new_tokens": 30}, "exceed the context 32 of 'target'; shorten one of them"),
+        ({"methods": ("speck",)}, "unknown method 'speck'"),
+        ({"dtype": "int8"}, "dtype='int8' is not known"),
+        ({"target": "embedded:none"}, "unknown embedded model 'none'"),
+        ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
+    ],
+)
+def test_bad_configs(folder, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        run(_config(folder, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_embedded_ladder():
+    for name in ("draft_2m", "draft_6m"):
+        trained = load_trained(f"embedded:{name}")
+        assert dataclasses.replace(trained.model.config, dropout=0.0) == LADDER[name]
+        assert trained.tokenizer.vocab_size == 8192
+    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) < 20e6
+
+
+def test_shape_names_match_the_paper_table():
+    assert [shape_name(LADDER[name]) for name in LADDER] == [*TOKENS_PER_CALL, "97M"]
+
+
+def test_markdown_table_is_aligned():
+    table = report.markdown_table(["a", "long"], [["x", "1"], ["yyyy", "22"]])
+    assert table == "| a    | long |\n| ---- | ---: |\n| x    |    1 |\n| yyyy |   22 |"
