@@ -6,7 +6,6 @@ import jax
 import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
-jax.config.update("jax_numpy_rank_promotion", "allow")
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import sentencepiece
 
 from spectr_jax.errors import UserError
+from spectr_jax.files import write_whole
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
@@ -40,9 +41,7 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
             f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give more text or a smaller vocab_size"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + f".{os.getpid()}.partial")
-    partial.write_bytes(model.getvalue())
-    partial.replace(path)
+    write_whole(path, model.getvalue())
     return Tokenizer(path)
 
 

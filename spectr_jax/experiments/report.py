@@ -1,6 +1,5 @@
 """Tables and charts, with what is needed to make them again."""
 
-import json
 import os
 import pathlib
 import platform
@@ -33,18 +32,6 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
     return "\n".join([line(header), line(rule), *map(line, rows)])
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a whole file or leaves the old one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _module() -> str:

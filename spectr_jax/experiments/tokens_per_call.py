@@ -18,6 +18,7 @@ from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper, report
 from spectr_jax.experiments.loading import EMBEDDED, Trained, load_pair, shape_name
+from spectr_jax.files import write_json, write_whole
 
 NAME = "tokens_per_call"
 
@@ -90,8 +91,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         **report.provenance(),
     }
     workdir.mkdir(parents=True, exist_ok=True)
-    report.write_text(workdir / f"{NAME}.md", markdown(result))
-    report.write_json(workdir / f"{NAME}.json", result)
+    write_whole(workdir / f"{NAME}.md", markdown(result))
+    write_json(workdir / f"{NAME}.json", result)
     plot(result, workdir / f"{NAME}.png")
     print(markdown(result))
     return result

@@ -33,7 +33,7 @@ def save_weights(path: pathlib.Path, model: Transformer, tokenizer_proto: bytes,
         "tokenizer_sha256": digest(tokenizer_proto),
         "notes": json.dumps(notes),
     }
-    arrays = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in _named(nnx.state(model, nnx.Param)).items()}
+    arrays = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in named_leaves(nnx.state(model, nnx.Param)).items()}
     partial = path.with_name(path.name + ".partial")
     safetensors.flax.save_file(arrays, partial, metadata)
     partial.replace(path)
@@ -63,7 +63,7 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
 def from_arrays(config: TransformerConfig, arrays: dict[str, jax.Array], source: str) -> Transformer:
     """A transformer with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-    wanted = _named(state)
+    wanted = named_leaves(state)
     shapes = {name: array.shape for name, array in arrays.items()}
     if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
         raise UserError(f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again")
@@ -76,6 +76,7 @@ def digest(tokenizer_proto: bytes) -> str:
     return hashlib.sha256(tokenizer_proto).hexdigest()
 
 
-def _named(state) -> dict[str, Any]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """{path: leaf} of a pytree, with paths such as `blocks/0/qkv/kernel`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

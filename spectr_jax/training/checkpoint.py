@@ -11,21 +11,16 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from spectr_jax.errors import UserError
+from spectr_jax.models.weights import named_leaves
 from spectr_jax.training.step import TrainState
 
 # What Orbax raises for files that are missing, cut short or of another tree.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-    """{path: leaf} of a pytree, with paths such as `blocks/0/qkv/kernel`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
 def unflatten(like: Any, flat: dict[str, Any]) -> Any:
-    """The inverse of `flatten`, for a tree of the structure of `like`."""
-    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in flatten(like)])
+    """The inverse of `named_leaves`, for a tree of the structure of `like`."""
+    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in named_leaves(like)])
 
 
 class Checkpoints:
@@ -52,7 +47,7 @@ class Checkpoints:
             return
         rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
         self._checkpointer.save_checkpointables(
-            step, {"params": flatten(state.params), "rest": flatten(rest), "data": data_state}
+            step, {"params": named_leaves(state.params), "rest": named_leaves(rest), "data": data_state}
         )
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict]:
@@ -68,13 +63,13 @@ class Checkpoints:
           UserError: there is none, or it is damaged or of another model.
         """
         rest = {"step": like.step, "opt_state": like.opt_state, "key": like.key}
-        loaded = self._load({"params": flatten(like.params), "rest": flatten(rest), "data": None})
+        loaded = self._load({"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None})
         rest = unflatten(rest, loaded["rest"])
         return TrainState(params=unflatten(like.params, loaded["params"]), **rest), loaded["data"]
 
     def restore_params(self, like: Any) -> Any:
         """The parameters alone of the newest checkpoint, in the structure of `like`; raises as `restore` does."""
-        return unflatten(like, self._load({"params": flatten(like)})["params"])
+        return unflatten(like, self._load({"params": named_leaves(like)})["params"])
 
     def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         step = self.latest_step()

@@ -1,7 +1,6 @@
 """A training run: data, steps, evaluation, checkpoints, and the record of it in the workdir."""
 
 import functools
-import itertools
 import json
 import math
 import pathlib
@@ -14,12 +13,14 @@ import ml_collections
 import numpy as np
 import tqdm
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from spectr_jax.config import check_fields, check_positive, to_json, train_config
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import Sentences, open_sentences, sample_sentences
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
+from spectr_jax.files import write_json, write_whole
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.training import sharding
 from spectr_jax.training.checkpoint import Checkpoints
@@ -63,7 +64,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
         process=jax.process_index(),
         processes=jax.process_count(),
     )
-    _write_json(workdir / "config.json", to_json(config))
+    write_json(workdir / "config.json", to_json(config))
     run = _Run(config, workdir, mesh, heldout)
     return run.go(iter(dataset))
 
@@ -200,10 +201,10 @@ def _claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> 
     path = workdir / "config.json"
     if path.exists():
         try:
-            theirs = _flat(json.loads(path.read_text()))
+            theirs = flatten_dict(json.loads(path.read_text()), sep=".")
         except ValueError as error:
             raise UserError(f"{str(path)!r} is not JSON ({error}); choose a new --workdir") from error
-        ours = _flat(to_json(config))
+        ours = flatten_dict(to_json(config), sep=".")
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
                 raise UserError(
@@ -232,7 +233,7 @@ def _tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, sentenc
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; restore it")
-    own.write_bytes(tokenizer.proto)
+    write_whole(own, tokenizer.proto)
     return tokenizer
 
 
@@ -250,18 +251,3 @@ def _heldout(config: ml_collections.ConfigDict, sentences: Sentences, tokenizer:
     share = slice(jax.process_index(), None, jax.process_count())
     local = [{name: array[share] for name, array in batch.items()} for batch in packed]
     return _Heldout(local, sum(len(sentence) + 1 for sentence in kept))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    items = ((prefix + name, value) for name, value in tree.items())
-    return dict(
-        itertools.chain.from_iterable(
-            _flat(value, name + ".").items() if isinstance(value, dict) else [(name, value)] for name, value in items
-        )
-    )
-
-
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)

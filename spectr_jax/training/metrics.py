@@ -4,6 +4,8 @@ import json
 import pathlib
 from typing import Any
 
+from spectr_jax.files import write_whole
+
 
 class MetricsLog:
     """Appends JSON lines to `path`; on a restart, drops the lines of steps that will be taken again."""
@@ -12,9 +14,7 @@ class MetricsLog:
         self._path = path
         if path.exists():
             kept = [record for record in read_metrics(path) if record["step"] <= first_step]
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            partial.replace(path)
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:

@@ -1,0 +1,18 @@
+"""Files that are whole or not there."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+
+def write_whole(path: pathlib.Path, content: bytes | str) -> None:
+    """Writes a file, or leaves the old one if the write is cut short."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.replace(path)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes indented JSON, whole or not at all."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
