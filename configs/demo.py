@@ -12,6 +12,6 @@ from spectr_jax.config import eval_config
 def get_config():
     config = eval_config()
     config.num_prompts = 128
-    config.batch_size = 64
+    config.batch_size = 16
     config.max_new_tokens = 32
     return config
