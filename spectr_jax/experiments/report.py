@@ -24,7 +24,7 @@ def provenance() -> dict[str, Any]:
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """An aligned Markdown table; all columns but the first are right-aligned."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    widths = [max(3, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
     def line(cells):
         padded = [cells[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]

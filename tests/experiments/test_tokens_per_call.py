@@ -133,5 +133,5 @@ def test_shape_names_match_the_paper_table():
 
 
 def test_markdown_table_is_aligned():
-    table = report.markdown_table(["a", "long"], [["x", "1"], ["yyyy", "22"]])
-    assert table == "| a    | long |\n| ---- | ---: |\n| x    |    1 |\n| yyyy |   22 |"
+    table = report.markdown_table(["a", "K"], [["x", "1"], ["yyyy", "22"]])
+    assert table == "| a    |   K |\n| ---- | --: |\n| x    |   1 |\n| yyyy |  22 |"
