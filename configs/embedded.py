@@ -5,7 +5,7 @@
     python -m spectr_jax.train --config=configs/embedded.py:draft_6m --workdir=runs/embedded/draft_6m
 
 Less than one pass over a corpus of 80 M tokens, so no dropout, and a cosine to zero; hours on two CPU cores. The
-environment variable gives the C library's heap huge pages, which saves a fifth of the time on Linux.
+environment variable gives the C library's heap huge pages, which saves time on Linux.
 """
 
 from spectr_jax.config import train_config
