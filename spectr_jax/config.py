@@ -100,7 +100,7 @@ def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
         value: Any = config
         for part in name.split("."):
             value = value[part]
-        for entry in value if isinstance(value, tuple) else (value,):
+        for entry in value if isinstance(value, tuple | list) else (value,):
             if entry < 1:
                 raise UserError(f"config field {name!r} is {entry}; give at least 1")
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import digest, load_weights
 from spectr_jax.training.checkpoint import Checkpoints
 
@@ -72,7 +72,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32") -> Trained:
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")
     tokenizer = Tokenizer(workdir / "tokenizer.model")
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+    graphdef, state = abstract(shape)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
     checkpoints = Checkpoints(workdir / "checkpoints")

@@ -10,6 +10,7 @@ width, V vocabulary.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,9 +181,14 @@ def causal(segments_BxN: jax.Array) -> jax.Array:
     return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
 
 
+def abstract(config: TransformerConfig) -> tuple[Any, Any]:
+    """`nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+
 def parameter_count(config: TransformerConfig) -> int:
-    """The number of parameters of a decoder of this shape, without building it."""
-    state = nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param)
+    """The number of parameters of a decoder of this shape."""
+    _, state = abstract(config)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 

@@ -13,7 +13,7 @@ import safetensors.flax
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
 
 FORMAT = "spectr_jax/1"
 
@@ -62,13 +62,12 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
 
 def from_arrays(config: TransformerConfig, arrays: dict[str, jax.Array], source: str) -> Transformer:
     """A transformer with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-    wanted = named_leaves(state)
+    graphdef, state = abstract(config)
     shapes = {name: array.shape for name, array in arrays.items()}
-    if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
+    if shapes != {name: leaf.shape for name, leaf in named_leaves(state).items()}:
         raise UserError(f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again")
-    leaves = [jnp.asarray(arrays[name], config.dtype) for name in wanted]
-    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
+    typed = {name: jnp.asarray(array, config.dtype) for name, array in arrays.items()}
+    return nnx.merge(graphdef, with_leaves(state, typed))
 
 
 def digest(tokenizer_proto: bytes) -> str:
@@ -80,3 +79,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """{path: leaf} of a pytree, with paths such as `blocks/0/qkv/kernel`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
+    """The inverse of `named_leaves`, for a tree of the structure of `like`."""
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in named_leaves(like)])

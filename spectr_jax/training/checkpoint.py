@@ -7,20 +7,14 @@ the JSON state of the data iterator.
 import pathlib
 from typing import Any
 
-import jax
 from orbax.checkpoint import v1 as ocp
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.weights import named_leaves
+from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.training.step import TrainState
 
 # What Orbax raises for files that are missing, cut short or of another tree.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
-
-
-def unflatten(like: Any, flat: dict[str, Any]) -> Any:
-    """The inverse of `named_leaves`, for a tree of the structure of `like`."""
-    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in named_leaves(like)])
 
 
 class Checkpoints:
@@ -64,12 +58,12 @@ class Checkpoints:
         """
         rest = {"step": like.step, "opt_state": like.opt_state, "key": like.key}
         loaded = self._load({"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None})
-        rest = unflatten(rest, loaded["rest"])
-        return TrainState(params=unflatten(like.params, loaded["params"]), **rest), loaded["data"]
+        rest = with_leaves(rest, loaded["rest"])
+        return TrainState(params=with_leaves(like.params, loaded["params"]), **rest), loaded["data"]
 
     def restore_params(self, like: Any) -> Any:
         """The parameters alone of the newest checkpoint, in the structure of `like`; raises as `restore` does."""
-        return unflatten(like, self._load({"params": named_leaves(like)})["params"])
+        return with_leaves(like, self._load({"params": named_leaves(like)})["params"])
 
     def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         step = self.latest_step()

@@ -21,7 +21,7 @@ from spectr_jax.data.corpus import Sentences, open_sentences, sample_sentences
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
-from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
 from spectr_jax.training import sharding
 from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.metrics import MetricsLog, plot_curves
@@ -82,13 +82,13 @@ class _Run:
             params_key, run_key = jax.random.split(key)
             return init_state(Transformer(model_config, rngs=nnx.Rngs(params_key)), optimizer, run_key)
 
-        self.graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))[0]
-        abstract = jax.eval_shape(init, jax.random.key(config.seed))
-        self.shardings = sharding.state_sharding(mesh, abstract)
-        self.abstract = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract, self.shardings
+        self.graphdef, _ = abstract(model_config)
+        shapes = jax.eval_shape(init, jax.random.key(config.seed))
+        shardings = sharding.state_sharding(mesh, shapes)
+        self.like = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
         )
-        self.init = jax.jit(init, out_shardings=self.shardings)
+        self.init = jax.jit(init, out_shardings=shardings)
         self.step = jax.jit(functools.partial(train_step, self.graphdef, optimizer), donate_argnums=0)
         self.eval_step = jax.jit(functools.partial(eval_step, self.graphdef))
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
@@ -132,7 +132,7 @@ class _Run:
     def _start(self, data) -> TrainState:
         if self.checkpoints.latest_step() is None:
             return self.init(jax.random.key(self.config.seed))
-        state, data_state = self.checkpoints.restore(self.abstract)
+        state, data_state = self.checkpoints.restore(self.like)
         data.set_state(data_state)
         tqdm.tqdm.write(f"going on from step {int(state.step)}")
         return state

@@ -64,7 +64,10 @@ def test_table_is_written_and_repeats(folder, tmp_path):
     assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
     assert json.loads((tmp_path / "a/tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
-    assert "| spectr" not in (tmp_path / "a/tokens_per_call.md").read_text().splitlines()[2]
+    table = [line.split("|") for line in (tmp_path / "a/tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
+    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr"]
+    for cells, row in zip(table[2:], first["rows"], strict=True):
+        assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
     assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
 
 

@@ -108,7 +108,7 @@ def test_kseq_with_one_draft_is_maximal_coupling(law):
     p, q = (jnp.float32(part) for part in _law(law))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
     valid = jnp.ones(1, bool)
-    tokens = [_histogram(transport.get(name), jax.random.key(0), p, q, draft, valid)[2] for name in PLANS[:2]]
+    tokens = [_histogram(transport.get(name), jax.random.key(0), p, q, draft, valid)[2] for name in ("maximal", "kseq")]
     np.testing.assert_array_equal(*tokens)
 
 
