@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.transport import kseq, maximal
+from spectr_jax.transport import kseq, maximal, otm
 from spectr_jax.transport.base import Choice, Plan
 
 __all__ = ["PLANS", "Choice", "Plan", "get"]
@@ -12,6 +12,7 @@ __all__ = ["PLANS", "Choice", "Plan", "get"]
 PLANS: dict[str, ModuleType] = {
     "maximal": maximal,
     "kseq": kseq,
+    "otm": otm,
 }
 """A module each, with functions `select`, `law` and `acceptance`."""
 

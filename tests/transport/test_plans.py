@@ -13,7 +13,7 @@ from spectr_jax import transport
 from spectr_jax.errors import UserError
 from spectr_jax.transport import kseq
 
-PLANS = ["maximal", "kseq"]
+PLANS = ["maximal", "kseq", "otm"]
 
 _RNG = np.random.default_rng(0)
 LAWS = {
@@ -30,7 +30,7 @@ LAWS = {
     "same one-hot": ([0.0, 1.0], [0.0, 1.0]),
     "other one-hot": ([0.0, 1.0], [1.0, 0.0]),
 }
-DRAFTS = [1, 2, 3]
+DRAFTS = [1, 2, 3, 4]
 DRAWS = 40_000
 
 cases = pytest.mark.parametrize("name", PLANS)

@@ -1,0 +1,246 @@
+"""Optimal transport with membership cost, OTM-k, solved exactly for k i.i.d. drafts (SpecTr, section 5, problem (3)).
+
+SpecTr solves OTM-k by a linear program of V^(k+1) variables (`otm_lp`). For i.i.d. drafts the optimum has a closed form:
+if every draft falls in a set H, only tokens of H can be accepted, and they absorb at most q(H); so the rejection
+probability is at least p(H)^k - q(H) for each H, and by max-flow min-cut the largest of these is attained,
+
+    alpha_k = 1 - D,    D = max(0, max_j [P_j^k - Q_j]),
+
+with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in that order (the optimum: also Hu et al.,
+2025, arXiv 2502.18779; other plans that attain it: Thomas and Pal, 2025, arXiv 2511.15898). The plan:
+
+1. The winner among the drafts shall have the law g = p * rho, rho = clip(r, low, high), with low set so that g sums to
+   P_j^k up to the maximiser j of D, and high so that g sums to 1 - P_j^k above. Then sum min(g, q) = alpha_k.
+2. The tokens are cells of a priority, ascending in r. If each draft kept its own cell and the highest cell won, cell c
+   would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p * phi. Its prefix sums are >= 0, so cells of surplus
+   (h > 0) are matched with later cells of deficit, first in first out by mass. A draft draws its partner cell uniformly by
+   mass in its own stretch of the matching, and moves there with probability (rho - phi) / (phi_partner - phi), which is
+   <= 1 because rho ascends. Partners exchange equal masses, so a draft's cell is still distributed as p, but token j now
+   wins with mass g_j.
+3. The draft in the highest cell wins, ties broken uniformly, and the winner y goes through Algorithm 1 as a single draft
+   of law g: accepted with probability min(1, q(y) / g(y)), else a draw from (q - g)+.
+
+With one draft g = p, and this is Algorithm 1. `law` and `acceptance` sort; so does `select` for small vocabularies. For
+large ones it sorts nothing: tokens whose ratios agree to seven bits share a cell, O(V + cells). It is as exact, since
+tokens of a cell may move with probabilities of their own; only in the few cells in which rho meets low, high or phi must
+they share one rho, which costs about 1e-5 of the acceptance.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.transport.base import Choice, draw, or_else
+
+SORTED = 1024
+"""Vocabularies up to this size are sorted, and each token is a cell."""
+BITS, OCTAVES = 7, 16
+"""Otherwise a cell is 2^-7 of an octave of the ratio, and the lowest and the highest reach to 0 and infinity."""
+
+
+class Cells(NamedTuple):
+    """Tokens grouped by their ratio r = q / p, ascending.
+
+    Attributes:
+      p: [C] mass of each cell.
+      q: [C]
+      bottom: [C] the least ratio that a token of the cell can have.
+      top: [C] the largest.
+      of_token: [V] int, the cell of each token.
+    """
+
+    p: Any
+    q: Any
+    bottom: Any
+    top: Any
+    of_token: Any
+
+
+class Winner(NamedTuple):
+    """The law of the winning draft, by cell, and what leads to it.
+
+    Attributes:
+      rho: [C] winner law over p.
+      phi: [C] the same if no draft moved.
+      low: [] least rho.
+      high: [] largest rho.
+      rejection: [] D, the least rejection probability.
+    """
+
+    rho: Any
+    phi: Any
+    low: Any
+    high: Any
+    rejection: Any
+
+
+def select(key, p, q, drafts, valid) -> Choice:
+    """See `Plan.select`. Runs in the jitted sampler."""
+    accept_key, residual_key, cell_key = jax.random.split(key, 3)
+    k = jnp.maximum(jnp.sum(valid), 1)
+    cells = _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, len(drafts))
+    winner = winner_law(cells.p, cells.q, k)
+    rho = token_ratios(p, q, cells, winner)
+    first = winning_draft(cell_key, p, drafts, valid, cells, winner, rho)
+    g, draft = p * rho, drafts[first]
+    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+    accepted = valid[first] & (uniforms[first] * g[draft] < q[draft])
+    residual = jnp.where(valid[first], or_else(jnp.maximum(q - g, 0), q), q)
+    token = jnp.where(accepted, draft, draw(residual_key, residual))
+    return Choice(token, jnp.any(valid & (drafts == token)))
+
+
+def law(p, q, drafts) -> np.ndarray:
+    """See `Plan.law`."""
+    k = len(drafts)
+    cells, winner, moves = _exact(p, q, k)
+    final = moves[cells.of_token[list(drafts)]]  # [k, C] law of each draft's cell after its move.
+    below = np.cumsum(final, axis=1) - final
+    # A draft at priority u within its cell wins if no other is above; the integral over u breaks ties uniformly, and
+    # Gauss-Legendre is exact for its integrand, a polynomial of degree k - 1.
+    nodes, weights = np.polynomial.legendre.leggauss(k // 2 + 1)
+    beaten = below[:, :, None] + final[:, :, None] * (nodes + 1) / 2
+    others = np.stack([np.prod(np.delete(beaten, i, axis=0), axis=0) for i in range(k)])
+    wins = np.einsum("kc,kcn,n->k", final, others, weights / 2)
+
+    g = p * winner.rho[cells.of_token]
+    residual = np.maximum(q - g, 0)
+    residual = residual / residual.sum() if residual.sum() > 0 else q
+    result = np.zeros(len(p))
+    for draft, probability in zip(drafts, wins, strict=True):
+        accept = min(1.0, q[draft] / g[draft]) if g[draft] > 0 else 0.0
+        result[draft] += probability * accept
+        result += probability * (1 - accept) * residual
+    return result
+
+
+def acceptance(p, q, k) -> float:
+    """See `Plan.acceptance`: alpha_k = 1 - D, the largest of all plans."""
+    cells = _exact_cells(p, q)
+    return float(1 - winner_law(cells.p, cells.q, k).rejection)
+
+
+def optimal_acceptance(p: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+    """alpha_k [] in float32, for a traced k >= 1; jittable and vmappable. At large V, below it by about 1e-6 of a cell."""
+    cells = _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, 1)
+    return 1 - winner_law(cells.p, cells.q, k).rejection
+
+
+def winner_law(p, q, k) -> Winner:
+    """Step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q / p, and k >= 1 drafts.
+
+    Written once, for float64 NumPy and for JAX. Sums of the head and of the tail are kept apart, and no neighbouring
+    powers are subtracted: either would lose what is small.
+    """
+    xp = p.__array_namespace__()
+    head_p, head_q = _cumulative(xp, p), _cumulative(xp, q)
+    tail_p, tail_q = (_cumulative(xp, x[::-1])[::-1] - x for x in (p, q))
+    tail_p, tail_q = xp.maximum(tail_p, 0), xp.maximum(tail_q, 0)
+    excess = xp.where(
+        head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q
+    )
+    at = xp.argmax(excess)
+    rejection = xp.maximum(excess[at], 0)
+    index = xp.arange(len(p))
+    in_head = (index <= at) & (head_p > 0) & (rejection > 0)
+    in_tail = (index >= at) & (tail_p > 0) & (rejection > 0)
+    # Each level is where its clipped sum is right; as a function of the number of clipped cells it is extreme there.
+    low = xp.min(xp.where(in_head, (rejection + head_q) / xp.where(in_head, head_p, 1), xp.inf))
+    low = xp.where(rejection > 0, low, 0)
+    high = xp.max(xp.where(in_tail, (tail_q - rejection) / xp.where(in_tail, tail_p, 1), -xp.inf))
+    high = xp.where(xp.any(in_tail), high, k)  # Nothing to clip: no ratio that counts exceeds k.
+
+    drawn = p > 0
+    rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
+    share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
+    log_rest = xp.log1p(-xp.where(share < 1, share, 0))
+    phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
+    return Winner(rho, xp.where(drawn, phi, 0), low, high, rejection)
+
+
+def token_ratios(p, q, cells: Cells, winner: Winner) -> jax.Array:
+    """rho [V] of each token: its own ratio, where all of its cell are on one side of low, high and phi."""
+    own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
+    own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
+    return jnp.where(own[cells.of_token], q / jnp.where(p > 0, p, 1), winner.rho[cells.of_token])
+
+
+def winning_draft(key, p, drafts, valid, cells: Cells, winner: Winner, rho) -> jax.Array:
+    """Steps 2 and 3 of the plan: the index of the draft that wins, of law p * rho; consumes `key`."""
+    level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
+    own = cells.of_token[drafts]
+    surplus = cells.p * (winner.rho - winner.phi)
+    sums = _cumulative(jnp, jnp.stack([jnp.maximum(surplus, 0), jnp.maximum(-surplus, 0)]))
+    mine = (surplus[own] < 0).astype(jnp.int32)  # 0 for a surplus, which meets a deficit, and the other way round.
+    mass = sums[mine, own] - level * jnp.abs(surplus[own])
+    partner = jnp.sum(sums[1 - mine] < mass[:, None], axis=1)
+    partner = jnp.minimum(partner, len(surplus) - 1)
+    toward = (rho[drafts] - winner.phi[own]) / (winner.phi[partner] - winner.phi[own])
+    moves = move < toward  # False for the NaN of a cell that is its own partner.
+    final = jnp.where(valid, jnp.where(moves, partner, own), -1)
+    return jnp.argmax(jnp.where(final == jnp.max(final), tie, -1))
+
+
+def _sorted_cells(p, q) -> Cells:
+    """A cell for each ratio; those behind the last are empty."""
+    ratio = jnp.where(p > 0, q / p, jnp.inf)
+    order = jnp.argsort(ratio)
+    ascending = ratio[order]
+    level = jnp.cumsum(jnp.append(False, ascending[1:] > ascending[:-1]))
+    of_token = jnp.zeros_like(order).at[order].set(level)
+    levels = jnp.full_like(ratio, jnp.inf).at[of_token].set(ratio)
+    return Cells(*_masses(p, q, of_token, len(p)), levels, levels, of_token)
+
+
+def _ratio_cells(p, q, most: int) -> Cells:
+    """Cells by the leading bits of the ratio, which order as ratios do. Those above `most`, the k, are clipped anyway."""
+    highest = jnp.float32(1 << (most - 1).bit_length())
+    first = _bits(highest) - (OCTAVES << BITS)
+    count = (OCTAVES << BITS) + 1
+    of_token = jnp.clip(_bits(jnp.where(p > 0, q / p, jnp.inf)) - first, 0, count - 1)
+    edges = jax.lax.bitcast_convert_type((jnp.arange(1, count) + first) << (23 - BITS), jnp.float32)
+    bottom, top = jnp.append(jnp.zeros(1), edges), jnp.append(edges, jnp.inf)
+    return Cells(*_masses(p, q, of_token, count), bottom, top, of_token)
+
+
+def _bits(ratio) -> jax.Array:
+    return jax.lax.bitcast_convert_type(ratio, jnp.int32) >> (23 - BITS)
+
+
+def _masses(p, q, of_token, count: int) -> jax.Array:
+    return jnp.zeros((2, count), p.dtype).at[:, of_token].add(jnp.stack([p, q]), mode="promise_in_bounds")
+
+
+def _exact_cells(p, q) -> Cells:
+    ratio = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
+    levels, of_token = np.unique(ratio, return_inverse=True)
+    return Cells(np.bincount(of_token, p), np.bincount(of_token, q), levels, levels, of_token)
+
+
+def _exact(p, q, k: int) -> tuple[Cells, Winner, np.ndarray]:
+    """Cells, winner law, and the law [C, C] of a draft's cell after its move, by its own cell."""
+    cells = _exact_cells(p, q)
+    winner = winner_law(cells.p, cells.q, k)
+    surplus = cells.p * (winner.rho - winner.phi)
+    given, taken = np.cumsum(np.maximum(surplus, 0)), np.cumsum(np.maximum(-surplus, 0))
+    before = np.maximum(given[:, None] - np.maximum(surplus, 0)[:, None], taken - np.maximum(-surplus, 0))
+    matched = np.maximum(np.minimum(given[:, None], taken) - before, 0)
+    matched[:, surplus >= 0] = matched[surplus <= 0] = 0
+    rise = winner.phi - winner.phi[:, None]
+    exchanged = np.divide(matched, rise, out=np.zeros_like(matched), where=matched > 0)
+    exchanged += exchanged.T
+    moves = exchanged / np.where(cells.p > 0, cells.p, 1)[:, None]
+    return cells, winner, moves + np.diag(1 - moves.sum(axis=1))
+
+
+def _cumulative(xp, x):
+    """The cumulative sum along the last axis; for JAX on long rows in two stages, as it scans slowly."""
+    width, n = 64, x.shape[-1]
+    if xp is np or n <= width:
+        return xp.cumsum(x, axis=-1)
+    rows = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % width)]).reshape(*x.shape[:-1], -1, width)
+    within = rows @ xp.triu(xp.ones((width, width), x.dtype))
+    before = xp.cumsum(within[..., -1], axis=-1) - within[..., -1]
+    return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :n]
