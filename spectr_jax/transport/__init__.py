@@ -4,17 +4,49 @@ from types import ModuleType
 from typing import Any
 
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.transport import kseq, maximal, otm
+from spectr_jax.transport import (
+    greedy,
+    kseq,
+    kseq_gamma,
+    maximal,
+    naive,
+    optimal_kseq,
+    otm,
+    otm_lp,
+    recursive,
+    recursive_without_replacement,
+    spectr_plus,
+    spectr_plus_plus,
+)
 from spectr_jax.transport.base import Choice, Plan
+from spectr_jax.transport.bounds import harmonic_bound, optimal_acceptance, theorem_1_bound, total_variation
 
-__all__ = ["PLANS", "Choice", "Plan", "get"]
+__all__ = [
+    "PLANS",
+    "Choice",
+    "Plan",
+    "get",
+    "harmonic_bound",
+    "optimal_acceptance",
+    "theorem_1_bound",
+    "total_variation",
+]
 
 PLANS: dict[str, ModuleType] = {
     "maximal": maximal,
+    "naive": naive,
     "kseq": kseq,
+    "kseq_gamma": kseq_gamma,
+    "spectr+": spectr_plus,
+    "spectr++": spectr_plus_plus,
+    "optimal_kseq": optimal_kseq,
     "otm": otm,
+    "otm_lp": otm_lp,
+    "recursive": recursive,
+    "recursive_without_replacement": recursive_without_replacement,
+    "greedy": greedy,
 }
-"""A module each, with functions `select`, `law` and `acceptance`."""
+"""A module each, with functions `select`, `law` and `acceptance`, and DRAFTS where these are not to be i.i.d."""
 
 
 def get(name: str, **options: Any) -> Plan:
@@ -30,4 +62,5 @@ def get(name: str, **options: Any) -> Plan:
     for option in options:
         if option not in known:
             raise UserError(f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
-    return Plan(name, tuple(sorted(options.items())), (module.select, module.law, module.acceptance))
+    functions = module.select, module.law, module.acceptance
+    return Plan(name, tuple(sorted(options.items())), functions, getattr(module, "DRAFTS", "iid"))

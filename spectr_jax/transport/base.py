@@ -6,12 +6,14 @@ nothing here knows a model or a tree.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from spectr_jax.transport import checks
 
 
 class Choice(NamedTuple):
@@ -34,17 +36,22 @@ class Plan:
       name: as registered.
       options: sorted (name, value) pairs.
       functions: the plan's `select`, `law` and `acceptance`, before options.
+      drafts: how the k drafts must be drawn from p: "iid", "without_replacement" or "greedy" (the k - 1 likeliest tokens
+        and one draw from the rest).
     """
 
     name: str
     options: tuple[tuple[str, Any], ...]
     functions: tuple[Callable, Callable, Callable]
+    drafts: str = "iid"
 
     def select(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Choice:
         """Chooses a token of law q.
 
-        Jittable and vmappable; the number of drafts is the traced sum of `valid`. With none valid, the token is a plain
-        draw from q. No token with q = 0 is ever chosen.
+        Jittable and vmappable; the number of drafts is the traced sum of `valid`. No token with q = 0 is ever chosen.
+        Outside jit, bad arguments raise. Under jit, where values are not known: with no valid draft the token is a plain
+        draw from q; a draft with p = 0 or outside the vocabulary counts as not valid; negative and NaN entries of p and q
+        count as 0, and what is left is scaled to sum to 1; where q has no positive entry the token is -1.
 
         Args:
           key: consumed.
@@ -52,16 +59,65 @@ class Plan:
           q: [V] law of the token to emit.
           drafts: [k] int32 tokens.
           valid: [k] bool; the others are padding.
-        """
-        return self.functions[0](key, p, q, drafts, valid, **dict(self.options))
 
-    def law(self, p: np.ndarray, q: np.ndarray, drafts: tuple[int, ...]) -> np.ndarray:
-        """The exact law [V] of the token given the drafts, in float64; averaged over drafts it is q."""
-        return self.functions[1](np.asarray(p, float), np.asarray(q, float), drafts, **dict(self.options))
+        Raises:
+          UserError: outside jit, p or q is no law, or the drafts cannot come from p.
+        """
+        p, q, drafts, valid = (jnp.asarray(x, dtype) for x, dtype in _dtypes(p, q, drafts, valid))
+        if checks.known(p, q, drafts, valid):
+            exact, _ = checks.check_laws(p, q)
+            checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.drafts)
+        p, q = _normalised(p), _normalised(q)
+        valid &= p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0
+        choice = self.functions[0](key, p, q, drafts, valid, **dict(self.options))
+        return Choice(jnp.where(jnp.any(q > 0), choice.token, -1), choice.accepted)
+
+    def law(self, p: np.ndarray, q: np.ndarray, drafts: Sequence[int]) -> np.ndarray:
+        """The exact law [V] of the token given the drafts, in float64; averaged over drafts it is q.
+
+        Raises:
+          UserError: p or q is no law, the drafts cannot come from p, or the problem is too large for the plan.
+        """
+        p, q = checks.check_laws(p, q)
+        return self.functions[1](p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options))
 
     def acceptance(self, p: np.ndarray, q: np.ndarray, k: int) -> float:
-        """The exact probability that the token is among k i.i.d. drafts, in float64."""
-        return float(self.functions[2](np.asarray(p, float), np.asarray(q, float), k, **dict(self.options)))
+        """The exact probability that the token is among k drafts, in float64.
+
+        Raises:
+          UserError: p or q is no law, k < 1, or the problem is too large for the plan.
+        """
+        p, q = checks.check_laws(p, q)
+        return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))
+
+
+def _dtypes(p, q, drafts, valid):
+    return (p, jnp.float32), (q, jnp.float32), (drafts, jnp.int32), (valid, bool)
+
+
+def _normalised(law: jax.Array) -> jax.Array:
+    positive = jnp.where(law > 0, law, 0)
+    total = jnp.sum(positive)
+    return positive / jnp.where(total > 0, total, 1)
+
+
+def select_by_law(law: Callable, key, p, q, drafts, valid) -> Choice:
+    """A `select` for plans that only analyse: the host computes `law(p, q, drafts)` and a token is drawn from it.
+
+    For small vocabularies and for tests: it runs inside jit through a callback, one host call a choice. Consumes `key`.
+    """
+
+    def on_host(p, q, drafts, valid):
+        p, q, drafts, valid = (np.asarray(x) for x in (p, q, drafts, valid))
+        p, q = p.astype(np.float64), q.astype(np.float64)
+        if not (valid.any() and q.any()):
+            return q.astype(np.float32)
+        return law(p / p.sum(), q / q.sum(), tuple(drafts[valid].tolist())).astype(np.float32)
+
+    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
+    token = draw(key, or_else(jnp.where(q > 0, weights, 0), q))
+    return Choice(token, jnp.any(valid & (drafts == token)))
 
 
 def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:

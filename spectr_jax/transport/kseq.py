@@ -1,4 +1,4 @@
-"""k-sequential selection, K-SEQ (SpecTr, Algorithm 2 and Theorem 2).
+"""k-sequential selection, K-SEQ, at gamma* (SpecTr, Algorithm 2 and Theorem 2).
 
 Drafts are tried in turn, each accepted with probability min(1, q(x) / (gamma p(x))); if none is, the token is drawn
 from the residual law (5). The plan is valid for every gamma >= gamma*, where gamma* solves (6),
@@ -7,7 +7,7 @@ from the residual law (5). The plan is valid for every gamma >= gamma*, where ga
 
 Both sides divided by beta: with S_k(beta) = 1 + (1 - beta) + ... + (1 - beta)^(k-1), the equation reads S_k = gamma and
 the residual q - min(p, q / gamma) * S_k. Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last
-bit (Algorithm 1), and disjoint supports give gamma = k.
+bit (Algorithm 1), and disjoint supports give gamma = k. `kseq_gamma` is the same plan at another gamma.
 """
 
 import jax
@@ -16,27 +16,47 @@ import numpy as np
 
 from spectr_jax.transport.base import Choice, draw, or_else
 
-BISECTIONS = 24
-"""Halvings of [1, k]: as many as float32 has bits. The upper end is used, where the plan is valid."""
+STEPS = 12
+"""Of Newton's method, each a pass over the vocabulary: on 1,500 laws of many kinds, 10 left |f| < 4e-6 and 12 no more."""
 
 
 def select(key, p, q, drafts, valid) -> Choice:
-    """See `Plan.select`. SpecTr, Algorithm 2 at gamma*."""
-    accept_key, residual_key = jax.random.split(key)
-    k = jnp.sum(valid)
-    gamma = _gamma(p, q, k, drafts.shape[0])
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    # u < q / (gamma p) without the division: right for p = 0, and never true for q = 0.
-    passes = valid & (uniforms * gamma * p[drafts] < q[drafts])
-    shared = jnp.minimum(p, q / gamma)
-    residual = jnp.maximum(q - shared * _geometric_sum(jnp.sum(shared), k, drafts.shape[0]), 0)
-    token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, or_else(residual, q)))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    """See `Plan.select`. Runs in the jitted sampler."""
+    return sequential(key, p, q, drafts, valid, optimal_gamma(p, q, jnp.sum(valid), len(drafts)))
 
 
 def law(p, q, drafts) -> np.ndarray:
     """See `Plan.law`."""
-    gamma, _, residual = _exact(p, q, len(drafts))
+    return sequential_law(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
+
+
+def acceptance(p, q, k) -> float:
+    """See `Plan.acceptance`: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
+    return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
+
+
+def accept_probability(p, q, k: int) -> float:
+    """p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
+    p, q = np.asarray(p, float), np.asarray(q, float)
+    return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
+
+
+def sequential(key, p, q, drafts, valid, gamma) -> Choice:
+    """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`."""
+    accept_key, residual_key = jax.random.split(key)
+    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+    # u < q / (gamma p) without the division: right for p = 0, and never true for q = 0.
+    passes = valid & (uniforms * gamma * p[drafts] < q[drafts])
+    shared = jnp.minimum(p, q / gamma)
+    total = _geometric_sum(jnp.sum(shared), jnp.sum(valid), len(drafts))[0]
+    residual = or_else(jnp.maximum(q - shared * total, 0), q)
+    token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
+    return Choice(token, jnp.any(valid & (drafts == token)))
+
+
+def sequential_law(p, q, drafts, gamma: float) -> np.ndarray:
+    """The law [V] of Algorithm 2's token given the drafts, in float64."""
+    _, residual = _shared_and_residual(p, q, len(drafts), gamma)
     result, none_before = np.zeros(len(p)), 1.0
     for draft in drafts:
         accept = min(1.0, q[draft] / (gamma * p[draft]))
@@ -45,52 +65,56 @@ def law(p, q, drafts) -> np.ndarray:
     return result + none_before * residual
 
 
-def acceptance(p, q, k) -> float:
-    """See `Plan.acceptance`: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
-    _, shared, residual = _exact(p, q, k)
-    beta = shared.sum()
-    rejected_without = np.maximum(1 - beta - (p - shared), 0) ** k  # All rejected, and none of them is x.
-    return 1 - (1 - beta) ** k + np.sum(residual * ((1 - beta) ** k - rejected_without))
+def sequential_acceptance(p, q, k: int, gamma: float) -> float:
+    """The probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
+    shared, residual = _shared_and_residual(p, q, k, gamma)
+    rejected = 1 - shared.sum()
+    rejected_without = np.maximum(rejected - (p - shared), 0) ** k  # All rejected, and none of them is x.
+    return 1 - rejected**k + np.sum(residual * (rejected**k - rejected_without))
 
 
-def accept_probability(p, q, k: int) -> float:
-    """p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
-    _, shared, _ = _exact(np.asarray(p, float), np.asarray(q, float), k)
-    return float(1 - (1 - shared.sum()) ** k)
+def optimal_gamma(p, q, k, most: int) -> jax.Array:
+    """gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma)), f(gamma) = 0 in Lemma 3.
 
+    Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and gamma*: each step moves an
+    end of the bracket there, and a step that would leave the bracket goes to its middle.
+    """
 
-def _gamma(p, q, k, most: int) -> jax.Array:
-    """gamma* for a traced number of drafts `k <= most`, from above. f(gamma) = S_k - gamma falls (Lemma 3)."""
-
-    def halve(_, bracket):
-        low, high = bracket
-        middle = (low + high) / 2
-        above = _geometric_sum(jnp.sum(jnp.minimum(p, q / middle)), k, most) <= middle
-        return jnp.where(above, low, middle), jnp.where(above, middle, high)
+    def step(_, carry):
+        gamma, low, high = carry
+        total, slope = _geometric_sum(jnp.sum(jnp.minimum(p, q / gamma)), k, most)
+        f = total - gamma
+        low, high = jnp.where(f > 0, total, low), jnp.where(f > 0, high, total)
+        rise = slope * jnp.sum(jnp.where(q < gamma * p, q, 0)) / gamma**2
+        newton = gamma + f / jnp.maximum(1 - rise, 1e-3)
+        return jnp.where((newton >= low) & (newton <= high), newton, (low + high) / 2), low, high
 
     one = jnp.ones((), p.dtype)
-    return jax.lax.fori_loop(0, BISECTIONS, halve, (one, jnp.maximum(k.astype(p.dtype), one)))[1]
+    return jax.lax.fori_loop(0, STEPS, step, (one, one, jnp.maximum(k.astype(p.dtype), one)))[0]
 
 
-def _geometric_sum(beta, k, most: int) -> jax.Array:
-    """S_k(beta) for a traced `k <= most`: k terms, 0 for k = 0."""
-    powers = (1 - beta) ** jnp.arange(most, dtype=beta.dtype)
-    return jnp.sum(jnp.where(jnp.arange(most) < k, powers, 0))
-
-
-def _exact(p, q, k: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """gamma*, min(p, q / gamma*) and the normalised residual, in float64."""
+def optimal_gamma_exact(p, q, k: int) -> float:
+    """gamma* in float64, by bisection."""
     low, high = 1.0, float(k)
     for _ in range(100):
         middle = (low + high) / 2
-        if _sum_exact(np.minimum(p, q / middle).sum(), k) <= middle:
+        if np.sum((1 - np.minimum(p, q / middle).sum()) ** np.arange(k)) <= middle:
             high = middle
         else:
             low = middle
-    shared = np.minimum(p, q / high)
-    residual = np.maximum(q - shared * _sum_exact(shared.sum(), k), 0)
-    return high, shared, residual / residual.sum() if residual.sum() > 0 else q
+    return high
 
 
-def _sum_exact(beta: float, k: int) -> float:
-    return float(np.sum((1 - beta) ** np.arange(k)))
+def _geometric_sum(beta, k, most: int) -> tuple[jax.Array, jax.Array]:
+    """S_k(beta) and -dS_k/dbeta for a traced `k <= most`; both 0 for k = 0."""
+    index = jnp.arange(most)
+    powers = jnp.where(index < k, (1 - beta) ** index.astype(beta.dtype), 0)
+    derivatives = index[1:] * powers[:-1] * (index[1:] < k)
+    return jnp.sum(powers), jnp.sum(derivatives)
+
+
+def _shared_and_residual(p, q, k: int, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+    """min(p, q / gamma) and the normalised residual, in float64."""
+    shared = np.minimum(p, q / gamma)
+    residual = np.maximum(q - shared * np.sum((1 - shared.sum()) ** np.arange(k)), 0)
+    return shared, residual / residual.sum() if residual.sum() > 0 else q

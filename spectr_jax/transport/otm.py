@@ -138,9 +138,7 @@ def winner_law(p, q, k) -> Winner:
     head_p, head_q = _cumulative(xp, p), _cumulative(xp, q)
     tail_p, tail_q = (_cumulative(xp, x[::-1])[::-1] - x for x in (p, q))
     tail_p, tail_q = xp.maximum(tail_p, 0), xp.maximum(tail_q, 0)
-    excess = xp.where(
-        head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q
-    )
+    excess = xp.where(head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q)
     at = xp.argmax(excess)
     rejection = xp.maximum(excess[at], 0)
     index = xp.arange(len(p))
@@ -191,7 +189,8 @@ def _sorted_cells(p, q) -> Cells:
     level = jnp.cumsum(jnp.append(False, ascending[1:] > ascending[:-1]))
     of_token = jnp.zeros_like(order).at[order].set(level)
     levels = jnp.full_like(ratio, jnp.inf).at[of_token].set(ratio)
-    return Cells(*_masses(p, q, of_token, len(p)), levels, levels, of_token)
+    mass_p, mass_q = _masses(p, q, of_token, len(p))
+    return Cells(mass_p, mass_q, levels, levels, of_token)
 
 
 def _ratio_cells(p, q, most: int) -> Cells:
@@ -201,8 +200,8 @@ def _ratio_cells(p, q, most: int) -> Cells:
     count = (OCTAVES << BITS) + 1
     of_token = jnp.clip(_bits(jnp.where(p > 0, q / p, jnp.inf)) - first, 0, count - 1)
     edges = jax.lax.bitcast_convert_type((jnp.arange(1, count) + first) << (23 - BITS), jnp.float32)
-    bottom, top = jnp.append(jnp.zeros(1), edges), jnp.append(edges, jnp.inf)
-    return Cells(*_masses(p, q, of_token, count), bottom, top, of_token)
+    mass_p, mass_q = _masses(p, q, of_token, count)
+    return Cells(mass_p, mass_q, jnp.append(jnp.zeros(1), edges), jnp.append(edges, jnp.inf), of_token)
 
 
 def _bits(ratio) -> jax.Array:

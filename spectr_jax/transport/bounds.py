@@ -1,0 +1,57 @@
+"""Distances between p and q, and bounds on the acceptance that any plan can have, in float64."""
+
+import itertools
+import math
+
+import numpy as np
+
+from spectr_jax.errors import UserError
+from spectr_jax.transport import checks, otm
+
+LARGEST = 5_000_000
+"""Terms that `theorem_1_bound` may have."""
+
+
+def total_variation(p, q) -> float:
+    """TV(p, q) = sum |p - q| / 2; one less is the acceptance of Algorithm 1 (SpecTr, section 4)."""
+    p, q = checks.check_laws(p, q)
+    return float(np.abs(p - q).sum() / 2)
+
+
+def optimal_acceptance(p, q, k: int) -> float:
+    """alpha_k(p, q), the most that k i.i.d. drafts can be accepted with, at any V in O(V log V) (see `otm`)."""
+    p, q = checks.check_laws(p, q)
+    return otm.acceptance(p, q, checks.check_number(k))
+
+
+def harmonic_bound(p, q) -> float:
+    """ERSD, Lemma 3.1: sum p q / (p + q), which the acceptance of one exponential race reaches at least."""
+    p, q = checks.check_laws(p, q)
+    both = p + q
+    return float(np.sum(np.divide(p * q, both, out=np.zeros(len(p)), where=both > 0)))
+
+
+def theorem_1_bound(p, q, k: int) -> float:
+    """SpecTr, Theorem 1: the bound on alpha_k, minimised over all subsets Omega_0, for small vocabularies.
+
+    Raises:
+      UserError: there are too many subsets and drafts.
+    """
+    p, q = checks.check_laws(p, q)
+    k, V = checks.check_number(k), len(p)
+    tuples = list(itertools.combinations_with_replacement(range(V), k))
+    if 2**V * len(tuples) > LARGEST:
+        raise UserError(
+            f"Theorem 1's bound for {V} tokens and k={k} has {2**V * len(tuples):,} terms, more than {LARGEST:,}; "
+            "lower V or k, or use `optimal_acceptance`, which is exact"
+        )
+    counts = np.array([np.bincount(drafts, minlength=V) for drafts in tuples])
+    orders = np.array([math.factorial(k) / np.prod([math.factorial(c) for c in row if c > 1] or [1]) for row in counts])
+    probabilities = np.prod(p**counts, axis=1)
+    single = np.minimum(q, 1 - (1 - p) ** k)
+    best = np.inf
+    for subset in itertools.product((False, True), repeat=V):
+        chosen = np.array(subset)
+        absorbed = ((counts > 0) & ~chosen) @ q
+        best = min(best, single[chosen].sum() + np.sum(orders * np.minimum(probabilities, absorbed)))
+    return float(best)

@@ -1,0 +1,54 @@
+"""What the arguments of a plan must be; each error names the value and the remedy."""
+
+import jax
+import numpy as np
+
+from spectr_jax.errors import UserError
+
+TOLERANCE = 1e-3
+"""How far a law may sum from 1; float32 sums over large vocabularies are that rough."""
+
+
+def known(*arrays) -> bool:
+    """Whether all values are at hand: not while JAX traces."""
+    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def check_laws(p, q) -> tuple[np.ndarray, np.ndarray]:
+    """p [V] and q [V] in float64, normalised; raises `UserError` unless both are laws on one vocabulary."""
+    p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
+    for name, law in (("p", p), ("q", q)):
+        if law.ndim != 1 or not len(law):
+            raise UserError(f"{name} has shape {law.shape}; give one law [V], and vmap for more")
+        wrong = np.flatnonzero(~(np.isfinite(law) & (law >= 0)))
+        if len(wrong):
+            raise UserError(f"{name}[{wrong[0]}] is {law[wrong[0]]}; probabilities are finite and at least 0")
+        if abs(law.sum() - 1) > TOLERANCE:
+            raise UserError(f"{name} sums to {law.sum():.6g}, not 1; divide it by its sum")
+    if len(p) != len(q):
+        raise UserError(f"p has {len(p)} tokens and q has {len(q)}; use one vocabulary for both")
+    return p / p.sum(), q / q.sum()
+
+
+def check_number(k) -> int:
+    """The number of drafts; raises `UserError` unless it is at least 1."""
+    if isinstance(k, bool) or int(k) != k or k < 1:
+        raise UserError(f"k={k} drafts; give a whole number of at least 1")
+    return int(k)
+
+
+def check_drafts(p, drafts, rule: str) -> tuple[int, ...]:
+    """The drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
+    drafts = tuple(int(draft) for draft in drafts)
+    if not drafts:
+        raise UserError("k=0: no valid draft; give at least one, or draw from q itself")
+    for draft in drafts:
+        if not 0 <= draft < len(p):
+            raise UserError(f"draft {draft} is outside the vocabulary 0..{len(p) - 1}; use the tokenizer of p")
+        if p[draft] == 0:
+            raise UserError(f"draft {draft} has p = 0; give drafts that were drawn from p")
+    if rule != "iid" and len(set(drafts)) < len(drafts):
+        raise UserError(f"drafts {drafts} repeat a token; this plan is for distinct drafts")
+    if rule == "greedy" and len(drafts) > 1 and min(p[list(drafts[:-1])]) < max(np.delete(p, drafts[:-1]), default=0):
+        raise UserError(f"drafts {drafts[:-1]} are not the {len(drafts) - 1} likeliest tokens of p; draft greedily")
+    return drafts

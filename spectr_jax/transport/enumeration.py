@@ -1,0 +1,44 @@
+"""All drafts of a small problem, and what a plan does with them: the definition that every plan is held to."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from spectr_jax.transport.base import Plan
+
+
+def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every sequence of k drafts that `rule` can draw from p [V], with its probability; shorter where the support is.
+
+    Args:
+      p: [V] float64.
+      k: number of drafts.
+      rule: as in `Plan.drafts`.
+    """
+    support = np.flatnonzero(p)
+    if rule == "iid":
+        for drafts in itertools.product(support.tolist(), repeat=k):
+            yield drafts, float(np.prod(p[list(drafts)]))
+    elif rule == "without_replacement":
+        for drafts in itertools.permutations(support.tolist(), min(k, len(support))):
+            before = 1 - np.cumsum(p[list(drafts)]) + p[list(drafts)]
+            yield drafts, float(np.prod(p[list(drafts)] / before))
+    elif rule == "greedy":
+        likeliest = np.argsort(-p, kind="stable")[: min(k, len(support)) - 1].tolist()
+        rest = p.copy()
+        rest[likeliest] = 0
+        for last in np.flatnonzero(rest).tolist():
+            yield (*likeliest, last), float(rest[last] / rest.sum())
+    else:
+        raise ValueError(f"unknown drafting rule {rule!r}")
+
+
+def emitted_law(plan: Plan, p: np.ndarray, q: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """The law [V] of the plan's token over all drafts, and the probability that it is among them."""
+    emitted, accepted = np.zeros(len(q)), 0.0
+    for drafts, probability in draft_tuples(np.asarray(p, float), k, plan.drafts):
+        law = plan.law(p, q, drafts)
+        emitted += probability * law
+        accepted += probability * law[list(set(drafts))].sum()
+    return emitted, accepted

@@ -1,0 +1,49 @@
+"""Greedy drafts, and the plan that is optimal for them (Hu et al., 2025, arXiv 2502.18779).
+
+The first k - 1 drafts are the likeliest tokens of p, the last is drawn from p', which is p without them, renormalised.
+Only the last is random, and a token among the first is always a member; so the optimum is Algorithm 1 with p' as the
+draft law, and the acceptance is sum min(p', q) + q(likeliest k - 1).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.transport.base import Choice, draw, or_else
+
+DRAFTS = "greedy"
+
+
+def select(key, p, q, drafts, valid) -> Choice:
+    """See `Plan.select`; the last valid draft is the random one. Runs in the jitted sampler."""
+    accept_key, residual_key = jax.random.split(key)
+    index = jnp.arange(len(drafts))
+    last = jnp.max(jnp.where(valid, index, -1))
+    rest = p.at[jnp.where(valid & (index < last), drafts, len(p))].set(0, mode="drop")
+    total, draft = jnp.sum(rest), drafts[last]
+    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+    accepted = (last >= 0) & (uniforms[last] * rest[draft] < q[draft] * total)
+    residual = jnp.where((last >= 0) & (total > 0), or_else(jnp.maximum(q - rest / total, 0), q), q)
+    token = jnp.where(accepted, draft, draw(residual_key, residual))
+    return Choice(token, jnp.any(valid & (drafts == token)))
+
+
+def law(p, q, drafts) -> np.ndarray:
+    """See `Plan.law`."""
+    rest = _rest(p, drafts[:-1])
+    residual = np.maximum(q - rest, 0)
+    residual = residual / residual.sum() if residual.sum() > 0 else q
+    accept = min(1.0, q[drafts[-1]] / rest[drafts[-1]])
+    return accept * np.eye(len(p))[drafts[-1]] + (1 - accept) * residual
+
+
+def acceptance(p, q, k) -> float:
+    """See `Plan.acceptance`."""
+    likeliest = np.argsort(-p, kind="stable")[: k - 1]
+    return np.minimum(_rest(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum()
+
+
+def _rest(p, likeliest) -> np.ndarray:
+    rest = p.copy()
+    rest[list(likeliest)] = 0
+    return rest / rest.sum() if rest.sum() > 0 else rest

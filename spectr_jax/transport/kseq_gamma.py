@@ -1,0 +1,42 @@
+"""K-SEQ at a given gamma (SpecTr, Algorithm 2): valid for every gamma >= gamma*, and less often accepting than at gamma*.
+
+By default gamma = k, which is valid for all p and q and needs no search. A gamma below gamma* has no valid plan; where
+one is given, gamma* is used.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.errors import UserError
+from spectr_jax.transport import kseq
+from spectr_jax.transport.base import Choice
+
+
+def select(key, p, q, drafts, valid, *, gamma: float | None = None) -> Choice:
+    """See `Plan.select`. Runs in the jitted sampler."""
+    k = jnp.sum(valid)
+    if gamma is None:
+        used = jnp.maximum(k, 1).astype(p.dtype)
+    else:
+        used = jnp.maximum(_checked(gamma), kseq.optimal_gamma(p, q, k, len(drafts)))
+    return kseq.sequential(key, p, q, drafts, valid, used)
+
+
+def law(p, q, drafts, *, gamma: float | None = None) -> np.ndarray:
+    """See `Plan.law`."""
+    return kseq.sequential_law(p, q, drafts, _gamma(p, q, len(drafts), gamma))
+
+
+def acceptance(p, q, k, *, gamma: float | None = None) -> float:
+    """See `Plan.acceptance`."""
+    return kseq.sequential_acceptance(p, q, k, _gamma(p, q, k, gamma))
+
+
+def _gamma(p, q, k: int, gamma: float | None) -> float:
+    return float(k) if gamma is None else max(_checked(gamma), kseq.optimal_gamma_exact(p, q, k))
+
+
+def _checked(gamma: float) -> float:
+    if not 1 <= gamma < np.inf:
+        raise UserError(f"gamma={gamma} is not at least 1; give a division factor within [1, k], or None for k")
+    return gamma

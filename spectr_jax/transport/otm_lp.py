@@ -1,0 +1,103 @@
+"""OTM-k by linear programming, the oracle for `otm` (SpecTr, section 5, problem (4)).
+
+The cost of a coupling depends on the drafts only through the set S of their tokens, and only accepted mass needs a
+variable: maximise sum flow(S, y), y in S, with flow out of S at most P(S) and flow into y at most q(y). What flows
+nowhere is rejected. Analysis only: SciPy's HiGHS on the host, in float64; `select` works through a callback, for tests.
+"""
+
+import functools
+import math
+
+import numpy as np
+import scipy.optimize
+import scipy.sparse
+
+from spectr_jax.errors import UserError
+from spectr_jax.transport.base import Choice, select_by_law
+
+LARGEST = 1_000_000
+"""Flow variables that the program may have: more take minutes and gigabytes."""
+
+
+def select(key, p, q, drafts, valid) -> Choice:
+    """See `Plan.select`. Solves on the host: for small vocabularies."""
+    return select_by_law(law, key, p, q, drafts, valid)
+
+
+def law(p, q, drafts) -> np.ndarray:
+    """See `Plan.law`.
+
+    Raises:
+      UserError: the program would be too large.
+    """
+    flows = _solve(p.tobytes(), q.tobytes(), len(drafts))[1]
+    result = flows[frozenset(drafts)].copy()
+    residual = np.maximum(q - _accepted(p.tobytes(), q.tobytes(), len(drafts)), 0)
+    if residual.sum() > 0:
+        result += (1 - result.sum()) * residual / residual.sum()
+    return result / result.sum()
+
+
+def acceptance(p, q, k) -> float:
+    """See `Plan.acceptance`: the value of the program. (A residual that could hit a draft would raise it.)
+
+    Raises:
+      UserError: the program would be too large.
+    """
+    return _solve(p.tobytes(), q.tobytes(), k)[0]
+
+
+def set_probabilities(p: np.ndarray, k: int) -> dict[frozenset[int], float]:
+    """The probability of each set of tokens that k i.i.d. drafts from p [V] can show."""
+    support = np.flatnonzero(p).tolist()
+    sets: dict[frozenset[int], float] = {frozenset(): 1.0}
+    for _ in range(k):
+        longer: dict[frozenset[int], float] = {}
+        for members, probability in sets.items():
+            for token in support:
+                larger = members | {token}
+                longer[larger] = longer.get(larger, 0.0) + probability * float(p[token])
+        sets = longer
+    return sets
+
+
+@functools.lru_cache(maxsize=64)
+def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], np.ndarray]]:
+    """The largest acceptance, and for each set the law [V] of the token with its accepted part only."""
+    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
+    support = int(np.sum(p > 0))
+    size = sum(m * math.comb(support, m) for m in range(1, min(k, support) + 1))
+    if size > LARGEST:
+        raise UserError(
+            f"the linear program of OTM-k for {support} drafted tokens and k={k} has {size:,} flow variables, more than "
+            f"{LARGEST:,}; use plan 'otm', which has the same acceptance, or fewer tokens or drafts"
+        )
+    sets = set_probabilities(p, k)
+    rows = np.repeat(np.arange(len(sets)), [len(members) for members in sets])
+    tokens = np.concatenate([sorted(members) for members in sets])
+    columns = np.arange(len(rows))
+    limits = scipy.sparse.csr_array(
+        (np.ones(2 * len(rows)), (np.append(rows, len(sets) + tokens), np.append(columns, columns)))
+    )
+    bounds = np.append(list(sets.values()), q[: limits.shape[0] - len(sets)])
+    result = scipy.optimize.linprog(
+        -np.ones(len(rows)),
+        A_ub=limits,
+        b_ub=bounds,
+        method="highs",
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )
+    if result.status != 0:
+        raise RuntimeError(f"HiGHS did not solve OTM-k: {result.message}")
+    flow = np.maximum(result.x, 0)
+    laws = np.zeros((len(sets), len(q)))
+    masses = np.array(list(sets.values()))
+    laws[rows, tokens] = flow / masses[rows]
+    laws /= np.maximum(laws.sum(axis=1, keepdims=True), 1)  # What the solver's tolerance is to a tiny mass.
+    return float(flow.sum()), dict(zip(sets, laws, strict=True))
+
+
+def _accepted(p_bytes: bytes, q_bytes: bytes, k: int) -> np.ndarray:
+    sets = set_probabilities(np.frombuffer(p_bytes), k)
+    laws = _solve(p_bytes, q_bytes, k)[1]
+    return np.sum([probability * laws[members] for members, probability in sets.items()], axis=0)

@@ -1,0 +1,162 @@
+"""SpecTr++ (Ahn et al., 2023): a sequential plan with a constant and a subset of its own for each draft (Definition 4).
+
+Drafts are tried in turn. Draft i is accepted with probability 1 outside its subset Omega_i = {p > tau_i q}, and with
+alpha_i q / p inside. K-SEQ is the case of equal alpha = 1 / gamma*. From its subsets, Algorithm 2 takes turns: the best
+alphas for the subsets by the linear program (LP_k), then smaller subsets, until nothing changes.
+
+Each subset is a threshold tau_i on s = p / q, so a token's constraint depends on s alone, and tightens with s as long as
+s passes no threshold: of the V constraints of (LP_k) at most k + 1 count, those of the largest s below each threshold and
+of the tokens above all. The program then has k variables and about 3 k rows, and is solved inside jit (`simplex`). In
+y_i = alpha_i u_(i-1), with u_i = P(the first i drafts are rejected) linear in y, the last alphas are a feasible start.
+
+`law` and `acceptance` run the same program in float64. `iopt` has the general form, a law for each draft, by HiGHS.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.transport import iopt, simplex
+from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
+
+ITERATIONS = 32
+"""Of Algorithm 2 at most; it stops by itself after 2 to 6 as a rule."""
+LARGEST_ALPHA = 1e3
+"""Alphas are capped here: it binds only where Omega_i holds less than a thousandth of q."""
+
+
+class _Stages(NamedTuple):
+    alphas: jax.Array  # [K]
+    thresholds: jax.Array  # [K]
+
+
+def select(key, p, q, drafts, valid) -> Choice:
+    """See `Plan.select`. Runs in the jitted sampler."""
+    return improved(key, p, q, drafts, valid, ITERATIONS)
+
+
+def law(p, q, drafts) -> np.ndarray:
+    """See `Plan.law`."""
+    return improved_law(p, q, drafts, ITERATIONS)
+
+
+def acceptance(p, q, k) -> float:
+    """See `Plan.acceptance`."""
+    return improved_acceptance(p, q, k, ITERATIONS)
+
+
+def improved(key, p, q, drafts, valid, iterations: int) -> Choice:
+    """Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
+    accept_key, residual_key = jax.random.split(key)
+    k, most = jnp.sum(valid), len(drafts)
+    alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, iterations)
+    # Padding may stand between drafts: a draft's stage is its rank among the valid ones.
+    stage = jnp.maximum(jnp.cumsum(valid) - 1, 0)
+    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+    outside = p[drafts] <= thresholds[stage] * q[drafts]
+    passes = valid & (q[drafts] > 0) & (outside | (uniforms * p[drafts] < alphas[stage] * q[drafts]))
+
+    def accept(i, carry):
+        left, reached = carry
+        accepted = jnp.where(p <= thresholds[i] * q, p, jnp.minimum(p, alphas[i] * q)) * (i < k)
+        return left - reached * accepted, reached * jnp.maximum(1 - jnp.sum(accepted), 0)
+
+    left, _ = jax.lax.fori_loop(0, most, accept, (q, jnp.ones((), p.dtype)))
+    residual = or_else(jnp.maximum(left, 0), q)
+    token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
+    return Choice(token, jnp.any(valid & (drafts == token)))
+
+
+def improved_law(p, q, drafts, iterations: int) -> np.ndarray:
+    """The law [V] of Algorithm 1's token given the drafts, in float64."""
+    return iopt.law(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
+
+
+def improved_acceptance(p, q, k: int, iterations: int) -> float:
+    """The probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
+    return iopt.acceptance(np.tile(p, (k, 1)), q, stages(p, q, k, iterations))
+
+
+def stages(p: np.ndarray, q: np.ndarray, k: int, iterations: int) -> iopt.Stages:
+    """The plan that `select` uses, computed in float64 by the same code."""
+    return _stages(p.tobytes(), q.tobytes(), k, iterations)
+
+
+@functools.lru_cache(maxsize=64)  # `law` is asked for one pair of laws and many drafts.
+def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Stages:
+    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
+    with jax.enable_x64(True):
+        gamma = optimal_gamma_exact(p, q, k)
+        alphas, thresholds = _jitted_iopt(jnp.asarray(p), jnp.asarray(q), gamma, k, k, iterations)
+    return iopt.Stages(np.asarray(alphas), p > np.asarray(thresholds)[:, None] * q)
+
+
+def _iopt(p, q, gamma, k, most: int, iterations: int) -> _Stages:
+    """Algorithm 2 for a traced `k <= most`; from k on a stage does nothing."""
+    tolerance = jnp.finfo(p.dtype).eps * 8
+    active = jnp.arange(most) < k
+    ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), jnp.inf)
+
+    def unfinished(carry):
+        return carry[1] & (carry[2] < iterations)
+
+    def improve(carry):
+        stages, _, done = carry
+        alphas = _best_alphas(p, q, ratio, stages, active)
+        thresholds = jnp.where(active, jnp.maximum(stages.thresholds, alphas * (1 + tolerance)), -jnp.inf)
+        same = jnp.all(jnp.sum(ratio > thresholds[:, None], axis=1) == jnp.sum(ratio > stages.thresholds[:, None], axis=1))
+        # After the last program the subsets stay those that it was solved for.
+        last = same | (done + 1 == iterations)
+        return _Stages(alphas, jnp.where(last, stages.thresholds, thresholds)), ~same, done + 1
+
+    alpha = jnp.where(active, 1 / gamma, 0).astype(p.dtype)
+    start = _Stages(alpha, jnp.where(active, alpha * (1 - tolerance), -jnp.inf))
+    return jax.lax.while_loop(unfinished, improve, (start, jnp.bool_(True), jnp.int32(0)))[0]
+
+
+_jitted_iopt = functools.partial(jax.jit, static_argnums=(4, 5))(_iopt)
+
+
+def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
+    """The alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas."""
+    inside = ratio > stages.thresholds[:, None]
+    inside_p = jnp.where(active, jnp.sum(jnp.where(inside, p, 0), axis=1), 1)
+    inside_q = jnp.where(active, jnp.sum(jnp.where(inside, q, 0), axis=1), 0)
+    cap = jnp.minimum(jnp.min(jnp.where(inside, ratio, jnp.inf), axis=1), LARGEST_ALPHA) * active
+    nearest = jnp.max(jnp.where(inside | (q == 0), 0, ratio), axis=1)
+
+    # u_i = constant_i + slope_i @ y for i = 0 .. K.
+    K = len(cap)
+    affine = [jnp.zeros(K + 1, p.dtype).at[K].set(1)]
+    for i in range(K):
+        affine.append((inside_p[i] * affine[i]).at[i].add(-inside_q[i]))
+    slope, constant = jnp.stack(affine)[:, :K], jnp.stack(affine)[:, K]
+
+    # Filled part of a token of the given ratio: y where it is inside, ratio * u_(i-1) where it is not.
+    out = (nearest[:, None] <= stages.thresholds) * nearest[:, None]
+    fill = jnp.where(out > 0, 0, 1) + out @ slope[:-1]
+    above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
+    rows = jnp.concatenate([jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
+    bounds = jnp.concatenate([cap * constant[:-1], 1 - out @ constant[:-1], jnp.where(above_all, 1, LARGEST_ALPHA)[None]])
+
+    def y_of(alphas):
+        ys, u = [], jnp.ones((), p.dtype)
+        for i in range(K):
+            ys.append(alphas[i] * u)
+            u = jnp.maximum(inside_p[i] * u - inside_q[i] * ys[i], 0)
+        return jnp.stack(ys)
+
+    start = y_of(jnp.minimum(stages.alphas, cap))
+    room = jnp.maximum(bounds - rows @ start, 0)
+    change = simplex.maximise(
+        jnp.concatenate([-slope[-1], slope[-1]]),
+        jnp.block([[rows, -rows], [-jnp.eye(K, dtype=p.dtype), jnp.eye(K, dtype=p.dtype)]]),
+        jnp.concatenate([room, start]),
+    )
+    y = jnp.maximum(start + change[:K] - change[K:], 0)
+    u = (constant + slope @ y)[:-1]
+    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), cap)
