@@ -42,13 +42,53 @@ def speculative(*, draft_length: int = 4) -> Method:
 
 def spectr(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
     """K i.i.d. chains of L drafts and K-SEQ at gamma* (SpecTr, Algorithms 2 and 3)."""
-    return Method("spectr", tree.iid_chains(num_drafts, draft_length), drafting.iid, transport.get("kseq"))
+    return _iid_chains("spectr", "kseq", num_drafts, draft_length)
+
+
+def kseq_gamma(*, num_drafts: int = 8, draft_length: int = 4, gamma: float | None = None) -> Method:
+    """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
+    return _iid_chains("kseq_gamma", "kseq_gamma", num_drafts, draft_length, gamma=gamma)
+
+
+def naive(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+    """K i.i.d. chains of L drafts, and tokens drawn from the target whatever the drafts (SpecTr, section 4)."""
+    return _iid_chains("naive", "naive", num_drafts, draft_length)
+
+
+def recursive(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+    """K i.i.d. chains of L drafts and recursive rejection (SpecInfer's multi-step verification)."""
+    return _iid_chains("recursive", "recursive", num_drafts, draft_length)
+
+
+def spectr_plus(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+    """K i.i.d. chains of L drafts and one iteration of iOPT (SpecTr++, Definition 4)."""
+    return _iid_chains("spectr+", "spectr+", num_drafts, draft_length)
+
+
+def spectr_plus_plus(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+    """K i.i.d. chains of L drafts and iOPT until it ends (SpecTr++, Definition 4)."""
+    return _iid_chains("spectr++", "spectr++", num_drafts, draft_length)
+
+
+def otm(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+    """K i.i.d. chains of L drafts and the exact optimal plan for one token (SpecTr, section 5; `transport.otm`)."""
+    return _iid_chains("otm", "otm", num_drafts, draft_length)
+
+
+def _iid_chains(name: str, plan: str, num_drafts: int, draft_length: int, **options: Any) -> Method:
+    return Method(name, tree.iid_chains(num_drafts, draft_length), drafting.iid, transport.get(plan, **options))
 
 
 METHODS: dict[str, Callable[..., Method]] = {
     "baseline": baseline,
     "speculative": speculative,
     "spectr": spectr,
+    "kseq_gamma": kseq_gamma,
+    "naive": naive,
+    "recursive": recursive,
+    "spectr+": spectr_plus,
+    "spectr++": spectr_plus_plus,
+    "otm": otm,
 }
 
 

@@ -87,7 +87,7 @@ def select(key, p, q, drafts, valid) -> Choice:
     g, draft = p * rho, drafts[first]
     uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
     accepted = valid[first] & (uniforms[first] * g[draft] < q[draft])
-    residual = jnp.where(valid[first], or_else(jnp.maximum(q - g, 0), q), q)
+    residual = jnp.where(jnp.any(valid), or_else(jnp.maximum(q - g, 0), q), q)
     token = jnp.where(accepted, draft, draw(residual_key, residual))
     return Choice(token, jnp.any(valid & (drafts == token)))
 
@@ -122,9 +122,9 @@ def acceptance(p, q, k) -> float:
     return float(1 - winner_law(cells.p, cells.q, k).rejection)
 
 
-def optimal_acceptance(p: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
-    """alpha_k [] in float32, for a traced k >= 1; jittable and vmappable. At large V, below it by about 1e-6 of a cell."""
-    cells = _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, 1)
+def optimal_acceptance(p: jax.Array, q: jax.Array, k: jax.Array, most: int = 64) -> jax.Array:
+    """alpha_k [] in float32 for a traced k of 1 to `most`; jittable and vmappable, a little rounded by cells at large V."""
+    cells = _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, most)
     return 1 - winner_law(cells.p, cells.q, k).rejection
 
 
@@ -173,8 +173,8 @@ def winning_draft(key, p, drafts, valid, cells: Cells, winner: Winner, rho) -> j
     sums = _cumulative(jnp, jnp.stack([jnp.maximum(surplus, 0), jnp.maximum(-surplus, 0)]))
     mine = (surplus[own] < 0).astype(jnp.int32)  # 0 for a surplus, which meets a deficit, and the other way round.
     mass = sums[mine, own] - level * jnp.abs(surplus[own])
-    partner = jnp.sum(sums[1 - mine] < mass[:, None], axis=1)
-    partner = jnp.minimum(partner, len(surplus) - 1)
+    below = jnp.sum(sums[:, None, :] < mass[:, None], axis=2)
+    partner = jnp.minimum(jnp.where(mine == 0, below[1], below[0]), len(surplus) - 1)
     toward = (rho[drafts] - winner.phi[own]) / (winner.phi[partner] - winner.phi[own])
     moves = move < toward  # False for the NaN of a cell that is its own partner.
     final = jnp.where(valid, jnp.where(moves, partner, own), -1)

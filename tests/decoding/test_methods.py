@@ -14,6 +14,14 @@ METHODS = {
     "speculative L=3": ("speculative", {"draft_length": 3}),
     "spectr K=3 L=2": ("spectr", {"num_drafts": 3, "draft_length": 2}),
     "spectr K=2 L=5": ("spectr", {"num_drafts": 2, "draft_length": 5}),
+    "kseq_gamma K=3 L=2": ("kseq_gamma", {"num_drafts": 3, "draft_length": 2}),
+    "kseq_gamma gamma=1.2": ("kseq_gamma", {"num_drafts": 2, "draft_length": 3, "gamma": 1.2}),
+    "naive K=2 L=3": ("naive", {"num_drafts": 2, "draft_length": 3}),
+    "recursive K=3 L=2": ("recursive", {"num_drafts": 3, "draft_length": 2}),
+    "spectr+ K=2 L=3": ("spectr+", {"num_drafts": 2, "draft_length": 3}),
+    "spectr++ K=3 L=2": ("spectr++", {"num_drafts": 3, "draft_length": 2}),
+    "otm K=3 L=2": ("otm", {"num_drafts": 3, "draft_length": 2}),
+    "otm K=2 L=5": ("otm", {"num_drafts": 2, "draft_length": 5}),
 }
 every_method = pytest.mark.parametrize("case", METHODS)
 
@@ -148,12 +156,13 @@ def test_second_call_compiles_nothing(case, count_compilations):
     assert first and not second
 
 
-def test_spectr_with_one_draft_is_speculative_decoding_draw_for_draw():
+@pytest.mark.parametrize("method", ["spectr", "otm"])
+def test_one_draft_is_speculative_decoding_draw_for_draw(method):
     models = TableModel(TARGET), TableModel(DRAFT)
     prompts, lengths = _ragged_prompts(np.random.default_rng(8), rows=64)
     results = [
         generate(jax.random.key(4), get_method(name, draft_length=4, **options), *models, prompts, lengths, 20)
-        for name, options in (("speculative", {}), ("spectr", {"num_drafts": 1}))
+        for name, options in (("speculative", {}), (method, {"num_drafts": 1}))
     ]
     for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)

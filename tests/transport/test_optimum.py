@@ -1,0 +1,222 @@
+"""The exact plan against the linear program, the order of the plans, bounds, and the figures that the papers give."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from spectr_jax import transport
+from spectr_jax.transport import iopt, kseq, otm, spectr_plus_plus
+from spectr_jax.transport.base import draw
+
+TOLERANCE = 1e-9
+
+
+def _random_pairs(count):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        V, k, concentration = int(rng.choice([2, 3, 5, 8])), int(rng.integers(1, 5)), rng.choice([0.2, 0.5, 1.0, 5.0])
+        yield rng.dirichlet(np.full(V, concentration)), rng.dirichlet(np.full(V, concentration)), k
+
+
+def _pass_probability(p, q, k, iterations):
+    return iopt.accept_probability(np.tile(p, (k, 1)), q, spectr_plus_plus.stages(p, q, k, iterations))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_order_of_the_plans_on_200_random_pairs(part):
+    """LP = exact = closed form >= SpecTr++ >= SpecTr+ >= K-SEQ >= (1 - 1/e) LP, by transport cost and by membership."""
+    for p, q, k in itertools.islice(_random_pairs(200), part, None, 4):
+        best = transport.get("otm_lp").acceptance(p, q, k)
+        assert transport.get("otm").acceptance(p, q, k) == pytest.approx(best, abs=TOLERANCE)
+        assert transport.optimal_acceptance(p, q, k) == pytest.approx(best, abs=TOLERANCE)
+        membership = [best, *(transport.get(name).acceptance(p, q, k) for name in ("spectr++", "spectr+", "kseq"))]
+        ends = spectr_plus_plus.ITERATIONS, 1
+        passing = [best, *(_pass_probability(p, q, k, it) for it in ends), kseq.accept_probability(p, q, k)]
+        for chain in (membership, passing):
+            assert all(better >= worse - TOLERANCE for better, worse in itertools.pairwise(chain)), (p, q, k, chain)
+            assert chain[-1] >= (1 - 1 / np.e) * best
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_the_program_on_the_device_is_lp_k(part):
+    """SpecTr+ and SpecTr++ by `simplex` with k + 1 token constraints, and by HiGHS with all of them (Theorem 2)."""
+    for p, q, k in itertools.islice(_random_pairs(120), part, None, 2):
+        ps = np.tile(p, (k, 1))
+        start = iopt.saturated_subsets(ps, q)
+        for iterations, limit in ((1, 1), (spectr_plus_plus.ITERATIONS, None)):
+            reference = iopt.accept_probability(ps, q, iopt.iopt(ps, q, start, limit))
+            assert _pass_probability(p, q, k, iterations) == pytest.approx(reference, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_iopt_with_a_law_for_each_draft(seed):
+    """SpecTr++, Appendix B: drafts of different laws, by enumeration; better after every iteration (Theorem 3)."""
+    rng = np.random.default_rng(seed)
+    ps, q = rng.dirichlet(np.ones(5), 3), rng.dirichlet(np.ones(5))
+    reached = []
+    for iterations in (1, 2, None):
+        stages = iopt.iopt(ps, q, iopt.saturated_subsets(ps, q), iterations)
+        emitted, accepted = np.zeros(5), 0.0
+        for drafts in itertools.product(range(5), repeat=3):
+            weight = np.prod(ps[np.arange(3), drafts])
+            law = iopt.law(ps, q, drafts, stages)
+            emitted += weight * law
+            accepted += weight * law[list(set(drafts))].sum()
+        np.testing.assert_allclose(emitted, q, atol=TOLERANCE)
+        assert iopt.acceptance(ps, q, stages) == pytest.approx(accepted, abs=TOLERANCE)
+        reached.append(iopt.accept_probability(ps, q, stages))
+    assert reached == sorted(reached)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_optimal_kseq_is_the_best_of_all_subsets(seed):
+    rng = np.random.default_rng(seed)
+    p, q, k = rng.dirichlet(np.full(4, 0.7)), rng.dirichlet(np.full(4, 0.7)), 2
+    ps = np.tile(p, (k, 1))
+    best = 0.0
+    for subsets in itertools.product(itertools.product((False, True), repeat=4), repeat=k):
+        try:
+            stages = iopt.Stages(iopt.best_alphas(ps, q, np.array(subsets)), np.array(subsets))
+        except RuntimeError:  # The program has no solution: too much is accepted outside.
+            continue
+        best = max(best, iopt.accept_probability(ps, q, stages))
+    found = transport.get("optimal_kseq")
+    assert found.acceptance(p, q, k) >= best - TOLERANCE
+    assert _pass_probability(p, q, k, 32) <= best + TOLERANCE
+
+
+@functools.partial(jax.jit, static_argnums=(1, 4, 5))
+def _simulate(key, select, p, q, k, draws):
+    def one(key):
+        draft_key, select_key = jax.random.split(key)
+        # Not `Plan.select`: to it k depends on the drafts, and then nothing is shared between the draws.
+        return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
+
+    choices = jax.vmap(one)(jax.random.split(key, draws))
+    return jnp.bincount(choices.token, length=len(q)), jnp.sum(choices.accepted)
+
+
+def _assert_law_is(counts, q):
+    """Chi-square of the counts against q; tokens that are expected less than five times are pooled."""
+    expected = q / q.sum() * counts.sum()
+    rare = expected < 5
+    expected, counts = (np.append(x[~rare], x[rare].sum()) for x in (expected, counts))
+    likely = expected > 0
+    assert not counts[~likely].any()
+    assert scipy.stats.chisquare(counts[likely], expected[likely] * counts.sum() / expected.sum()).pvalue > 1e-3
+
+
+def _noisy_zipf(V, seed):
+    rng = np.random.default_rng(seed)
+    weights = np.exp(rng.normal(size=(2, V))) / np.arange(1, V + 1)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("name", ["otm", "kseq", "spectr++"])
+def test_float32_select_at_vocabulary_8192(name):
+    """The sampler's path: the law is q, and the acceptance the exact one within four standard errors."""
+    p, q = _noisy_zipf(8192, 0)
+    k, chunk = 4, 2_000
+    chunks = 500 if name == "otm" else 100
+    plan = transport.get(name)
+    counts, accepted = np.zeros(8192), 0
+    for index in range(chunks):
+        key = jax.random.fold_in(jax.random.key(0), index)
+        part, hits = _simulate(key, plan.functions[0], jnp.float32(p), jnp.float32(q), k, chunk)
+        counts += np.asarray(part)
+        accepted += int(hits)
+    _assert_law_is(counts, q)
+    exact = plan.acceptance(p, q, k)
+    assert accepted / counts.sum() == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / counts.sum()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bits", [0, 7])
+def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
+    """Without a sort: even with cells of a whole octave the law is q; with seven bits the acceptance is the optimum."""
+    monkeypatch.setattr(otm, "SORTED", 0)
+    monkeypatch.setattr(otm, "BITS", bits)
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet(np.full(8, 0.5)), rng.dirichlet(np.full(8, 0.5))
+    draws, k = 400_000 if bits == 0 else 50_000, 3
+
+    def select(*arguments):  # A function that jit has not seen.
+        return otm.select(*arguments)
+
+    counts, accepted = _simulate(jax.random.key(seed), select, jnp.float32(p), jnp.float32(q), k, draws)
+    _assert_law_is(np.asarray(counts), q)
+    exact = otm.acceptance(p, q, k)
+    error = 4 * np.sqrt(exact * (1 - exact) / draws)
+    assert accepted / draws < exact + error
+    if bits == 7:
+        assert accepted / draws > exact - error
+
+
+@pytest.mark.parametrize("V", [500, 8192])
+def test_optimal_acceptance_in_float32(V):
+    p, q = _noisy_zipf(V, 1)
+    measure = jax.jit(otm.optimal_acceptance)
+    for k in (1, 2, 8, 32):
+        assert float(measure(jnp.float32(p), jnp.float32(q), k)) == pytest.approx(
+            transport.optimal_acceptance(p, q, k), abs=2e-5
+        )
+
+
+def test_bernoulli_example_of_the_papers():
+    """SpecTr++, Example 1: Ber(0.5) to Ber(0.75) with two drafts."""
+    p, q = np.array([0.5, 0.5]), np.array([0.25, 0.75])
+    assert kseq.optimal_gamma_exact(p, q, 2) == pytest.approx(1.30902, abs=1e-5)
+    assert 1 - kseq.accept_probability(p, q, 2) == pytest.approx(0.0955, abs=1e-4)
+    assert transport.optimal_acceptance(p, q, 2) == pytest.approx(1)
+    assert _pass_probability(p, q, 2, 1) == pytest.approx(1)
+    np.testing.assert_allclose(spectr_plus_plus.stages(p, q, 2, 1).alphas, [0, 2], atol=1e-12)
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.25, 0.1), (0.25, 0.9), (0.5, 0.75), (0.25, 0.25)])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_bernoulli_closed_form(p, q, k):
+    """SpecTr, Appendix B.2."""
+    closed = min(q, 1 - (1 - p) ** k) + min(1 - q, 1 - p**k)
+    assert transport.optimal_acceptance([1 - p, p], [1 - q, q], k) == pytest.approx(closed, abs=1e-12)
+    assert transport.theorem_1_bound([1 - p, p], [1 - q, q], k) == pytest.approx(closed, abs=1e-12)
+
+
+@pytest.mark.parametrize(("r", "k"), [(2, 2), (3, 4), (10, 8)])
+def test_uniform_laws(r, k):
+    """SpecTr, Appendices B.2 and D.1: K-SEQ is optimal from U(d) to U(d / r)."""
+    d = 12 * r
+    p, q = np.full(d, 1 / d), np.where(np.arange(d) < 12, 1 / 12, 0.0)
+    for name in ("kseq", "spectr+", "spectr++", "otm"):
+        assert transport.get(name).acceptance(p, q, k) == pytest.approx(1 - (1 - 1 / r) ** k, abs=1e-9)
+
+
+def test_the_three_token_example():
+    """p = (.6, .3, .1), q = (.4, .5, .1) with one draft: A is accepted with 2/3, B always, and a rejection emits B."""
+    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.4, 0.5, 0.1])
+    for name in ("maximal", "kseq", "otm", "spectr++", "recursive"):
+        plan = transport.get(name)
+        np.testing.assert_allclose(plan.law(p, q, [0]), [2 / 3, 1 / 3, 0], atol=1e-12)
+        np.testing.assert_allclose(plan.law(p, q, [1]), [0, 1, 0], atol=1e-12)
+        np.testing.assert_allclose(plan.law(q, p, [1]), [0.4, 0.6, 0], atol=1e-12)  # B with 0.6, else A.
+
+
+def test_bounds_on_random_pairs():
+    for p, q, k in itertools.islice(_random_pairs(60), 0, None, 3):
+        best = transport.optimal_acceptance(p, q, k)
+        assert transport.theorem_1_bound(p, q, k) >= best - TOLERANCE
+        overlap = 1 - transport.total_variation(p, q)
+        assert transport.optimal_acceptance(p, q, 1) == pytest.approx(overlap, abs=TOLERANCE)
+        assert overlap / 2 - TOLERANCE <= transport.harmonic_bound(p, q) <= overlap
+
+
+def test_optimal_acceptance_tends_to_what_the_drafts_can_show():
+    """SpecTr, Lemma 1: monotone in k, and its limit is the mass of q where p > 0."""
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.2, 0.5, 0.3])
+    values = [transport.optimal_acceptance(p, q, k) for k in (1, 2, 4, 8, 100)]
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(0.7)
