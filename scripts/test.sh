@@ -6,4 +6,4 @@ scripts/setup.sh requirements-dev.txt
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest -n "${WORKERS:-2}" "$@"
+exec .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup "$@"

@@ -23,7 +23,8 @@ METHODS = {
     "otm K=3 L=2": ("otm", {"num_drafts": 3, "draft_length": 2}),
     "otm K=2 L=5": ("otm", {"num_drafts": 2, "draft_length": 5}),
 }
-every_method = pytest.mark.parametrize("case", METHODS)
+# The tests of a method run in one process: most share one compiled program.
+every_method = pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.xdist_group(case)) for case in METHODS])
 
 VOCAB, PROMPT, LENGTH, EOS = 4, (1, 2), 4, 3
 TARGET = random_table(0, VOCAB)
@@ -59,10 +60,18 @@ def _shaped(table, policy):
     return shaped
 
 
-def _ragged_prompts(rng, rows=8, length=6):
+def _ragged_prompts(seed, rows=8, length=6):
+    rng = np.random.default_rng(seed)
     lengths = rng.integers(1, length + 1, rows).astype(np.int32)
     lengths[0] = 1  # The draft has no token before the last one to recall.
     return rng.integers(0, VOCAB - 1, (rows, length)).astype(np.int32), lengths
+
+
+def _generate(case, keys, prompts, lengths, temperature=1.0, table=TARGET, draft=DRAFT):
+    """Nine tokens or up to EOS, in the one program that the tests below share."""
+    method = _method(case)  # A new, equal object each time.
+    policy = Policy(temperature=temperature, eos=EOS)
+    return generate(keys, method, TableModel(table), TableModel(draft), prompts, lengths, 9, policy)
 
 
 @every_method
@@ -94,41 +103,54 @@ def test_whole_outputs_follow_the_target(case, policy):
 
 
 @every_method
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 3, 4, 5])
 def test_greedy_emits_the_baseline_tokens(case, seed):
-    rng = np.random.default_rng(seed)
-    target = random_table(seed, VOCAB)
-    models = TableModel(target), TableModel(perturbed(target, seed + 1, 0.8))
-    prompts, lengths = _ragged_prompts(rng)
-    policy = Policy(temperature=0.0, eos=EOS)
-    ours = generate(jax.random.key(seed), _method(case), *models, prompts, lengths, 5, policy)
-    baseline = generate(jax.random.key(99), get_method("baseline"), *models, prompts, lengths, 5, policy)
+    table = random_table(seed, VOCAB)
+    rest = *_ragged_prompts(seed), 0.0, table, perturbed(table, seed + 1, 0.8)
+    ours = _generate(case, jax.random.split(jax.random.key(seed), 8), *rest)
+    baseline = _generate("baseline", jax.random.split(jax.random.key(99), 8), *rest)
     np.testing.assert_array_equal(ours.tokens, baseline.tokens)
     np.testing.assert_array_equal(ours.lengths, baseline.lengths)
-    if seed == 0 and case == "baseline":  # The cases are not vacuous: some texts end early, some at the limit.
-        new = np.asarray(baseline.lengths) - lengths
-        assert (new < 5).any() and (new == 5).any()
+    if seed == 5 and case == "baseline":  # The cases are not vacuous: some texts end early, some at the limit.
+        new = np.asarray(baseline.lengths) - rest[1]
+        assert (new < 9).any() and (new == 9).any()
 
 
 @every_method
 def test_a_row_does_not_depend_on_its_neighbours(case):
+    prompts, lengths = _ragged_prompts(5)
+    keys = jax.random.split(jax.random.key(3), 8)
+    together = _generate(case, keys, prompts, lengths)
+    others, other_lengths = _ragged_prompts(55)
+    other_keys = jax.random.split(jax.random.key(33), 8)
+    for row in range(8):
+        place = 7 - row  # Another slot, among others.
+        mixed = _generate(
+            case,
+            other_keys.at[place].set(keys[row]),
+            np.where(np.arange(8)[:, None] == place, prompts[row], others),
+            np.where(np.arange(8) == place, lengths[row], other_lengths),
+        )
+        for mine, theirs in zip(jax.tree.leaves(mixed), jax.tree.leaves(together), strict=True):
+            np.testing.assert_array_equal(mine[place], theirs[row])
+
+
+def test_a_row_alone_is_a_row_of_a_batch():
     models = TableModel(TARGET), TableModel(DRAFT)
-    prompts, lengths = _ragged_prompts(np.random.default_rng(5))
-    keys = jax.random.split(jax.random.key(3), len(prompts))
-    policy = Policy(eos=EOS)
-    together = generate(keys, _method(case), *models, prompts, lengths, 10, policy)
-    for row in range(len(prompts)):
+    prompts, lengths = _ragged_prompts(5)
+    keys = jax.random.split(jax.random.key(3), 8)
+    together = _generate("spectr K=3 L=2", keys, prompts, lengths)
+    for row in range(8):
         one = slice(row, row + 1)
-        alone = generate(keys[one], _method(case), *models, prompts[one], lengths[one], 10, policy)
+        alone = generate(keys[one], _method("spectr K=3 L=2"), *models, prompts[one], lengths[one], 9, Policy(eos=EOS))
         for mine, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
             np.testing.assert_array_equal(mine[0], theirs[row])
 
 
 @every_method
 def test_counters_add_up(case):
-    models = TableModel(TARGET), TableModel(DRAFT)
-    prompts, lengths = _ragged_prompts(np.random.default_rng(6))
-    result = generate(jax.random.key(0), _method(case), *models, prompts, lengths, 9, Policy(eos=EOS))
+    prompts, lengths = _ragged_prompts(6)
+    result = _generate(case, jax.random.split(jax.random.key(0), 8), prompts, lengths)
     histogram = np.asarray(result.emitted_per_call)
     np.testing.assert_array_equal(histogram @ np.arange(histogram.shape[1]), np.asarray(result.lengths) - lengths)
     np.testing.assert_array_equal(histogram.sum(1), result.target_calls)
@@ -141,25 +163,24 @@ def test_counters_add_up(case):
 
 @every_method
 def test_second_call_compiles_nothing(case, count_compilations):
-    models = TableModel(TARGET), TableModel(DRAFT)
-    prompts, lengths = _ragged_prompts(np.random.default_rng(7))
-    keys = [jax.random.key(seed) for seed in range(2)]
-
-    def call(key, temperature):
-        method = _method(case)  # A new, equal object each time.
-        return generate(key, method, *models, prompts, lengths, 5, Policy(temperature=temperature))
-
-    with count_compilations() as first:
-        call(keys[0], 0.9)
+    prompts, lengths = _ragged_prompts(7)
+    keys = [jax.random.split(jax.random.key(seed), 8) for seed in range(2)]
+    _generate(case, keys[0], prompts, lengths, 0.9)
     with count_compilations() as second:
-        call(keys[1], 0.3)
-    assert first and not second
+        _generate(case, keys[1], prompts, lengths, 0.3)
+    assert not second
+
+
+def test_compilations_are_counted(count_compilations):
+    with count_compilations() as compiled:
+        jax.jit(lambda x: x * 3 + 1)(np.arange(7))
+    assert compiled
 
 
 @pytest.mark.parametrize("method", ["spectr", "otm"])
 def test_one_draft_is_speculative_decoding_draw_for_draw(method):
     models = TableModel(TARGET), TableModel(DRAFT)
-    prompts, lengths = _ragged_prompts(np.random.default_rng(8), rows=64)
+    prompts, lengths = _ragged_prompts(8, rows=64)
     results = [
         generate(jax.random.key(4), get_method(name, draft_length=4, **options), *models, prompts, lengths, 20)
         for name, options in (("speculative", {}), (method, {"num_drafts": 1}))
