@@ -70,7 +70,7 @@ def eval_config() -> ml_collections.ConfigDict:
             "top_p": 1.0,
             "num_drafts": (1, 2, 4, 8),
             "draft_lengths": (4, 8),
-            "methods": ("spectr",),  # For K > 1; K = 1 is speculative decoding.
+            "methods": ("spectr", "otm"),  # For K > 1; K = 1 is speculative decoding.
         }
     )
 

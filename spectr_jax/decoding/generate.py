@@ -5,6 +5,7 @@ Shape suffixes: B texts, T tokens of a text.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,12 +33,30 @@ class Generation:
       target_calls: [B] int32, serial calls of the target that the continuation took; the one on the prompt is not counted.
       emitted_per_call: [B, height + 2] int32, how many calls emitted 0, 1, 2, ... tokens (what EOS or the limit cut off is
         not counted).
+      observed: sums over calls of what `observe` returned, [B, ...] each.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     target_calls: jax.Array
     emitted_per_call: jax.Array
+    observed: Any = None
+
+
+class Call(NamedTuple):
+    """What `observe` sees of one call, for one text.
+
+    Attributes:
+      p: [I, V] draft laws of the nodes above the last level.
+      logits: [N + 1, V] of the target at each node.
+      chosen: the tokens, the path and the numbers of drafts.
+      policy: makes laws of logits.
+    """
+
+    p: jax.Array
+    logits: jax.Array
+    chosen: selection.Selection
+    policy: Policy
 
 
 class _Loop(NamedTuple):
@@ -49,6 +68,7 @@ class _Loop(NamedTuple):
     draft_cache: Any
     calls: jax.Array
     histogram: jax.Array
+    observed: Any
 
 
 def generate(
@@ -60,6 +80,7 @@ def generate(
     prompt_lengths: ArrayLike,
     max_new_tokens: int,
     policy: Policy | None = None,
+    observe: Callable[[Call], Any] | None = None,
 ) -> Generation:
     """Continues prompts with texts of the target's law.
 
@@ -74,6 +95,8 @@ def generate(
       prompt_lengths: [B] int32, at least 1.
       max_new_tokens: static limit of the continuation.
       policy: temperature 1 by default.
+      observe: a function of one `Call` for one text, which returns arrays to be summed over the calls. Static: give the
+        same function object each time.
 
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad policy, a missing draft.
@@ -86,22 +109,28 @@ def generate(
         key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(tokens)))
     policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
     models = nnx.split((target, draft if method.tree.size else None))
-    return _generate(models[0], method, max_new_tokens, models[1], key, tokens, lengths, policy)
+    return _generate(models[0], method, max_new_tokens, observe, models[1], key, tokens, lengths, policy)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(graphdef, method: Method, max_new_tokens: int, state, keys_B, prompts_BxT, prompt_lengths_B, policy):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _generate(graphdef, method: Method, max_new_tokens: int, observe, state, keys_B, prompts_BxT, prompt_lengths_B, policy):
     target, draft = nnx.merge(graphdef, state)
     limits_B = prompt_lengths_B + max_new_tokens
 
     def step(loop: _Loop) -> _Loop:
-        return _call(loop, method, target, draft, keys_B, limits_B, policy)
+        after, call = _call(loop, method, target, draft, keys_B, limits_B, policy)
+        return after._replace(observed=_add_observed(loop, observe, call))
 
     start = _prefill(method, target, draft, prompts_BxT, prompt_lengths_B, max_new_tokens)
+    if observe is not None:
+        seen = jax.eval_shape(
+            lambda: _observe_texts(observe, _call(start, method, target, draft, keys_B, limits_B, policy)[1])
+        )
+        start = start._replace(observed=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), seen))
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
     T = prompts_BxT.shape[1] + max_new_tokens
     tokens_BxT = jnp.where(jnp.arange(T) < end.lengths[:, None], end.text[:, :T], 0)
-    return Generation(tokens_BxT, end.lengths, end.calls, end.histogram)
+    return Generation(tokens_BxT, end.lengths, end.calls, end.histogram, end.observed)
 
 
 def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> _Loop:
@@ -125,10 +154,27 @@ def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_toke
         draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if tree.size else None,
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
+        observed=None,
     )
 
 
-def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> _Loop:
+def _observe_texts(observe, call: Call):
+    return jax.vmap(lambda *rest: observe(Call(*rest, call.policy)))(call.p, call.logits, call.chosen)
+
+
+def _add_observed(loop: _Loop, observe, call: Call):
+    """The sums with this call's added, for texts that are not done."""
+    if observe is None:
+        return None
+
+    def add(total, new):
+        done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
+        return total + jnp.where(done, 0, new)
+
+    return jax.tree.map(add, loop.observed, _observe_texts(observe, call))
+
+
+def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> tuple[_Loop, Call]:
     """One serial call of the target, for all texts; those that are done stand still."""
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -149,7 +195,7 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
     rows = jnp.arange(len(lengths))
-    return _Loop(
+    after = _Loop(
         step=loop.step + 1,
         text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
             loop.text, chosen.tokens, loop.lengths
@@ -160,7 +206,9 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         draft_cache=drafting.commit(drafts.cache, chosen.path, loop.lengths, lengths) if tree.size else None,
         calls=loop.calls + ~loop.done,
         histogram=loop.histogram.at[rows, emitted].add(jnp.where(loop.done, 0, 1)),
+        observed=loop.observed,
     )
+    return after, Call(p, logits, chosen, policy)
 
 
 def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,11 +21,13 @@ class Selection(NamedTuple):
       tokens: [height + 1] int32; those from `emitted` on are nothing.
       emitted: [] int32, how many: accepted drafts and one more, a correction or a bonus.
       path: [height] int32, the node of each accepted draft.
+      drafts: [height + 1] int32, how many drafts there were for each token; 0 for a bonus.
     """
 
     tokens: jax.Array
     emitted: jax.Array
     path: jax.Array
+    drafts: jax.Array
 
 
 class _Walk(NamedTuple):
@@ -35,6 +37,7 @@ class _Walk(NamedTuple):
     alive: jax.Array
     tokens: jax.Array
     path: jax.Array
+    drafts: jax.Array
 
 
 def select(
@@ -72,6 +75,7 @@ def select(
             jnp.any(carried),
             walk.tokens.at[walk.depth].set(token),
             walk.path.at[walk.depth].set(node),
+            walk.drafts.at[walk.depth].set(jnp.sum(valid)),
         )
 
     start = _Walk(
@@ -79,8 +83,8 @@ def select(
         jnp.zeros((), jnp.int32),
         jnp.arange(tree.size + 1) == 0,
         jnp.ones((), bool),
-        jnp.zeros(tree.height + 1, jnp.int32),
-        jnp.zeros(tree.height + 1, jnp.int32),
+        *jnp.zeros((3, tree.height + 1), jnp.int32),
     )
     end = jax.lax.while_loop(lambda walk: walk.alive, step, start)
-    return Selection(end.tokens, end.depth, end.path[: tree.height])  # The last token is never a node.
+    # The last token is never a node.
+    return Selection(end.tokens, end.depth, end.path[: tree.height], end.drafts)

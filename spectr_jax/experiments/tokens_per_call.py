@@ -3,6 +3,7 @@
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from spectr_jax.decoding import Method, Policy, generate, get_method
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import paper, report
+from spectr_jax.experiments import acceptance, paper, report
 from spectr_jax.experiments.loading import EMBEDDED, Trained, load_pair, shape_name
 from spectr_jax.files import write_json, write_whole
 
@@ -42,11 +43,19 @@ class Prompts(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """One row on one seed: the tokens emitted, target calls made and seconds taken over all prompts."""
+    """One row on one seed, over all prompts.
+
+    Attributes:
+      tokens: emitted.
+      calls: of the target.
+      seconds: taken.
+      observed: sums of `acceptance.observe`, if asked for.
+    """
 
     tokens: int
     calls: int
     seconds: float
+    observed: dict[str, float]
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -70,7 +79,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
     seconds = time.monotonic()
     measured: list[list[Measurement]] = [[] for _ in rows]
-    with tqdm.tqdm(total=len(rows) * (len(config.seeds) + 1), unit="run", dynamic_ncols=True) as bar:
+    everything = len(prompts.tokens)
+    with tqdm.tqdm(total=len(rows) * (len(config.seeds) + 2), unit="run", dynamic_ncols=True) as bar:
         for row in rows:
             bar.set_description(f"compiling {_label(row)}")
             _measure(row, target, prompts, config, policy, seed=0, batches=1)
@@ -79,11 +89,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         for seed in config.seeds:
             for row, results in zip(rows, measured, strict=True):
                 bar.set_description(f"seed {seed}, {_label(row)}")
-                results.append(_measure(row, target, prompts, config, policy, seed, len(prompts.tokens)))
+                results.append(_measure(row, target, prompts, config, policy, seed, everything))
                 bar.update()
+        nodes = []
+        for row in rows:  # The first seed again: what is observed would count in the time.
+            bar.set_description(f"acceptance of {_label(row)}")
+            nodes.append(_measure(row, target, prompts, config, policy, config.seeds[0], everything, acceptance.observe))
+            bar.update()
     result = {
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
-        "rows": [_summary(row, results, measured[0]) for row, results in zip(rows, measured, strict=True)],
+        "rows": [_summary(*row, baseline=measured[0]) for row in zip(rows, measured, nodes, strict=True)],
         "prompts": prompts.real,
         "seconds": round(time.monotonic() - seconds, 1),
         "config": to_json(config),
@@ -147,7 +162,7 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Pro
 
 def markdown(result: dict[str, Any]) -> str:
     """The table with its provenance, as Markdown."""
-    header = ["Draft", "Algorithm", "K", "L", "Tokens per call", "Paper*", "Tokens/s", "x baseline"]
+    header = ["Draft", "Algorithm", "K", "L", "Tokens per call", "Paper*", "alpha", "alpha*", "Tokens/s", "x baseline"]
     rows = [
         [
             row["draft"] or "-",
@@ -156,6 +171,8 @@ def markdown(result: dict[str, Any]) -> str:
             str(row["draft_length"] or "-"),
             f"{row['tokens_per_call']:.2f} ± {row['tokens_per_call_std']:.2f}",
             f"{row['paper']:.2f}" if row["paper"] else "-",
+            f"{row['acceptance']:.3f}" if row["draft"] else "-",
+            f"{row['optimal_acceptance']:.3f}" if row["draft"] else "-",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
         ]
@@ -168,6 +185,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{len(config['seeds'])} seeds {tuple(config['seeds'])}; tokens/s over the batch, x baseline in the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; a figure to look at, not "
         "to match, where models or data differ.",
+        "alpha: share of the nodes at which the token was a draft; alpha*: the mean of the most that any plan can reach at "
+        f"the same nodes with as many drafts (optimal transport, SpecTr section 5); both on seed {config['seeds'][0]}.",
         f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
         f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
@@ -213,8 +232,10 @@ def _measure(
     policy: Policy,
     seed: int,
     batches: int,
+    observe: Callable | None = None,
 ) -> Measurement:
     tokens = calls = 0
+    observed: dict[str, float] = {}
     draft_model = row.draft.model if row.draft else None
     size = config.batch_size
     started = time.monotonic()
@@ -231,14 +252,17 @@ def _measure(
             prompts.lengths[batch],
             config.max_new_tokens,
             policy,
+            observe,
         )
         real = indices < prompts.real
         tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
         calls += int(np.sum(np.asarray(generation.target_calls)[real]))
-    return Measurement(tokens, calls, time.monotonic() - started)
+        for name, values in (generation.observed or {}).items():
+            observed[name] = observed.get(name, 0.0) + float(np.sum(np.asarray(values)[real]))
+    return Measurement(tokens, calls, time.monotonic() - started, observed)
 
 
-def _summary(row: Row, results: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
+def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline: list[Measurement]) -> dict[str, Any]:
     per_call = [result.tokens / result.calls for result in results]
     speeds = np.array([result.tokens / result.seconds for result in results])
     baseline_speeds = np.array([result.tokens / result.seconds for result in baseline])
@@ -251,6 +275,9 @@ def _summary(row: Row, results: list[Measurement], baseline: list[Measurement]) 
         "tokens_per_call": float(np.mean(per_call)),
         "tokens_per_call_std": float(np.std(per_call, ddof=1)) if len(per_call) > 1 else 0.0,
         "tokens_per_call_by_seed": per_call,
+        "acceptance": nodes.observed["accepted"] / nodes.observed["nodes"] if row.draft else None,
+        "optimal_acceptance": nodes.observed["optimum"] / nodes.observed["nodes"] if row.draft else None,
+        "nodes": int(nodes.observed["nodes"]),
         "paper": 1.0 if not row.draft else paper.TOKENS_PER_CALL.get(draft or "", {}).get(row[1:4]),
         "tokens_per_second": float(np.median(speeds)),
         "speedup": float(np.median(speeds / baseline_speeds)),

@@ -56,16 +56,22 @@ def test_table_is_written_and_repeats(folder, tmp_path):
         ("baseline", 0, 0),
         ("speculative", 1, 2),
         ("spectr", 2, 2),
+        ("otm", 2, 2),
     ]
     for row, again in zip(first["rows"], second["rows"], strict=True):
         assert row["tokens_per_call_by_seed"] == again["tokens_per_call_by_seed"]
         assert row["tokens_per_second"] > 0
     assert first["rows"][0]["tokens_per_call"] == 1.0 and first["rows"][0]["speedup"] == 1.0
     assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
+    for row in first["rows"][1:]:  # alpha is a share of `nodes` draws of mean at most alpha*.
+        error = 4 * np.sqrt(0.25 / row["nodes"])
+        assert row["acceptance"] <= row["optimal_acceptance"] + error
+        if row["algorithm"] != "spectr":  # The others are optimal for one draft, and for several.
+            assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
     assert json.loads((tmp_path / "a/tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
     table = [line.split("|") for line in (tmp_path / "a/tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
-    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr"]
+    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr", "otm"]
     for cells, row in zip(table[2:], first["rows"], strict=True):
         assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
     assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
