@@ -159,7 +159,10 @@ def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_toke
 
 
 def _observe_texts(observe, call: Call):
-    return jax.vmap(lambda *rest: observe(Call(*rest, call.policy)))(call.p, call.logits, call.chosen)
+    def one(p, logits, chosen):
+        return observe(Call(p, logits, chosen, call.policy))
+
+    return jax.vmap(one)(call.p, call.logits, call.chosen)
 
 
 def _add_observed(loop: _Loop, observe, call: Call):

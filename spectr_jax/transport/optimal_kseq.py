@@ -5,7 +5,10 @@ those the program is (LP_k). For vocabularies of up to 10 tokens and few drafts.
 in float64; `select` works through a callback, for tests.
 """
 
+import contextlib
 import functools
+import os
+import sys
 
 import numpy as np
 import scipy.optimize
@@ -86,13 +89,28 @@ def _branch_and_bound(p, q, k: int) -> np.ndarray:
             add({w: 1.0, y: -q[x], z: -q[x]}, -q[x], np.inf)
     for x in range(V):
         add({2 * k + i * V + x: 1.0 for i in range(k)}, -np.inf, q[x])
-    result = scipy.optimize.milp(
-        np.eye(total)[k - 1],
-        constraints=scipy.optimize.LinearConstraint(scipy.sparse.csr_array(np.array(rows)), lower, upper),
-        bounds=scipy.optimize.Bounds(0, 1),
-        integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
-        options={"mip_rel_gap": 0.0},
-    )
+    with _silenced():
+        result = scipy.optimize.milp(
+            np.eye(total)[k - 1],
+            constraints=scipy.optimize.LinearConstraint(scipy.sparse.csr_array(np.array(rows)), lower, upper),
+            bounds=scipy.optimize.Bounds(0, 1),
+            integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
+            options={"mip_rel_gap": 0.0},
+        )
     if result.x is None:
         raise RuntimeError(f"HiGHS did not search the subsets: {result.message}")
     return result.x[-k * V :].reshape(k, V) > 0.5
+
+
+@contextlib.contextmanager
+def _silenced():
+    """HiGHS prints a line of debugging now and then, whatever its options, below the level of sys.stdout."""
+    sys.stdout.flush()
+    saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nothing)

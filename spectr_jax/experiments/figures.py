@@ -1,0 +1,280 @@
+"""Figures of the papers on acceptance: SpecTr 1, 2, 3, 5 and SpecTr++ 1, 2.
+
+Curves are exact, in float64; points are measured by running the plans' `select`. A new figure is a function that returns a
+`Figure`, and a line in `FIGURES`.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from spectr_jax import transport
+from spectr_jax.data.tokenizer import BOS
+from spectr_jax.errors import UserError, unknown
+from spectr_jax.experiments import report
+from spectr_jax.experiments.loading import Trained, load_pair
+from spectr_jax.files import write_json
+from spectr_jax.transport.base import draw
+
+LARGEST_PROGRAM = 50_000
+"""Flow variables of the linear programs that Figure 5 solves: seconds each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A curve, or points.
+
+    Attributes:
+      label: for the legend; "" for none.
+      x: of each point.
+      y: likewise.
+      error: the standard error of each point; None for a curve.
+      like: the label of the curve whose colour the points take; black if "".
+      panel: where it is drawn.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float] | None = None
+    like: str = ""
+    panel: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What one figure shows; `caption` is the paper's, and ours."""
+
+    title: str
+    caption: str
+    xlabel: str
+    ylabels: tuple[str, ...]
+    series: list[Series]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What figures can be made of.
+
+    Attributes:
+      target: for Figure 5; as in `load_trained`.
+      draft: likewise.
+      prompt: of Figure 5.
+      draws: choices behind each measured point.
+      pairs: of random laws, in the figures of SpecTr++.
+      seed: of all that is random.
+    """
+
+    target: str = "embedded:draft_6m"
+    draft: str = "embedded:draft_2m"
+    prompt: str = "He said he also has asked prosecutors to"
+    draws: int = 20_000
+    pairs: int = 100
+    seed: int = 0
+
+
+def run(settings: Settings, names: tuple[str, ...], workdir: pathlib.Path) -> dict[str, Figure]:
+    """Makes the named figures and writes each to `workdir` as PNG and JSON.
+
+    Raises:
+      UserError: an unknown name, or a setting out of range, before any work.
+    """
+    for name in names:
+        if name not in FIGURES:
+            raise unknown("figure", name, FIGURES)
+    for field in ("draws", "pairs"):
+        if getattr(settings, field) < 1:
+            raise UserError(f"--{field}={getattr(settings, field)} is less than 1; give at least 1")
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={str(workdir)!r} is a file; give a folder")
+    workdir.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for name in (bar := tqdm.tqdm(names, unit="figure", dynamic_ncols=True)):
+        bar.set_description(name)
+        started = time.monotonic()
+        figure = made[name] = FIGURES[name](settings)
+        seconds = round(time.monotonic() - started, 1)
+        shown = dataclasses.asdict(figure)
+        for series in shown["series"]:
+            series["x"] = list(series["x"])
+        result = {**shown, "settings": dataclasses.asdict(settings), "seconds": seconds}
+        write_json(workdir / f"{name}.json", {**result, **report.provenance()})
+        plot(figure, workdir / f"{name}.png")
+        tqdm.tqdm.write(f"{workdir / name}.png: {figure.title}\n  {figure.caption}")
+    return made
+
+
+def spectr_1(settings: Settings) -> Figure:
+    """SpecTr, Figure 1: from U(d) to U(d / r), where K-SEQ is optimal too (Appendices B.2 and D.1)."""
+    d, ks = 120, range(1, 21)
+    series = []
+    for r in (2, 3, 5, 10, 20):
+        curve = f"q = U(d/{r})"
+        laws = np.array([np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)])
+        series.append(Series(curve, ks, [1 - (1 - 1 / r) ** k for k in ks]))
+        series.append(_measured(settings, "otm", laws, (1, 4, 16), "otm, simulated" if r == 2 else "", curve))
+        series.append(_measured(settings, "kseq", laws, (2, 8), "K-SEQ, simulated" if r == 2 else "", curve))
+    caption = f"Optimal acceptance probability as a function of k when p = U(d) for d = {d}."
+    return Figure("SpecTr, Figure 1", caption, "number of drafts k", ("acceptance",), series)
+
+
+def spectr_2(settings: Settings) -> Figure:
+    """SpecTr, Figure 2: Bernoulli laws, over k."""
+    ks = range(1, 11)
+    series = []
+    for b in (0.05, 0.15, 0.25, 0.5, 0.75, 0.95):
+        curve = f"q = Ber({b})"
+        p, q = laws = np.array([[0.75, 0.25], [1 - b, b]])
+        series.append(Series(curve, ks, [transport.optimal_acceptance(p, q, k) for k in ks]))
+        series.append(_measured(settings, "otm", laws, (1, 2, 4, 8), "otm, simulated" if b == 0.05 else "", curve))
+    caption = "Optimal acceptance probability as a function of k when p = Ber(0.25)."
+    return Figure("SpecTr, Figure 2", caption, "number of drafts k", ("acceptance",), series)
+
+
+def spectr_3(settings: Settings) -> Figure:
+    """SpecTr, Figure 3: Bernoulli laws, over q."""
+    p, places = [0.75, 0.25], np.linspace(0, 1, 101)
+    series = []
+    for k in (1, 2, 4, 8):
+        curve = f"k = {k}"
+        series.append(Series(curve, places.tolist(), [transport.optimal_acceptance(p, [1 - b, b], k) for b in places]))
+        for b in places[5::15]:
+            point = _measured(settings, "otm", np.array([p, [1 - b, b]]), (k,), "", curve)
+            label = "otm, simulated" if k == 1 and b == places[5] else ""
+            series.append(dataclasses.replace(point, x=[float(b)], label=label))
+    caption = "Optimal acceptance probability as a function of q when p = Ber(0.25)."
+    return Figure("SpecTr, Figure 3", caption, "q: probability of 1 under the target", ("acceptance",), series)
+
+
+def spectr_5(settings: Settings) -> Figure:
+    """SpecTr, Figure 5 (Appendix D.2): conditionals of real models, cut to the union of their ten likeliest tokens."""
+    target, (draft,) = load_pair(settings.target, (settings.draft,), "float32")
+    full = [_next_token_law(trained, settings.prompt) for trained in (draft, target)]
+    support = np.union1d(*(np.argsort(-law)[:10] for law in full))
+    p, q = (law[support] / law[support].sum() for law in full)
+    ks = range(1, 11)
+    small = [k for k in ks if sum(m * math.comb(len(support), m) for m in range(1, k + 1)) <= LARGEST_PROGRAM]
+    curves = {"OTM-k, exact plan": "otm", "K-SEQ": "kseq", "SpecTr++": "spectr++"}
+    series = [Series(label, ks, [transport.get(name).acceptance(p, q, k) for k in ks]) for label, name in curves.items()]
+    for label, name in curves.items():
+        series.append(_measured(settings, name, np.array([p, q]), (1, 2, 4, 8), f"{label}, simulated", label))
+    program = [transport.get("otm_lp").acceptance(p, q, k) for k in small]
+    series.append(Series("OTM-k, linear program", small, program, [0.0] * len(small)))
+    caption = (
+        f"Acceptance with compressed conditional distributions after “{settings.prompt}”: {draft.name} drafts for "
+        f"{target.name}, {len(support)} tokens in the union of the two top tens."
+    )
+    return Figure("SpecTr, Figure 5", caption, "number of drafts k", ("acceptance",), series)
+
+
+def spectr_plus_plus(settings: Settings, vocabulary: int, number: int) -> Figure:
+    """SpecTr++, Figures 1 and 2 (section 5): random pairs of laws; mean acceptance, and worst ratio to OTM."""
+    rng = np.random.default_rng(settings.seed)
+    laws = rng.random((settings.pairs, 2, vocabulary))
+    laws /= laws.sum(axis=2, keepdims=True)
+    ks = (1, 2, 3, 4)
+    plans = {"STr (K-SEQ)": "kseq", "STr+": "spectr+", "STr++": "spectr++", "optimal kSEQ": "optimal_kseq", "OTM": "otm"}
+    series, worst = [], []
+    best = np.array([[transport.optimal_acceptance(p, q, k) for p, q in laws] for k in ks])
+    for label, name in plans.items():
+        accepted = np.array([[transport.get(name).acceptance(p, q, k) for p, q in laws] for k in ks])
+        ratio = accepted / best
+        series.append(Series(label, ks, accepted.mean(axis=1).tolist()))
+        series.append(Series(label, ks, ratio.min(axis=1).tolist(), panel=1))
+        worst.append(f"{label} {ratio.min():.3f}")
+        if name != "optimal_kseq":  # It only analyses.
+            series.append(_measured(settings, name, laws, ks, "simulated" if name == "otm" else "", label))
+    caption = f"Results for |Omega| = {vocabulary}, {settings.pairs} random pairs. Worst ratio to OTM: {', '.join(worst)}."
+    ylabels = "mean acceptance", "worst ratio to OTM"
+    return Figure(f"SpecTr++, Figure {number}", caption, "number of drafts k", ylabels, series)
+
+
+FIGURES: dict[str, Callable[[Settings], Figure]] = {
+    "spectr_figure_1": spectr_1,
+    "spectr_figure_2": spectr_2,
+    "spectr_figure_3": spectr_3,
+    "spectr_figure_5": spectr_5,
+    "spectr_plus_plus_figure_1": functools.partial(spectr_plus_plus, vocabulary=5, number=1),
+    "spectr_plus_plus_figure_2": functools.partial(spectr_plus_plus, vocabulary=10, number=2),
+}
+
+
+def plot(figure: Figure, path: pathlib.Path) -> None:
+    """Draws the figure: curves, and points with bars of two standard errors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    panels = len(figure.ylabels)
+    canvas, axes = pyplot.subplots(1, panels, figsize=(5.8 * panels, 4.8), layout="constrained", squeeze=False)
+    for panel, (ax, ylabel) in enumerate(zip(axes[0], figure.ylabels, strict=True)):
+        colours = {"": "black"}
+        for series in (each for each in figure.series if each.panel == panel):
+            if series.error is None:
+                colours[series.label] = f"C{len(colours) - 1}"
+                style = ["-", "--", "-."][len(colours) % 3]
+                ax.plot(series.x, series.y, label=series.label, color=colours[series.label], linestyle=style)
+                continue
+            ax.errorbar(
+                series.x,
+                series.y,
+                [2 * error for error in series.error],
+                fmt="s" if "program" in series.label or "K-SEQ" in series.label else "o",
+                color=colours[series.like],
+                label=series.label or None,
+                markersize=6,
+                markerfacecolor="none",
+                capsize=2,
+            )
+        ax.set(xlabel=figure.xlabel, ylabel=ylabel)
+        if "k" in figure.xlabel.split():
+            ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    canvas.suptitle(f"{figure.title}. {figure.caption}", fontsize=8, wrap=True)
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
+
+
+def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str) -> Series:
+    """Points at `ks`: how often the plan's `select` accepts, for a pair of laws [2, V] or on average over [n, 2, V]."""
+    laws = laws.reshape(-1, *laws.shape[-2:])
+    draws = -(-settings.draws // len(laws))
+    shares = []
+    for k in ks:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), k), len(laws))
+        shares.append(np.asarray(_accepted(transport.get(name), keys, jnp.float32(laws), k, draws)) / draws)
+    error = [float(np.sqrt(np.sum(share * (1 - share)) / draws) / len(laws)) for share in shares]
+    return Series(label, ks, [float(share.mean()) for share in shares], error, like)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _accepted(plan, keys, laws, k: int, draws: int) -> jax.Array:
+    def one(key, p, q):
+        draft_key, select_key = jax.random.split(key)
+        return plan.select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool)).accepted
+
+    def pair(key, law):
+        return jnp.sum(jax.vmap(one, in_axes=(0, None, None))(jax.random.split(key, draws), law[0], law[1]))
+
+    return jax.lax.map(lambda both: pair(*both), (keys, laws))
+
+
+def _next_token_law(trained: Trained, prompt: str) -> np.ndarray:
+    tokens = np.array([[BOS, *trained.tokenizer.encode(prompt)]], np.int32)
+    length = tokens.shape[1]
+    if length > trained.model.context:
+        raise UserError(f"the prompt has {length} tokens and {trained.name!r} a context of {trained.model.context}; cut it")
+    visible = np.tri(length, dtype=bool)[None]
+    cache = trained.model.init_cache(1, length)
+    logits, _ = trained.model.extend(tokens, np.arange(length)[None], visible, cache)
+    return np.asarray(jax.nn.softmax(logits[0, -1].astype(jnp.float32)), np.float64)

@@ -1,0 +1,27 @@
+"""Regenerates the papers' figures on acceptance: `python -m spectr_jax.figures --workdir=results/figures`."""
+
+import pathlib
+
+from absl import flags
+
+from spectr_jax import cli
+
+_WORKDIR = flags.DEFINE_string("workdir", "results/figures", "Where the figures go: PNG and JSON.")
+_ONLY = flags.DEFINE_list("only", [], "Names of figures, such as spectr_figure_5; all if none is given.")
+_TARGET = flags.DEFINE_string("target", "embedded:draft_6m", "Of SpecTr's Figure 5: embedded:NAME, a model file, a workdir.")
+_DRAFT = flags.DEFINE_string("draft", "embedded:draft_2m", "Of SpecTr's Figure 5, likewise.")
+_PROMPT = flags.DEFINE_string("prompt", "He said he also has asked prosecutors to", "Of SpecTr's Figure 5.")
+_DRAWS = flags.DEFINE_integer("draws", 20_000, "Choices behind each measured point.")
+_PAIRS = flags.DEFINE_integer("pairs", 100, "Random pairs of laws behind SpecTr++'s figures.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the random pairs and of the measured points.")
+
+
+def main():
+    from spectr_jax.experiments import figures  # Once flags are parsed: `--help` need not wait for JAX.
+
+    settings = figures.Settings(_TARGET.value, _DRAFT.value, _PROMPT.value, _DRAWS.value, _PAIRS.value, _SEED.value)
+    figures.run(settings, tuple(_ONLY.value) or tuple(figures.FIGURES), pathlib.Path(_WORKDIR.value))
+
+
+if __name__ == "__main__":
+    cli.run(main)
