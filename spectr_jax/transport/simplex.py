@@ -11,6 +11,11 @@ PIVOTS = 100
 """At most; programs with 16 variables take about 10 to 30."""
 
 
+def tolerance(dtype) -> float:
+    """What counts as 0: 1e-11 in float64, 1e-5 in float32."""
+    return float(jnp.finfo(dtype).eps) ** 0.7
+
+
 def maximise(gain: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
     """The x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
@@ -24,7 +29,7 @@ def maximise(gain: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
     m, n = rows.shape
     # Dictionary form: each row a basic variable in terms of the others; the last row is the gain, the last column values.
     table = jnp.block([[rows, bounds[:, None]], [-gain[None, :], jnp.zeros((1, 1), rows.dtype)]])
-    small = jnp.finfo(rows.dtype).eps ** 0.7  # A pivot on less would be one on rounding errors.
+    small = tolerance(rows.dtype)  # A pivot on less would be one on rounding errors.
 
     def improvable(carry):
         table, _, _, steps = carry

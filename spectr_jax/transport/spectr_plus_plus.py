@@ -91,13 +91,15 @@ def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Sta
     p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     with jax.enable_x64(True):
         gamma = optimal_gamma_exact(p, q, k)
-        alphas, thresholds = _jitted_iopt(jnp.asarray(p), jnp.asarray(q), gamma, k, k, iterations)
-    return iopt.Stages(np.asarray(alphas), p > np.asarray(thresholds)[:, None] * q)
+        most = -(-k // 8) * 8  # One program for all k of up to 8.
+        solved = _jitted_iopt(jnp.asarray(p), jnp.asarray(q), gamma, k, most, iterations)
+        alphas, thresholds = (np.asarray(x)[:k] for x in solved)
+    return iopt.Stages(alphas, p > thresholds[:, None] * q)
 
 
 def _iopt(p, q, gamma, k, most: int, iterations: int) -> _Stages:
     """Algorithm 2 for a traced `k <= most`; from k on a stage does nothing."""
-    tolerance = jnp.finfo(p.dtype).eps * 8
+    tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), jnp.inf)
 
@@ -118,7 +120,7 @@ def _iopt(p, q, gamma, k, most: int, iterations: int) -> _Stages:
     return jax.lax.while_loop(unfinished, improve, (start, jnp.bool_(True), jnp.int32(0)))[0]
 
 
-_jitted_iopt = functools.partial(jax.jit, static_argnums=(4, 5))(_iopt)
+_jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
 
 
 def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
