@@ -1,6 +1,7 @@
 """Shared by all tests: strict JAX, and counting of compilations."""
 
 import contextlib
+import gc
 
 import jax
 import pytest
@@ -8,6 +9,21 @@ import pytest
 jax.config.update("jax_debug_key_reuse", True)
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+_TESTS_BETWEEN_CLEARANCES = 100
+_tests_done = 0
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_freed():
+    """Each program that XLA compiles for the CPU maps memory, and Linux lets a process have 65,530 maps."""
+    yield
+    global _tests_done
+    _tests_done += 1
+    if _tests_done % _TESTS_BETWEEN_CLEARANCES == 0:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
