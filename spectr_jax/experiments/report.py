@@ -14,7 +14,7 @@ def provenance() -> dict[str, Any]:
     """The command, hardware, commit and versions behind a result."""
     device = jax.devices()[0]
     return {
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "command": " ".join(["python", *_program(), *sys.argv[1:]]),
         "hardware": f"{jax.device_count()} x {device.device_kind} ({device.platform}); {_cpu()}, {os.cpu_count()} cores",
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "jax": jax.__version__,
@@ -34,9 +34,9 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
-def _module() -> str:
+def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else pathlib.Path(sys.argv[0]).name
+    return ["-m", spec.name] if spec else [sys.argv[0]]
 
 
 def _cpu() -> str:
