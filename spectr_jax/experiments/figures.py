@@ -24,7 +24,7 @@ from spectr_jax.experiments.loading import Trained, load_pair
 from spectr_jax.files import write_json
 from spectr_jax.transport.base import draw
 
-LARGEST_PROGRAM = 10_000
+LARGEST_PROGRAM = 25_000
 """Flow variables of the linear programs that Figure 5 solves: seconds each."""
 
 
@@ -38,6 +38,7 @@ class Series:
       y: likewise.
       error: the standard error of each point; None for a curve.
       like: the label of the curve whose colour the points take; black if "".
+      marker: of points: circles, or squares "s" for K-SEQ and for the linear program.
       panel: where it is drawn.
     """
 
@@ -46,6 +47,7 @@ class Series:
     y: Sequence[float]
     error: Sequence[float] | None = None
     like: str = ""
+    marker: str = "o"
     panel: int = 0
 
 
@@ -167,7 +169,7 @@ def spectr_5(settings: Settings) -> Figure:
     for label, name in curves.items():
         series.append(_measured(settings, name, np.array([p, q]), (1, 2, 4, 8), f"{label}, simulated", label))
     program = [transport.get("otm_lp").acceptance(p, q, k) for k in small]
-    series.append(Series("OTM-k, linear program", small, program, [0.0] * len(small)))
+    series.append(Series("OTM-k, linear program", small, program, [0.0] * len(small), marker="s"))
     caption = (
         f"Acceptance with compressed conditional distributions after “{settings.prompt}”: {draft.name} drafts for "
         f"{target.name}, {len(support)} tokens in the union of the two top tens."
@@ -228,7 +230,7 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
                 series.x,
                 series.y,
                 [2 * error for error in series.error],
-                fmt="s" if "program" in series.label or "K-SEQ" in series.label else "o",
+                fmt=series.marker,
                 color=colours[series.like],
                 label=series.label or None,
                 markersize=6,
@@ -255,7 +257,8 @@ def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int]
         valid = np.arange(max(ks)) < k
         shares.append(np.asarray(_accepted(transport.get(name), keys, jnp.float32(laws), valid, draws)) / draws)
     error = [float(np.sqrt(np.sum(share * (1 - share)) / draws) / len(laws)) for share in shares]
-    return Series(label, ks, [float(share.mean()) for share in shares], error, like)
+    marker = "s" if name == "kseq" else "o"
+    return Series(label, ks, [float(share.mean()) for share in shares], error, like, marker)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
