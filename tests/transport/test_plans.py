@@ -46,7 +46,8 @@ LAWS = {
 DRAFTS = [1, 2, 3, 4]
 DRAWS = 40_000
 
-cases = pytest.mark.parametrize("name", PLANS)
+# The tests of a plan run in one process, and share its compiled programs.
+cases = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PLANS])
 laws = pytest.mark.parametrize("law", LAWS)
 ks = pytest.mark.parametrize("k", DRAFTS)
 
@@ -79,7 +80,8 @@ def _choices(plan, key, p, q, drafts, valid):
 @cases
 @laws
 def test_select_draws_from_law(name, law):
-    p, q = _law(law)
+    # One vocabulary for all laws, so that a plan is compiled once.
+    p, q = (np.pad(part, (0, 6 - len(part))) for part in _law(law))
     plan = _plan(name)
     rng = np.random.default_rng(1)
     valid_of = {0: [False] * 3, 1: [False, True, False], 2: [True, False, True], 3: [True] * 3}
@@ -187,7 +189,7 @@ def test_theorem_1_bound_of_too_many_subsets_is_refused():
 @laws
 @pytest.mark.parametrize("name", ["kseq", "otm"])
 def test_one_draft_is_maximal_coupling_draw_for_draw(law, name):
-    p, q = (jnp.float32(part) for part in _law(law))
+    p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _law(law))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
     tokens = [
         _choices(transport.get(plan), jax.random.key(0), p, q, draft, jnp.ones(1, bool)).token for plan in ("maximal", name)

@@ -1,0 +1,52 @@
+"""Acceptance at visited nodes, where it is known: one call of one level on table models."""
+
+import jax
+import numpy as np
+import pytest
+
+from spectr_jax import transport
+from spectr_jax.decoding import generate, get_method
+from spectr_jax.experiments import acceptance
+from spectr_jax.models.table import TableModel, perturbed, random_table
+
+TABLE = random_table(0, 4)
+DRAFT = perturbed(TABLE, 1, 0.8)
+TEXTS, PROMPT = 20_000, (1, 2)
+
+
+def _observed(method, length, max_new_tokens):
+    method = get_method(method, num_drafts=2, draft_length=length)
+    prompts, lengths = np.tile(PROMPT, (TEXTS, 1)), np.full(TEXTS, 2)
+    result = generate(
+        jax.random.key(0),
+        method,
+        TableModel(TABLE),
+        TableModel(DRAFT),
+        prompts,
+        lengths,
+        max_new_tokens,
+        observe=acceptance.observe,
+    )
+    return {name: float(np.sum(values)) for name, values in result.observed.items()}, result
+
+
+@pytest.mark.parametrize("method", ["spectr", "otm", "naive"])
+def test_one_node_a_text(method):
+    p, q = DRAFT[PROMPT], TABLE[PROMPT]
+    seen, _ = _observed(method, 1, 1)
+    assert seen["nodes"] == TEXTS  # The bonus behind an accepted draft is no choice among drafts.
+    assert seen["optimum"] / TEXTS == pytest.approx(transport.optimal_acceptance(p, q, 2), abs=1e-5)
+    exact = transport.get({"spectr": "kseq"}.get(method, method)).acceptance(p, q, 2)
+    assert exact < 0.97
+    assert seen["accepted"] / TEXTS == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / TEXTS))
+
+
+def test_nodes_and_accepted_ones_add_up_over_calls():
+    """Without EOS, and up to the last call: a call of e tokens accepted e - 1, at e nodes or, with a bonus, e - 1."""
+    seen, result = _observed("otm", 3, 60)
+    calls, tokens = int(np.sum(result.target_calls)), 60 * TEXTS
+    assert tokens - calls <= seen["accepted"] <= tokens - calls + 3 * TEXTS  # What the limit cut off was decided, too.
+    rejected = seen["nodes"] - seen["accepted"]
+    bonuses = calls - rejected
+    assert 0 < bonuses < calls and 0 < rejected < calls
+    assert seen["accepted"] / seen["nodes"] == pytest.approx(seen["optimum"] / seen["nodes"], abs=0.005)
