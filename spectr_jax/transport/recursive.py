@@ -4,6 +4,8 @@ The first draft goes through Algorithm 1; if it is rejected, so does the next wi
 in the place of q, and so on.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,31 +15,12 @@ from spectr_jax.transport.base import Choice, draw, or_else
 
 def select(key, p, q, drafts, valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
-    accept_key, residual_key = jax.random.split(key)
-
-    def attempt(carry, this):
-        left, chosen = carry
-        draft, usable, uniform = this
-        total = jnp.sum(left)
-        accepted = usable & (uniform * p[draft] * total < left[draft])
-        rest = or_else(jnp.maximum(left / total - p, 0), left)
-        return (jnp.where(usable, rest, left), jnp.where((chosen < 0) & accepted, draft, chosen)), None
-
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    (left, chosen), _ = jax.lax.scan(attempt, (q, jnp.int32(-1)), (drafts, valid, uniforms))
-    token = jnp.where(chosen < 0, draw(residual_key, left), chosen)
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p)
 
 
 def law(p, q, drafts) -> np.ndarray:
     """See `Plan.law`."""
-    result, none_before, left = np.zeros(len(p)), 1.0, q
-    for draft in drafts:
-        accept = min(1.0, left[draft] / p[draft])
-        result[draft] += none_before * accept
-        none_before *= 1 - accept
-        left = residual(p, left)
-    return result + none_before * left
+    return law_in_turn(p, q, drafts, lambda p, draft: p)
 
 
 def acceptance(p, q, k) -> float:
@@ -47,6 +30,39 @@ def acceptance(p, q, k) -> float:
         none *= 1 - np.minimum(p, left).sum()
         left = residual(p, left)
     return 1 - none
+
+
+def reject_in_turn(key, p, q, drafts, valid, next_law: Callable) -> Choice:
+    """Recursive rejection, where `next_law(p, draft)` is proportional to the law of the draft behind; consumes `key`."""
+    accept_key, residual_key = jax.random.split(key)
+
+    def attempt(carry, this):
+        law, left, chosen = carry
+        draft, usable, uniform = this
+        mass, total = jnp.sum(law), jnp.sum(left)
+        accepted = usable & (uniform * law[draft] * total < left[draft] * mass)
+        rest = or_else(jnp.maximum(left / total - law / mass, 0), left)
+        return (
+            jnp.where(usable, next_law(law, draft), law),
+            jnp.where(usable, rest, left),
+            jnp.where((chosen < 0) & accepted, draft, chosen),
+        ), None
+
+    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+    (_, left, chosen), _ = jax.lax.scan(attempt, (p, q, jnp.int32(-1)), (drafts, valid, uniforms))
+    token = jnp.where(chosen < 0, draw(residual_key, left), chosen)
+    return Choice(token, jnp.any(valid & (drafts == token)))
+
+
+def law_in_turn(p, q, drafts, next_law: Callable) -> np.ndarray:
+    """The law [V] of recursive rejection given the drafts, in float64; `next_law(p, draft)` is a law."""
+    result, none_before, left = np.zeros(len(p)), 1.0, q
+    for draft in drafts:
+        accept = min(1.0, left[draft] / p[draft])
+        result[draft] += none_before * accept
+        none_before *= 1 - accept
+        left, p = residual(p, left), next_law(p, draft)
+    return result + none_before * left
 
 
 def residual(p, q) -> np.ndarray:

@@ -3,13 +3,11 @@
 As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and tested against that law.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.errors import UserError
-from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.recursive import residual
+from spectr_jax.transport.base import Choice
+from spectr_jax.transport.recursive import law_in_turn, reject_in_turn, residual
 
 DRAFTS = "without_replacement"
 LARGEST = 10_000_000
@@ -18,36 +16,12 @@ LARGEST = 10_000_000
 
 def select(key, p, q, drafts, valid) -> Choice:
     """See `Plan.select`; drafts in the order in which they were drawn. Runs in the jitted sampler."""
-    accept_key, residual_key = jax.random.split(key)
-
-    def attempt(carry, this):
-        rest_p, left, chosen = carry
-        draft, usable, uniform = this
-        mass, total = jnp.sum(rest_p), jnp.sum(left)
-        accepted = usable & (uniform * rest_p[draft] * total < left[draft] * mass)
-        rest = or_else(jnp.maximum(left / total - rest_p / mass, 0), left)
-        return (
-            jnp.where(usable, rest_p.at[draft].set(0), rest_p),
-            jnp.where(usable, rest, left),
-            jnp.where((chosen < 0) & accepted, draft, chosen),
-        ), None
-
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    (_, left, chosen), _ = jax.lax.scan(attempt, (p, q, jnp.int32(-1)), (drafts, valid, uniforms))
-    token = jnp.where(chosen < 0, draw(residual_key, left), chosen)
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p.at[draft].set(0))
 
 
 def law(p, q, drafts) -> np.ndarray:
     """See `Plan.law`."""
-    result, none_before, left = np.zeros(len(p)), 1.0, q
-    for draft in drafts:
-        accept = min(1.0, left[draft] / p[draft])
-        result[draft] += none_before * accept
-        none_before *= 1 - accept
-        left = residual(p, left)
-        p = without(p, draft)
-    return result + none_before * left
+    return law_in_turn(p, q, drafts, without)
 
 
 def acceptance(p, q, k) -> float:
