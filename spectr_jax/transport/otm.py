@@ -23,8 +23,7 @@ with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in
 With one draft g = p, and this is Algorithm 1. `law` and `acceptance` sort; so does `select` for small vocabularies. For
 large ones it sorts nothing: tokens whose ratios agree to six bits share a cell, O(V + cells). It is as exact, since
 tokens of a cell may move with probabilities of their own; only in the few cells in which rho meets low, high or phi must
-they share one rho, which costs 1e-6 of the acceptance (mean of 72 pairs of
-laws with V = 1,024 and 8,192; at most 3e-5).
+they share one rho, which costs 1e-6 of the acceptance (mean over 72 cases with V = 1,024 and 8,192; at most 3e-5).
 """
 
 from typing import Any, NamedTuple

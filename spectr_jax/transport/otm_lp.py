@@ -30,12 +30,9 @@ def law(p, q, drafts) -> np.ndarray:
     Raises:
       UserError: the program would be too large.
     """
-    flows = _solve(p.tobytes(), q.tobytes(), len(drafts))[1]
-    result = flows[frozenset(drafts)].copy()
-    residual = np.maximum(q - _accepted(p.tobytes(), q.tobytes(), len(drafts)), 0)
-    if residual.sum() > 0:
-        result += (1 - result.sum()) * residual / residual.sum()
-    return result / result.sum()
+    _, laws, residual = _solve(p.tobytes(), q.tobytes(), len(drafts))
+    accepted = laws[frozenset(drafts)]
+    return accepted + (1 - accepted.sum()) * residual
 
 
 def acceptance(p, q, k) -> float:
@@ -62,8 +59,8 @@ def set_probabilities(p: np.ndarray, k: int) -> dict[frozenset[int], float]:
 
 
 @functools.lru_cache(maxsize=64)
-def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], np.ndarray]]:
-    """The largest acceptance, and for each set the law [V] of the token with its accepted part only."""
+def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], np.ndarray], np.ndarray]:
+    """The largest acceptance, for each set the accepted part [V] of the token's law, and the law [V] of a rejection."""
     p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     support = int(np.sum(p > 0))
     size = sum(m * math.comb(support, m) for m in range(1, min(k, support) + 1))
@@ -94,10 +91,6 @@ def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozense
     masses = np.array(list(sets.values()))
     laws[rows, tokens] = flow / masses[rows]
     laws /= np.maximum(laws.sum(axis=1, keepdims=True), 1)  # What the solver's tolerance is to a tiny mass.
-    return float(flow.sum()), dict(zip(sets, laws, strict=True))
-
-
-def _accepted(p_bytes: bytes, q_bytes: bytes, k: int) -> np.ndarray:
-    sets = set_probabilities(np.frombuffer(p_bytes), k)
-    laws = _solve(p_bytes, q_bytes, k)[1]
-    return np.sum([probability * laws[members] for members, probability in sets.items()], axis=0)
+    residual = np.maximum(q - masses @ laws, 0)
+    residual = residual / residual.sum() if residual.sum() > 0 else q
+    return float(flow.sum()), dict(zip(sets, laws, strict=True)), residual
