@@ -1,9 +1,11 @@
 """Phase 1 of a call: the draft model fills the tree, level by level (SpecTr, section 7).
 
-Shape suffixes: B sequences, N drafted nodes, I nodes above the last level (the root among them), W nodes of a level, V
-vocabulary.
+The draft model runs on the nodes that have children, the inner ones, and a rule draws the children of each.
+
+Shape suffixes: B sequences, N drafted nodes, I inner nodes (the root among them), W inner nodes of a level, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +16,7 @@ from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
+from spectr_jax.transport import race as race_plan
 from spectr_jax.transport.base import draw
 
 RECALLED = 2
@@ -25,7 +28,7 @@ class Drafts(NamedTuple):
 
     Attributes:
       tokens: [B, N + 1] int32 by node; the root's is the last committed token.
-      p: [B, I, V] the law that the children of each node were drawn from.
+      p: [B, I, V] draft law at each inner node.
       cache: the draft model's, with the inner nodes pending.
     """
 
@@ -35,8 +38,41 @@ class Drafts(NamedTuple):
 
 
 def iid(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
-    """The i.i.d. rule: `count` independent draws [count] from p [V]; consumes `key`."""
-    return draw(key, p, (count,))
+    """Independent draws [W, count] from each law of p [W, V]; consumes `key`."""
+    return _each(key, p, lambda k, law: draw(k, law, (count,)))
+
+
+def without_replacement(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
+    """The first `count` arrivals [W, count] of one race a node, of p [W, V] (Gumbel top-k); consumes `key`.
+
+    They follow the Plackett-Luce law: each is drawn from p without those before it. Behind the support of p are tokens of
+    p = 0, distinct too.
+    """
+    return _each(key, p, lambda k, law: race_plan.arrivals(k, law, count))
+
+
+def race(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
+    """As `without_replacement`, with the same race for all nodes of the level; `transport.race` goes on with it."""
+    return jax.vmap(lambda law: race_plan.arrivals(key, law, count))(p)
+
+
+def greedy(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
+    """The `count - 1` likeliest tokens of p [W, V], and one draw from the others (Hu et al., 2025); consumes `key`."""
+
+    def likeliest_and_one(key, law):
+        likeliest = jax.lax.top_k(law, count - 1)[1]
+        return jnp.append(likeliest, draw(key, law.at[likeliest].set(0))).astype(jnp.int32)
+
+    return _each(key, p, likeliest_and_one)
+
+
+RULES: dict[str, Callable[[jax.Array, jax.Array, int], jax.Array]] = {
+    "iid": iid,
+    "without_replacement": without_replacement,
+    "race": race,
+    "greedy": greedy,
+}
+"""How the children of the W inner nodes of a level are drawn, by the name that a plan asks for (`Plan.drafts`)."""
 
 
 def committed_length(lengths_B: jax.Array) -> jax.Array:
@@ -57,9 +93,9 @@ def draft(
     """Draws the tokens of the tree.
 
     Args:
-      keys_B: one typed key a sequence, consumed.
+      keys_B: one typed key a sequence, consumed; depth d below a text of n tokens uses `fold_in(key, n + d - 1)`.
       model: the draft model.
-      rule: `rule(key, p, count)` draws the tokens of siblings.
+      rule: one of `RULES`.
       tree: static.
       policy: applied to the draft's logits.
       text_BxT: committed tokens, of `lengths_B` (at least 1) each.
@@ -80,31 +116,33 @@ def draft(
     logits_BxWxV = jnp.take_along_axis(logits, root_B[:, None, None], axis=1)
     tokens = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)]
     laws = []
-    for depth, (above, nodes) in enumerate(zip(tree.levels[:-1], tree.levels[1:], strict=True), start=1):
-        p_BxWxV = probabilities(logits_BxWxV, policy)
-        laws.append(p_BxWxV)
-        level_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, depth)
-        tokens.append(_children(level_keys_B, rule, tree, above, nodes, p_BxWxV))
-        if depth < tree.height:
-            pending = RECALLED + nodes[0] - 1
-            among_nodes = tree.ancestors[nodes, 1 : nodes[-1] + 1]
+    for depth, nodes in enumerate(tree.levels[1:]):
+        laws.append(probabilities(logits_BxWxV, policy))
+        level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
+        tokens.append(_children(level_keys_B, rule, tree, nodes, laws[-1]))
+        inner = np.intersect1d(nodes, tree.inner)
+        if len(inner):
+            first, ranks = nodes[0], tree.inner_rank[inner]
+            pending = RECALLED + ranks[0] - 1
+            among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : ranks[-1] + 1])]
             visible = jnp.concatenate(
                 [
-                    jnp.broadcast_to(sees_recalled_Bx1x2, (B, len(nodes), RECALLED)),
-                    jnp.broadcast_to(among_nodes, (B, *among_nodes.shape)),
+                    jnp.broadcast_to(sees_recalled_Bx1x2, (B, len(inner), RECALLED)),
+                    jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
                 ],
                 axis=-1,
             )
-            positions = jnp.broadcast_to(lengths_B[:, None] - 1 + depth, (B, len(nodes)))
-            logits_BxWxV, cache = model.extend(tokens[-1], positions, visible, cache, int(pending))
+            positions = jnp.broadcast_to(lengths_B[:, None] + depth, (B, len(inner)))
+            logits_BxWxV, cache = model.extend(tokens[-1][:, inner - first], positions, visible, cache, int(pending))
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(laws, axis=1), cache)
 
 
-def commit(cache: Cache, path_BxD: jax.Array, old_lengths_B: jax.Array, new_lengths_B: jax.Array) -> Cache:
-    """Keeps the accepted path in the draft's cache.
+def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Array, new_lengths_B: jax.Array) -> Cache:
+    """Keeps the accepted path in the draft's cache; but for the last node, which may be a leaf and is run again.
 
     Args:
-      cache: with a drafted tree pending.
+      cache: with the inner nodes of a drafted tree pending.
+      tree: static.
       path_BxD: int32 accepted nodes, root excluded, in order; anything behind the accepted ones.
       old_lengths_B: of the text before the call.
       new_lengths_B: after it.
@@ -113,18 +151,16 @@ def commit(cache: Cache, path_BxD: jax.Array, old_lengths_B: jax.Array, new_leng
     index_D = jnp.arange(path_BxD.shape[1] + RECALLED)
     below_root = index_D[None, :] - roots_B[:, None] - 1
     nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, path_BxD.shape[1] - 1), axis=1)
-    pending = jnp.where(below_root < 0, index_D[None, :], RECALLED + nodes - 1)
+    pending = jnp.where(below_root < 0, index_D[None, :], RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1)
     return keep(cache, pending, committed_length(new_lengths_B))
 
 
-def _children(keys_B, rule, tree: Tree, above: np.ndarray, nodes: np.ndarray, p_BxWxV: jax.Array) -> jax.Array:
-    """Tokens [B, W'] of the `nodes` below the nodes `above`, whose laws are `p_BxWxV`."""
-    ranks = tree.sibling_rank[nodes]
+def _children(keys_B, rule, tree: Tree, nodes: np.ndarray, p_BxWxV: jax.Array) -> jax.Array:
+    """Tokens [B, W'] of the `nodes` of a level, whose parents' laws are `p_BxWxV`."""
+    ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     most = int(ranks.max()) + 1
-    parent_column = np.searchsorted(above, tree.parent[nodes])
+    return jax.vmap(lambda key, p_WxV: rule(key, p_WxV, most)[parents - parents.min(), ranks])(keys_B, p_BxWxV)
 
-    def one_text(key, p_WxV):
-        drawn = jax.vmap(lambda k, p: rule(k, p, most))(jax.random.split(key, len(above)), p_WxV)
-        return drawn[parent_column, ranks]
 
-    return jax.vmap(one_text)(keys_B, p_BxWxV)
+def _each(key, p_WxV, draw_children) -> jax.Array:
+    return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV)

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from spectr_jax.decoding import drafting, scoring, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
@@ -47,16 +48,22 @@ class Call(NamedTuple):
     """What `observe` sees of one call, for one text.
 
     Attributes:
-      p: [I, V] draft laws of the nodes above the last level.
+      tree: that was drafted.
+      policy: makes laws of logits.
+      key: for what is random in `observe`; not used otherwise.
+      tokens: [N + 1] by node, the last committed one first.
+      p: [I, V] draft laws of the inner nodes.
       logits: [N + 1, V] of the target at each node.
       chosen: the tokens, the path and the numbers of drafts.
-      policy: makes laws of logits.
     """
 
+    tree: Tree
+    policy: Policy
+    key: jax.Array
+    tokens: jax.Array
     p: jax.Array
     logits: jax.Array
     chosen: selection.Selection
-    policy: Policy
 
 
 class _Loop(NamedTuple):
@@ -159,10 +166,10 @@ def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_toke
 
 
 def _observe_texts(observe, call: Call):
-    def one(p, logits, chosen):
-        return observe(Call(p, logits, chosen, call.policy))
+    def one(*parts):
+        return observe(Call(call.tree, call.policy, *parts))
 
-    return jax.vmap(one)(call.p, call.logits, call.chosen)
+    return jax.vmap(one)(*call[2:])
 
 
 def _add_observed(loop: _Loop, observe, call: Call):
@@ -181,7 +188,11 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
     """One serial call of the target, for all texts; those that are done stand still."""
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
+    if method.plan.drafts == "race":
+        # A race belongs to a place in the text, not to a call: one decides draft and target, whatever the draft.
+        draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
+    else:
+        draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     if tree.size:
         drafts = drafting.draft(draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, loop.draft_cache)
@@ -190,8 +201,8 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
     logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, loop.target_cache)
-    chosen = jax.vmap(selection.select, in_axes=(0, None, None, None, 0, 0, 0))(
-        select_keys, method.plan, tree, policy, tokens_BxN, p, logits
+    chosen = jax.vmap(method.walk, in_axes=(0, None, None, None, 0, 0, 0, 0))(
+        select_keys, method.plan, tree, policy, loop.lengths, tokens_BxN, p, logits
     )
 
     emitted, ended = _cut(chosen, policy.eos, limits_B - loop.lengths)
@@ -206,12 +217,12 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, chosen.path, lengths),
-        draft_cache=drafting.commit(drafts.cache, chosen.path, loop.lengths, lengths) if tree.size else None,
+        draft_cache=drafting.commit(drafts.cache, tree, chosen.path, loop.lengths, lengths) if tree.size else None,
         calls=loop.calls + ~loop.done,
         histogram=loop.histogram.at[rows, emitted].add(jnp.where(loop.done, 0, 1)),
         observed=loop.observed,
     )
-    return after, Call(p, logits, chosen, policy)
+    return after, Call(tree, policy, fold(select_keys, np.uint32(2**32 - 1)), tokens_BxN, p, logits, chosen)
 
 
 def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
-"""Methods: named triples of a draft tree, a drafting rule and a transport plan.
+"""Methods: named triples of a draft tree, a transport plan with its drafting rule, and a walk down the tree.
 
-A new method is a function here with its options as keyword arguments, and a line in `METHODS`.
+A new method is a function here with its options as keyword arguments, and a line in `METHODS`. Where a method drafts
+`num_drafts` i.i.d. chains of `draft_length` tokens, `tree` gives another shape, as in `tree.parse`.
 """
 
 import dataclasses
@@ -9,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from spectr_jax import transport
-from spectr_jax.decoding import drafting, tree
+from spectr_jax.decoding import block as block_walk
+from spectr_jax.decoding import drafting, selection
+from spectr_jax.decoding import tree as trees
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError, unknown
 
 
@@ -20,68 +24,107 @@ class Method:
     Attributes:
       name: as registered.
       tree: the shape that is drafted; empty for none.
-      rule: how sibling tokens are drawn, `rule(key, p, count)`.
-      plan: how one token is chosen.
+      plan: how one token is chosen among drafts.
+      walk: how the tokens of a call follow from the plan: `selection.select`, token by token, or `block.select`.
     """
 
     name: str
-    tree: tree.Tree
-    rule: Callable
+    tree: Tree
     plan: transport.Plan
+    walk: Callable[..., selection.Selection] = selection.select
+
+    @property
+    def rule(self) -> Callable:
+        """How the children of a node are drawn, as the plan demands."""
+        return drafting.RULES[self.plan.drafts]
 
 
 def baseline() -> Method:
     """One token a call, drawn from the target."""
-    return Method("baseline", tree.none(), drafting.iid, transport.get("maximal"))
+    return Method("baseline", trees.none(), transport.get("maximal"))
 
 
 def speculative(*, draft_length: int = 4) -> Method:
     """One chain of L drafts and maximal coupling (Leviathan et al., Chen et al.; SpecTr, Algorithms 1 and 4)."""
-    return Method("speculative", tree.chain(draft_length), drafting.iid, transport.get("maximal"))
+    return Method("speculative", trees.chain(draft_length), transport.get("maximal"))
 
 
-def spectr(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
-    """K i.i.d. chains of L drafts and K-SEQ at gamma* (SpecTr, Algorithms 2 and 3)."""
-    return _iid_chains("spectr", "kseq", num_drafts, draft_length)
+def block(*, draft_length: int = 4) -> Method:
+    """One chain of L drafts and block verification (Sun et al., 2024)."""
+    return Method("block", trees.chain(draft_length), transport.get("maximal"), block_walk.select)
 
 
-def kseq_gamma(*, num_drafts: int = 8, draft_length: int = 4, gamma: float | None = None) -> Method:
+def spectr(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+    """K i.i.d. chains of L drafts, or a prefix tree, and K-SEQ at gamma* (SpecTr, Algorithms 2, 3 and 5)."""
+    return _iid("spectr", "kseq", num_drafts, draft_length, tree)
+
+
+def kseq_gamma(
+    *, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None, gamma: float | None = None
+) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
-    return _iid_chains("kseq_gamma", "kseq_gamma", num_drafts, draft_length, gamma=gamma)
+    return _iid("kseq_gamma", "kseq_gamma", num_drafts, draft_length, tree, gamma=gamma)
 
 
-def naive(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+def naive(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
     """K i.i.d. chains of L drafts, and tokens drawn from the target whatever the drafts (SpecTr, section 4)."""
-    return _iid_chains("naive", "naive", num_drafts, draft_length)
+    return _iid("naive", "naive", num_drafts, draft_length, tree)
 
 
-def recursive(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+def recursive(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
     """K i.i.d. chains of L drafts and recursive rejection (SpecInfer's multi-step verification)."""
-    return _iid_chains("recursive", "recursive", num_drafts, draft_length)
+    return _iid("recursive", "recursive", num_drafts, draft_length, tree)
 
 
-def spectr_plus(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+def spectr_plus(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
     """K i.i.d. chains of L drafts and one iteration of iOPT (SpecTr++, Definition 4)."""
-    return _iid_chains("spectr+", "spectr+", num_drafts, draft_length)
+    return _iid("spectr+", "spectr+", num_drafts, draft_length, tree)
 
 
-def spectr_plus_plus(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
+def spectr_plus_plus(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
     """K i.i.d. chains of L drafts and iOPT until it ends (SpecTr++, Definition 4)."""
-    return _iid_chains("spectr++", "spectr++", num_drafts, draft_length)
+    return _iid("spectr++", "spectr++", num_drafts, draft_length, tree)
 
 
-def otm(*, num_drafts: int = 8, draft_length: int = 4) -> Method:
-    """K i.i.d. chains of L drafts and the exact optimal plan for one token (SpecTr, section 5; `transport.otm`)."""
-    return _iid_chains("otm", "otm", num_drafts, draft_length)
+def otm(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+    """K i.i.d. chains of L drafts, or a prefix tree, and the exact optimal plan for one token (`transport.otm`)."""
+    return _iid("otm", "otm", num_drafts, draft_length, tree)
 
 
-def _iid_chains(name: str, plan: str, num_drafts: int, draft_length: int, **options: Any) -> Method:
-    return Method(name, tree.iid_chains(num_drafts, draft_length), drafting.iid, transport.get(plan, **options))
+def otm_block(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+    """As `otm`, with block verification along the path of the plan's winners (`decoding/block.py`)."""
+    return _iid("otm_block", "otm", num_drafts, draft_length, tree, walk=block_walk.select)
+
+
+def gbv(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+    """Greedy multi-path block verification (Thomas and Pal, 2026): the winner is the draft of the highest ratio q / p."""
+    return _iid("gbv", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
+
+
+def gsd(*, tree: Tree | str = "4,2,1,1") -> Method:
+    """Greedy speculative decoding on any tree, drafted without replacement (ERSD, Algorithm 4)."""
+    return Method("gsd", trees.parse(tree), transport.get("recursive_without_replacement"))
+
+
+def ersd(*, tree: Tree | str = "4,2,1,1") -> Method:
+    """Exponential race speculative decoding on any tree (ERSD, Algorithm 5). Its text does not depend on the draft."""
+    return Method("ersd", trees.parse(tree), transport.get("race"))
+
+
+def greedy_drafts(*, tree: Tree | str = "4,2,1,1") -> Method:
+    """The likeliest tokens and one draw at each node, and the plan that is optimal for these (Hu et al., 2025)."""
+    return Method("greedy_drafts", trees.parse(tree), transport.get("greedy"))
+
+
+def _iid(name: str, plan: str, num_drafts: int, draft_length: int, tree, walk=selection.select, **options: Any) -> Method:
+    shape = trees.iid_chains(num_drafts, draft_length) if tree is None else trees.parse(tree)
+    return Method(name, shape, transport.get(plan, **options), walk)
 
 
 METHODS: dict[str, Callable[..., Method]] = {
     "baseline": baseline,
     "speculative": speculative,
+    "block": block,
     "spectr": spectr,
     "kseq_gamma": kseq_gamma,
     "naive": naive,
@@ -89,6 +132,11 @@ METHODS: dict[str, Callable[..., Method]] = {
     "spectr+": spectr_plus,
     "spectr++": spectr_plus_plus,
     "otm": otm,
+    "otm_block": otm_block,
+    "gbv": gbv,
+    "gsd": gsd,
+    "ersd": ersd,
+    "greedy_drafts": greedy_drafts,
 }
 
 

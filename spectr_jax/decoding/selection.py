@@ -1,7 +1,9 @@
-"""Phase 3 of a call: walk down the tree, a token at a time (SpecTr, Algorithm 3).
+"""Phase 3 of a call: walk down the tree, a token at a time (SpecTr, Algorithm 3; ERSD, Algorithms 4 and 5).
 
 The state is the set of live nodes at a depth. They all spell the same tokens, so they share p and q, and the number of
 their children is the k of the next choice. L counts drafted tokens, and a call that accepts all of them emits one more.
+
+Shape suffixes: N drafted nodes, I inner nodes, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -41,37 +43,42 @@ class _Walk(NamedTuple):
 
 
 def select(
-    key: jax.Array, plan: Plan, tree: Tree, policy: Policy, tokens: jax.Array, p: jax.Array, logits: jax.Array
+    key: jax.Array,
+    plan: Plan,
+    tree: Tree,
+    policy: Policy,
+    length: jax.Array,
+    tokens: jax.Array,
+    p: jax.Array,
+    logits: jax.Array,
 ) -> Selection:
     """Chooses the tokens that one call emits, for one text.
 
     At a leaf no child is live, and a plan without drafts draws from q: that is the bonus token.
 
     Args:
-      key: consumed.
+      key: consumed; the choice at depth d uses `fold_in(key, length + d)`.
       plan: chooses one token.
       tree: static, N drafted nodes.
       policy: makes q of the target's logits, at the nodes that are visited only.
+      length: [] int32, committed tokens of the text.
       tokens: [N + 1] int32 by node.
-      p: [I, V] draft laws of the nodes above the last level.
+      p: [I, V] draft laws of the inner nodes.
       logits: [N + 1, V] of the target.
     """
-    level_table, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
     def step(walk: _Walk) -> _Walk:
-        children = level_table[walk.depth + 1]
-        valid = (children >= 0) & walk.live[parent[children]]
+        children, valid = live_children(tree, plan, walk.node, walk.live, walk.depth)
         drafts = tokens[children]
         q = probabilities(logits[walk.node], policy)
-        # A leaf of the last level has no p, and no child to use it for.
-        law = p.at[walk.node].get(mode="clip") if p.shape[0] else q
-        token = plan.select(jax.random.fold_in(key, walk.depth), law, q, drafts, valid).token
+        law = draft_law(tree, p, walk.node, q)
+        token = plan.select(jax.random.fold_in(key, length + walk.depth), law, q, drafts, valid).token
         carried = valid & (drafts == token)
         node = children[jnp.argmax(carried)]
         return _Walk(
             walk.depth + 1,
             node,
-            jnp.zeros_like(walk.live).at[jnp.where(carried, children, tree.size + 1)].set(True, mode="drop"),
+            marked(tree, children, carried),
             jnp.any(carried),
             walk.tokens.at[walk.depth].set(token),
             walk.path.at[walk.depth].set(node),
@@ -88,3 +95,22 @@ def select(
     end = jax.lax.while_loop(lambda walk: walk.alive, step, start)
     # The last token is never a node.
     return Selection(end.tokens, end.depth, end.path[: tree.height], end.drafts)
+
+
+def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array, jax.Array]:
+    """The drafts for the next token, in the order in which they were drawn: nodes [k], and which of them are valid [k]."""
+    if plan.drafts == "iid":
+        children = jnp.asarray(tree.level_table)[depth + 1]
+        return children, (children >= 0) & live[jnp.asarray(tree.parent)[children]]
+    children = jnp.asarray(tree.children_table)[node]  # Siblings are distinct, so one node is live.
+    return children, children >= 0
+
+
+def draft_law(tree: Tree, p, node, otherwise) -> jax.Array:
+    """The law [V] that the children of `node` were drawn from; anything for a leaf."""
+    return p[jnp.asarray(tree.inner_rank)[node]] if len(tree.inner) else otherwise
+
+
+def marked(tree: Tree, nodes, chosen) -> jax.Array:
+    """[N + 1] bool: the chosen ones of `nodes`."""
+    return jnp.zeros(tree.size + 1, bool).at[jnp.where(chosen, nodes, tree.size + 1)].set(True, mode="drop")

@@ -73,6 +73,24 @@ class Tree:
         return np.array([0] + [self.parents[: node - 1].count(self.parents[node - 1]) for node in range(1, self.size + 1)])
 
     @functools.cached_property
+    def inner(self) -> np.ndarray:
+        """[I] nodes that have children, the root first: the draft model runs on these."""
+        return np.unique(self.parent[1:])
+
+    @functools.cached_property
+    def inner_rank(self) -> np.ndarray:
+        """[N + 1]; the place of a node among the inner ones; that of the last for a leaf, which has none."""
+        return np.minimum(np.searchsorted(self.inner, np.arange(self.size + 1)), max(len(self.inner) - 1, 0))
+
+    @functools.cached_property
+    def children_table(self) -> np.ndarray:
+        """[N + 1, C] int32: the children of each node in the order in which they are drawn, padded with -1."""
+        table = np.full((self.size + 1, int(self.sibling_rank.max()) + 1), -1, np.int32)
+        nodes = np.arange(1, self.size + 1)
+        table[self.parent[1:], self.sibling_rank[1:]] = nodes
+        return table
+
+    @functools.cached_property
     def level_table(self) -> np.ndarray:
         """[height + 2, W] int32: the nodes of each level, padded with -1; the row behind the last level is empty."""
         table = np.full((self.height + 2, max(map(len, self.levels))), -1, np.int32)
@@ -87,14 +105,65 @@ def none() -> Tree:
 
 
 def chain(length: int) -> Tree:
-    """One draft of `length` tokens (speculative decoding)."""
+    """One draft of `length` tokens (speculative decoding; "sequence" in ERSD)."""
     return iid_chains(1, length)
 
 
 def iid_chains(drafts: int, length: int) -> Tree:
     """`drafts` chains of `length` tokens that part at the root (SpecTr, eq. 7)."""
-    for name, value in (("num_drafts", drafts), ("draft_length", length)):
+    checked(num_drafts=drafts, draft_length=length)
+    return prefix_tree(drafts, *[1] * (length - 1))
+
+
+def prefix_tree(*branching: int) -> Tree:
+    """Every node at depth i has `branching[i]` children (SpecTr, Algorithm 5: k_1, ..., k_L)."""
+    parents: list[int] = []
+    level = range(1)
+    for depth, children in enumerate(branching, start=1):
+        checked(**{f"k_{depth}": children})
+        parents += [node for node in level for _ in range(children)]
+        level = range(level.stop, level.stop + len(level) * children)
+    return Tree(tuple(parents))
+
+
+def batch(drafts: int) -> Tree:
+    """Alternatives for one token (ERSD, Figure 1d)."""
+    return prefix_tree(drafts)
+
+
+def specinfer(size: int) -> Tree:
+    """SpecInfer's tree in ERSD's section 5: two tokens in common, then three chains that share the rest of the nodes."""
+    checked(size=size)
+    trunk = min(size, 2)
+    return Tree(tuple(range(trunk)) + tuple(max(node - 3, trunk) for node in range(trunk + 1, size + 1)))
+
+
+SHAPES = {"chain": chain, "batch": batch, "specinfer": specinfer}
+
+
+def parse(spec: "Tree | str") -> Tree:
+    """The tree that a text names: `4,2,1` (a prefix tree), `chain:8`, `batch:8`, `specinfer:16`; a tree is itself.
+
+    Raises:
+      UserError: another text.
+    """
+    if isinstance(spec, Tree):
+        return spec
+    name, _, number = str(spec).rpartition(":")
+    try:
+        numbers = [int(part) for part in number.split(",")]
+        if not name:
+            return prefix_tree(*numbers)
+        if name in SHAPES and len(numbers) == 1:
+            return SHAPES[name](*numbers)
+    except ValueError:
+        pass
+    known = ", ".join(f"{name}:8" for name in SHAPES)
+    raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of {known}")
+
+
+def checked(**numbers: int) -> None:
+    """Raises `UserError` for a number that is not whole or less than 1."""
+    for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name}={value!r} is not a whole number of at least 1; give one")
-    first = (0,) * drafts
-    return Tree(first + tuple(range(1, drafts * (length - 1) + 1)))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from spectr_jax.decoding import Call
 from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.selection import draft_law
 from spectr_jax.transport import otm
 
 
@@ -25,7 +26,7 @@ def observe(call: Call) -> dict[str, jax.Array]:
         if not len(call.p):  # No drafts at all.
             return jnp.zeros(())
         q = probabilities(call.logits[node], call.policy)
-        return otm.optimal_acceptance(call.p.at[node].get(mode="clip"), q, jnp.maximum(k, 1))
+        return otm.optimal_acceptance(draft_law(call.tree, call.p, node, q), q, jnp.maximum(k, 1))
 
     best = jax.vmap(optimum)(nodes, chosen.drafts)
     return {

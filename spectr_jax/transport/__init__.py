@@ -6,6 +6,7 @@ from typing import Any
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.transport import (
     greedy,
+    greedy_multipath,
     kseq,
     kseq_gamma,
     maximal,
@@ -13,6 +14,7 @@ from spectr_jax.transport import (
     optimal_kseq,
     otm,
     otm_lp,
+    race,
     recursive,
     recursive_without_replacement,
     spectr_plus,
@@ -42,11 +44,13 @@ PLANS: dict[str, ModuleType] = {
     "optimal_kseq": optimal_kseq,
     "otm": otm,
     "otm_lp": otm_lp,
+    "greedy_multipath": greedy_multipath,
     "recursive": recursive,
     "recursive_without_replacement": recursive_without_replacement,
     "greedy": greedy,
+    "race": race,
 }
-"""A module each, with functions `select`, `law` and `acceptance`, and DRAFTS where these are not to be i.i.d."""
+"""A module each, with functions `select`, `law` and `acceptance`; DRAFTS where these are not to be i.i.d.; `win` if any."""
 
 
 def get(name: str, **options: Any) -> Plan:
@@ -63,4 +67,5 @@ def get(name: str, **options: Any) -> Plan:
         if option not in known:
             raise UserError(f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
     functions = module.select, module.law, module.acceptance
-    return Plan(name, tuple(sorted(options.items())), functions, getattr(module, "DRAFTS", "iid"))
+    drafts, winner = getattr(module, "DRAFTS", "iid"), getattr(module, "win", None)
+    return Plan(name, tuple(sorted(options.items())), functions, drafts, winner)

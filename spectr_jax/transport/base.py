@@ -36,14 +36,16 @@ class Plan:
       name: as registered.
       options: sorted (name, value) pairs.
       functions: the plan's `select`, `law` and `acceptance`, before options.
-      drafts: how the k drafts must be drawn from p: "iid", "without_replacement" or "greedy" (the k - 1 likeliest tokens
-        and one draw from the rest).
+      drafts: how the k drafts must be drawn from p: "iid"; "without_replacement"; "race", the same with a key that `select`
+        shall be given too; or "greedy" (the k - 1 likeliest tokens and one draw from the rest).
+      winner: `winner(key, p, q, drafts, valid)`, the plan's `win` (`transport/winner.py`); None if it names no winner.
     """
 
     name: str
     options: tuple[tuple[str, Any], ...]
     functions: tuple[Callable, Callable, Callable]
     drafts: str = "iid"
+    winner: Callable | None = None
 
     def select(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Choice:
         """Chooses a token of law q.
@@ -67,10 +69,20 @@ class Plan:
         if checks.known(p, q, drafts, valid):
             exact, _ = checks.check_laws(p, q)
             checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.drafts)
-        p, q = _normalised(p), _normalised(q)
-        valid &= p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0
+        p, q, valid = _usable(p, q, drafts, valid)
         choice = self.functions[0](key, p, q, drafts, valid, **dict(self.options))
         return Choice(jnp.where(jnp.any(q > 0), choice.token, -1), choice.accepted)
+
+    def win(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Any:
+        """The winner among the drafts and its law, a `transport.winner.Winner`; arguments as for `select` under jit.
+
+        Raises:
+          TypeError: the plan names no winner.
+        """
+        if self.winner is None:
+            raise TypeError(f"plan {self.name!r} names no winner")
+        p, q, valid = _usable(p, q, drafts, valid)
+        return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
     def law(self, p: np.ndarray, q: np.ndarray, drafts: Sequence[int]) -> np.ndarray:
         """The exact law [V] of the token given the drafts, in float64; averaged over drafts it is q.
@@ -93,6 +105,12 @@ class Plan:
 
 def _dtypes(p, q, drafts, valid):
     return (p, jnp.float32), (q, jnp.float32), (drafts, jnp.int32), (valid, bool)
+
+
+def _usable(p, q, drafts, valid):
+    """What is left of the arguments of `Plan.select` under jit."""
+    p, q = _normalised(p), _normalised(q)
+    return p, q, valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0)
 
 
 def _normalised(law: jax.Array) -> jax.Array:

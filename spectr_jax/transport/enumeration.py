@@ -20,7 +20,7 @@ def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, 
     if rule == "iid":
         for drafts in itertools.product(support.tolist(), repeat=k):
             yield drafts, float(np.prod(p[list(drafts)]))
-    elif rule == "without_replacement":
+    elif rule in ("without_replacement", "race"):
         for drafts in itertools.permutations(support.tolist(), min(k, len(support))):
             before = 1 - np.cumsum(p[list(drafts)]) + p[list(drafts)]
             yield drafts, float(np.prod(p[list(drafts)] / before))

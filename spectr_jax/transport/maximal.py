@@ -4,24 +4,21 @@ The draft x is accepted with probability min(1, q(x) / p(x)), else the token is 
 several drafts only the first valid one is used.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.base import Choice
+from spectr_jax.transport.winner import Winner, select_winner
+
+
+def win(key, p, q, drafts, valid) -> Winner:
+    """See `Plan.win`: the first valid draft, whatever the others."""
+    return Winner(jnp.argmax(valid), p)
 
 
 def select(key, p, q, drafts, valid) -> Choice:
     """See `Plan.select`. SpecTr, Algorithm 1."""
-    accept_key, residual_key = jax.random.split(key)
-    first = jnp.argmax(valid)
-    draft = drafts[first]
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    # u < q / p without the division: right for p = 0, and never true for q = 0.
-    accepted = valid[first] & (uniforms[first] * p[draft] < q[draft])
-    residual = jnp.where(valid[first], or_else(jnp.maximum(q - p, 0), q), q)
-    token = jnp.where(accepted, draft, draw(residual_key, residual))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    return select_winner(win, key, p, q, drafts, valid)
 
 
 def law(p, q, drafts) -> np.ndarray:

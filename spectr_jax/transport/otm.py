@@ -32,7 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.base import Choice
+from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
 
 SORTED = 256
 """Vocabularies up to this size are sorted, and each token is a cell."""
@@ -58,7 +59,7 @@ class Cells(NamedTuple):
     of_token: Any
 
 
-class Winner(NamedTuple):
+class WinnerLaw(NamedTuple):
     """The law of the winning draft, by cell, and what leads to it.
 
     Attributes:
@@ -78,57 +79,37 @@ class Winner(NamedTuple):
 
 def select(key, p, q, drafts, valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
-    accept_key, residual_key, cell_key = jax.random.split(key, 3)
-    k = jnp.maximum(jnp.sum(valid), 1)
-    cells = _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, len(drafts))
-    winner = winner_law(cells.p, cells.q, k)
-    rho = token_ratios(p, q, cells, winner)
-    first = winning_draft(cell_key, p, drafts, valid, cells, winner, rho)
-    g, draft = p * rho, drafts[first]
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    accepted = valid[first] & (uniforms[first] * g[draft] < q[draft])
-    residual = jnp.where(jnp.any(valid), or_else(jnp.maximum(q - g, 0), q), q)
-    token = jnp.where(accepted, draft, draw(residual_key, residual))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    return select_winner(win, key, p, q, drafts, valid)
+
+
+def win(key, p, q, drafts, valid) -> Winner:
+    """See `Plan.win`: steps 1 to 3."""
+    cells = cells_of(p, q, len(drafts))
+    law = winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
+    rho = token_ratios(p, q, cells, law)
+    return Winner(winning_draft(key, p, drafts, valid, cells, law, rho), p * rho)
 
 
 def law(p, q, drafts) -> np.ndarray:
     """See `Plan.law`."""
-    k = len(drafts)
-    cells, winner, moves = _exact(p, q, k)
-    final = moves[cells.of_token[list(drafts)]]  # [k, C] law of each draft's cell after its move.
-    below = np.cumsum(final, axis=1) - final
-    # A draft at priority u within its cell wins if no other is above; the integral over u breaks ties uniformly, and
-    # Gauss-Legendre is exact for its integrand, a polynomial of degree k - 1.
-    nodes, weights = np.polynomial.legendre.leggauss(k // 2 + 1)
-    beaten = below[:, :, None] + final[:, :, None] * (nodes + 1) / 2
-    others = np.stack([np.prod(np.delete(beaten, i, axis=0), axis=0) for i in range(k)])
-    wins = np.einsum("kc,kcn,n->k", final, others, weights / 2)
-
-    g = p * winner.rho[cells.of_token]
-    residual = np.maximum(q - g, 0)
-    residual = residual / residual.sum() if residual.sum() > 0 else q
-    result = np.zeros(len(p))
-    for draft, probability in zip(drafts, wins, strict=True):
-        accept = min(1.0, q[draft] / g[draft]) if g[draft] > 0 else 0.0
-        result[draft] += probability * accept
-        result += probability * (1 - accept) * residual
-    return result
+    cells, winner, moves = _exact(p, q, len(drafts))
+    wins = highest_wins(moves[cells.of_token[list(drafts)]])
+    return winner_accepted_law(q, p * winner.rho[cells.of_token], drafts, wins)
 
 
 def acceptance(p, q, k) -> float:
     """See `Plan.acceptance`: alpha_k = 1 - D, the largest of all plans."""
-    cells = _exact_cells(p, q)
+    cells = exact_cells(p, q)
     return float(1 - winner_law(cells.p, cells.q, k).rejection)
 
 
 def optimal_acceptance(p: jax.Array, q: jax.Array, k: jax.Array, most: int = 64) -> jax.Array:
     """alpha_k [] in float32 for a traced k of 1 to `most`; jittable and vmappable, a little rounded by cells at large V."""
-    cells = _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, most)
+    cells = cells_of(p, q, most)
     return 1 - winner_law(cells.p, cells.q, k).rejection
 
 
-def winner_law(p, q, k) -> Winner:
+def winner_law(p, q, k) -> WinnerLaw:
     """Step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q / p, and k >= 1 drafts.
 
     Written once, for float64 NumPy and for JAX. Sums of the head and of the tail are kept apart, and no neighbouring
@@ -155,17 +136,17 @@ def winner_law(p, q, k) -> Winner:
     share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
     log_rest = xp.log1p(-xp.where(share < 1, share, 0))
     phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
-    return Winner(rho, xp.where(drawn, phi, 0), low, high, rejection)
+    return WinnerLaw(rho, xp.where(drawn, phi, 0), low, high, rejection)
 
 
-def token_ratios(p, q, cells: Cells, winner: Winner) -> jax.Array:
+def token_ratios(p, q, cells: Cells, winner: WinnerLaw) -> jax.Array:
     """rho [V] of each token: its own ratio, where all of its cell are on one side of low, high and phi."""
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
     return jnp.where(own[cells.of_token], q / jnp.where(p > 0, p, 1), winner.rho[cells.of_token])
 
 
-def winning_draft(key, p, drafts, valid, cells: Cells, winner: Winner, rho) -> jax.Array:
+def winning_draft(key, p, drafts, valid, cells: Cells, winner: WinnerLaw, rho) -> jax.Array:
     """Steps 2 and 3 of the plan: the index of the draft that wins, of law p * rho; consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
     own = cells.of_token[drafts]
@@ -179,6 +160,11 @@ def winning_draft(key, p, drafts, valid, cells: Cells, winner: Winner, rho) -> j
     moves = move < toward  # False for the NaN of a cell that is its own partner.
     final = jnp.where(valid, jnp.where(moves, partner, own), -1)
     return jnp.argmax(jnp.where(final == jnp.max(final), tie, -1))
+
+
+def cells_of(p, q, most: int) -> Cells:
+    """The cells of p [V] and q [V] for at most `most` drafts."""
+    return _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, most)
 
 
 def _sorted_cells(p, q) -> Cells:
@@ -212,15 +198,15 @@ def _masses(p, q, of_token, count: int) -> jax.Array:
     return jnp.zeros((2, count), p.dtype).at[:, of_token].add(jnp.stack([p, q]), mode="promise_in_bounds")
 
 
-def _exact_cells(p, q) -> Cells:
+def exact_cells(p, q) -> Cells:
     ratio = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
     levels, of_token = np.unique(ratio, return_inverse=True)
     return Cells(np.bincount(of_token, p), np.bincount(of_token, q), levels, levels, of_token)
 
 
-def _exact(p, q, k: int) -> tuple[Cells, Winner, np.ndarray]:
+def _exact(p, q, k: int) -> tuple[Cells, WinnerLaw, np.ndarray]:
     """Cells, winner law, and the law [C, C] of a draft's cell after its move, by its own cell."""
-    cells = _exact_cells(p, q)
+    cells = exact_cells(p, q)
     winner = winner_law(cells.p, cells.q, k)
     surplus = cells.p * (winner.rho - winner.phi)
     given, taken = np.cumsum(np.maximum(surplus, 0)), np.cumsum(np.maximum(-surplus, 0))

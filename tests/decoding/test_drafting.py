@@ -46,18 +46,18 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
     @jax.jit
     def call(key, text, lengths, cache):
         return drafting.draft(
-            jax.random.split(key, 3), nnx.merge(graphdef, state), drafting.iid, shape, Policy(), text, lengths, cache
+            jax.random.split(key, 3), nnx.merge(graphdef, state), drafting.RULES["iid"], shape, Policy(), text, lengths, cache
         )
 
     def check(drafts, text, lengths):
         for row in range(3):
             spelled = list(text[row, : lengths[row]])
-            for node in range(drafts.p.shape[1]):
+            for index, node in enumerate(shape.inner):
                 ancestors = np.flatnonzero(shape.ancestors[node])[1:]
                 whole = np.zeros(24, np.int32)
                 tokens = spelled + [int(drafts.tokens[row, ancestor]) for ancestor in ancestors]
                 whole[: len(tokens)] = tokens
-                np.testing.assert_allclose(drafts.p[row, node], full(whole)[len(tokens) - 1], atol=1e-5)
+                np.testing.assert_allclose(drafts.p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
     _, cache = jax.jit(lambda: model.extend(text[:, :8], positions, causal(jnp.zeros((3, 8))), model.init_cache(3, 32)))()
@@ -68,5 +68,5 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
     for row, nodes in enumerate(accepted):
         emitted = [int(first.tokens[row, node]) for node in nodes] + [int(rng.integers(1, 17))]
         text[row, LENGTHS[row] : new_lengths[row]] = emitted
-    committed = drafting.commit(first.cache, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
+    committed = drafting.commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)

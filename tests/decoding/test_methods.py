@@ -21,7 +21,16 @@ METHODS = {
     "spectr+ K=2 L=3": ("spectr+", {"num_drafts": 2, "draft_length": 3}),
     "spectr++ K=3 L=2": ("spectr++", {"num_drafts": 3, "draft_length": 2}),
     "otm K=3 L=2": ("otm", {"num_drafts": 3, "draft_length": 2}),
-    "otm K=2 L=5": ("otm", {"num_drafts": 2, "draft_length": 5}),
+    "otm tree 3,2,1": ("otm", {"tree": "3,2,1"}),
+    "block L=4": ("block", {"draft_length": 4}),
+    "otm_block K=3 L=3": ("otm_block", {"num_drafts": 3, "draft_length": 3}),
+    "otm_block tree 2,2,1": ("otm_block", {"tree": "2,2,1"}),
+    "gbv K=3 L=3": ("gbv", {"num_drafts": 3, "draft_length": 3}),
+    "gsd specinfer": ("gsd", {"tree": "specinfer:8"}),
+    "gsd wide": ("gsd", {"tree": "4,2"}),
+    "ersd specinfer": ("ersd", {"tree": "specinfer:8"}),
+    "ersd wide": ("ersd", {"tree": "4,2"}),
+    "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
 }
 # The tests of a method run in one process: most share one compiled program.
 every_method = pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.xdist_group(case)) for case in METHODS])

@@ -10,7 +10,7 @@ import scipy.stats
 
 from spectr_jax import transport
 from spectr_jax.errors import UserError
-from spectr_jax.transport import kseq
+from spectr_jax.transport import kseq, race
 from spectr_jax.transport.enumeration import draft_tuples, emitted_law
 
 PLANS = {
@@ -27,6 +27,8 @@ PLANS = {
     "recursive": {},
     "recursive_without_replacement": {},
     "greedy": {},
+    "greedy_multipath": {},
+    "race": {},
 }
 _RNG = np.random.default_rng(0)
 LAWS = {
@@ -74,7 +76,17 @@ def test_emitted_law_is_q_and_acceptance_exact_by_enumeration(name, law, k):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choices(plan, key, p, q, drafts, valid):
-    return jax.vmap(lambda k: plan.select(k, p, q, drafts, valid))(jax.random.split(key, DRAWS))
+    """Choices [DRAWS], and for each whether it is one for these drafts: a race draws its own, with the key."""
+
+    def choose(key):
+        if plan.drafts != "race":
+            return plan.select(key, p, q, drafts, valid), True
+        place = jnp.cumsum(valid) - 1
+        raced = race.arrivals(jax.random.fold_in(key, 0), p, len(valid))[place]
+        choice = plan.select(jax.random.fold_in(key, 0), p, q, jnp.where(valid, raced, drafts), valid)
+        return choice, jnp.all(~valid | (raced == drafts))
+
+    return jax.vmap(choose)(jax.random.split(key, DRAWS))
 
 
 @cases
@@ -91,12 +103,14 @@ def test_select_draws_from_law(name, law):
         valid = np.array(valid) & (np.cumsum(valid) <= len(drafts))
         padded = np.full(3, np.argmax(p))
         padded[valid] = drafts
-        choices = _choices(plan, jax.random.key(live), jnp.float32(p), jnp.float32(q), jnp.int32(padded), valid)
+        choices, mine = _choices(plan, jax.random.key(live), jnp.float32(p), jnp.float32(q), jnp.int32(padded), valid)
+        tokens, accepted = np.asarray(choices.token)[mine], np.asarray(choices.accepted)[mine]
+        assert len(tokens) > 100
         exact = plan.law(p, q, drafts) if drafts else q
-        counts = np.bincount(choices.token, minlength=len(q))
+        counts = np.bincount(tokens, minlength=len(q))
         assert not counts[q == 0].any(), "a token of probability 0 was emitted"
         _assert_drawn_from(counts, exact)
-        np.testing.assert_array_equal(choices.accepted, np.isin(choices.token, drafts))
+        np.testing.assert_array_equal(accepted, np.isin(tokens, drafts))
 
 
 def _assert_drawn_from(counts, law):
@@ -192,7 +206,7 @@ def test_one_draft_is_maximal_coupling_draw_for_draw(law, name):
     p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _law(law))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
     tokens = [
-        _choices(transport.get(plan), jax.random.key(0), p, q, draft, jnp.ones(1, bool)).token for plan in ("maximal", name)
+        _choices(transport.get(plan), jax.random.key(0), p, q, draft, jnp.ones(1, bool))[0].token for plan in ("maximal", name)
     ]
     np.testing.assert_array_equal(*tokens)
 

@@ -1,0 +1,101 @@
+"""Phase 3 of a call, for whole paths: block verification along the path of the winners.
+
+Token by token, a call ends at the first rejection. Block verification (Sun et al., 2024, arXiv 2403.10444) accepts a prefix
+of one chain jointly, and is never worse. A plan that names a winner among several drafts, of a known law g, makes it
+multi-draft: given the node and the number k of live drafts, the next token on the path of winners has law g, so the
+argument for one chain holds step by step with g in the place of the draft law. With one chain it is block verification;
+with the highest ratio q / p as the winner it is greedy multi-path block verification (Thomas and Pal, 2026, arXiv
+2602.16961); with the winner of the optimal plan (`transport.otm`) it is `otm_block`, which at depth 1 is that plan.
+
+At depth i of the path, with run the probability that the path so far is accepted whole, r_i = max(run * q - g, 0):
+
+    where i > 0, with probability sum(r_i) / (sum(r_i) + 1 - run): tau = i
+    run = min(1, run * q(w) / g(w)) for the winner w
+
+and at its end, with probability run, the path and a bonus token; else its first tau tokens and a draw from r_tau.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.decoding.policy import Policy, probabilities
+from spectr_jax.decoding.selection import Selection, draft_law, live_children, marked
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.transport.base import Plan, draw, or_else
+
+
+class _Walk(NamedTuple):
+    depth: jax.Array
+    node: jax.Array  # One of the live ones.
+    live: jax.Array  # [N + 1] bool
+    run: jax.Array
+    uniform: jax.Array  # Decides whether the path so far is accepted.
+    tau: jax.Array
+    residual: jax.Array  # [V] r_tau
+    tokens: jax.Array
+    path: jax.Array
+    drafts: jax.Array
+
+
+def select(
+    key: jax.Array,
+    plan: Plan,
+    tree: Tree,
+    policy: Policy,
+    length: jax.Array,
+    tokens: jax.Array,
+    p: jax.Array,
+    logits: jax.Array,
+) -> Selection:
+    """As `selection.select`, for a plan that names a winner and whose drafts are i.i.d. Consumes `key`."""
+    has_children = jnp.asarray(tree.children_table[:, 0] >= 0)
+
+    def step(walk: _Walk) -> _Walk:
+        children, valid = live_children(tree, plan, walk.node, walk.live, walk.depth)
+        drafts = tokens[children]
+        q = probabilities(logits[walk.node], policy)
+        accept_key, _, win_key = jax.random.split(jax.random.fold_in(key, length + walk.depth), 3)
+        winner, g = plan.win(win_key, draft_law(tree, p, walk.node, q), q, drafts, valid)
+
+        residual = jnp.maximum(walk.run * q - g, 0)
+        mass = jnp.sum(residual)
+        here = (walk.depth == 0) | (walk.uniform * (mass + 1 - walk.run) < mass)
+
+        token, node = drafts[winner], children[winner]
+        ratio = jnp.where(q[token] > 0, walk.run * q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny), 0)
+        return _Walk(
+            walk.depth + 1,
+            node,
+            marked(tree, children, valid & (drafts == token)),
+            jnp.minimum(ratio, 1),
+            jax.random.uniform(accept_key, drafts.shape, p.dtype)[winner],
+            jnp.where(here, walk.depth, walk.tau),
+            jnp.where(here, or_else(residual, q), walk.residual),
+            walk.tokens.at[walk.depth].set(token),
+            walk.path.at[walk.depth].set(node),
+            walk.drafts.at[walk.depth].set(jnp.sum(valid)),
+        )
+
+    zero = jnp.zeros((), jnp.int32)
+    start = _Walk(
+        depth=zero,
+        node=zero,
+        live=jnp.arange(tree.size + 1) == 0,
+        run=jnp.ones((), p.dtype),
+        uniform=jnp.zeros((), p.dtype),
+        tau=zero,
+        residual=jnp.zeros(logits.shape[-1], p.dtype),
+        tokens=jnp.zeros(tree.height + 1, jnp.int32),
+        path=jnp.zeros(tree.height + 1, jnp.int32),
+        drafts=jnp.zeros(tree.height + 1, jnp.int32),
+    )
+    # Once run is 0 no longer prefix can be accepted.
+    end = jax.lax.while_loop(lambda walk: jnp.any(walk.live & has_children) & (walk.run > 0), step, start)
+    whole = end.uniform < end.run
+    last = jnp.where(whole, end.depth, end.tau)
+    weights = jnp.where(whole, probabilities(logits[end.node], policy), end.residual)
+    _, residual_key, _ = jax.random.split(jax.random.fold_in(key, length + last), 3)
+    chosen = end.tokens.at[last].set(draw(residual_key, weights))
+    return Selection(chosen, last + 1, end.path[: tree.height], end.drafts)

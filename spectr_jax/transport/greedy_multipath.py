@@ -1,0 +1,58 @@
+"""The draft of the highest ratio q / p wins (greedy multi-path, Thomas and Pal, 2026, arXiv 2602.16961).
+
+Its law is g_j = P_j^k - P_{j-1}^k, with tokens sorted by q / p and P the prefix sums of p: the `otm` plan without the moves
+between cells. It is exact, but accepts less at one node; its use is greedy multi-path block verification (`gbv`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.transport import otm
+from spectr_jax.transport.base import Choice
+from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
+
+
+def select(key, p, q, drafts, valid) -> Choice:
+    """See `Plan.select`. Runs in the jitted sampler."""
+    return select_winner(win, key, p, q, drafts, valid)
+
+
+def win(key, p, q, drafts, valid) -> Winner:
+    """See `Plan.win`; ties, and at large V ratios that agree to six bits, are broken at random."""
+    cells = otm.cells_of(p, q, len(drafts))
+    phi = otm.winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
+    height = jnp.where(valid, cells.of_token[drafts], -1)
+    tie = jax.random.uniform(key, drafts.shape)
+    return Winner(jnp.argmax(jnp.where(height == jnp.max(height), tie, -1)), p * phi[cells.of_token])
+
+
+def law(p, q, drafts) -> np.ndarray:
+    """See `Plan.law`."""
+    cells = otm.exact_cells(p, q)
+    wins = highest_wins(np.eye(len(cells.p))[cells.of_token[list(drafts)]])
+    return winner_accepted_law(q, _winner_law(p, q, cells, len(drafts)), drafts, wins)
+
+
+def acceptance(p, q, k) -> float:
+    """See `Plan.acceptance`: the residual may hit a draft of a lower ratio than the winner's."""
+    cells = otm.exact_cells(p, q)
+    g = _winner_law(p, q, cells, k)
+    residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)
+    if residual.sum() == 0:
+        return 1.0
+    head = np.cumsum(cells.p)
+    below = (head - cells.p)[cells.of_token]
+    head = head[cells.of_token]
+    hit = 0.0
+    for y in np.flatnonzero(rejected):
+        # That y wins and z, of a lower ratio, is no draft, over that y wins; z of the same ratio has no residual.
+        absent = np.maximum(head[y] - p, 0) ** k - np.maximum(below[y] - p, 0) ** k
+        absent = absent * p[y] / cells.p[cells.of_token[y]] / g[y]
+        lower = cells.of_token < cells.of_token[y]
+        hit += rejected[y] * np.sum((residual / residual.sum() * (1 - absent))[lower])
+    return float(np.minimum(g, q).sum() + hit)
+
+
+def _winner_law(p, q, cells: otm.Cells, k: int) -> np.ndarray:
+    return p * otm.winner_law(cells.p, cells.q, k).phi[cells.of_token]
