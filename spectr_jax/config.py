@@ -42,6 +42,7 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
                 "eps": 1e-9,
                 "clip_norm": 1.0,
             },
+            "early_exit": {"layer": 0, "weight": 0.5},  # A loss behind the first layers too, for self-speculation.
             "mesh": {"fsdp": 1},
             "log_every": 50,
             "eval_every": 1_000,

@@ -21,6 +21,7 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.early_exit import EarlyExit
 
 
 @jax.tree_util.register_dataclass
@@ -115,13 +116,15 @@ def generate(
     if key.ndim == 0:
         key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(tokens)))
     policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
-    models = nnx.split((target, draft if method.tree.size else None))
+    models = nnx.split((target, draft if method.tree.size and not method.exit_layer else None))
     return _generate(models[0], method, max_new_tokens, observe, models[1], key, tokens, lengths, policy)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _generate(graphdef, method: Method, max_new_tokens: int, observe, state, keys_B, prompts_BxT, prompt_lengths_B, policy):
     target, draft = nnx.merge(graphdef, state)
+    if method.exit_layer:
+        draft = EarlyExit(target, method.exit_layer)
     limits_B = prompt_lengths_B + max_new_tokens
 
     def step(loop: _Loop) -> _Loop:
@@ -145,6 +148,7 @@ def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_toke
     B, T = prompts_BxT.shape
     tree = method.tree
     most = T + max_new_tokens
+    own_cache = tree.size and not method.exit_layer
 
     def run(model, nodes, committed_B):
         cache = model.init_cache(B, most + nodes)
@@ -157,8 +161,8 @@ def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_toke
         text=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
         lengths=lengths_B,
         done=jnp.zeros(B, bool),
-        target_cache=run(target, tree.size + 1, lengths_B - 1),
-        draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if tree.size else None,
+        target_cache=run(target, tree.size + drafting.RECALLED, lengths_B - 1),
+        draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if own_cache else None,
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
@@ -194,13 +198,19 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
     else:
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
+    target_cache = loop.target_cache
     if tree.size:
-        drafts = drafting.draft(draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, loop.draft_cache)
+        draft_cache = loop.draft_cache
+        if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
+            draft_cache = dataclasses.replace(target_cache, lengths=drafting.committed_length(loop.lengths))
+        drafts = drafting.draft(draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, draft_cache)
         tokens_BxN, p = drafts.tokens, drafts.p
+        if method.exit_layer:
+            target_cache = dataclasses.replace(drafts.cache, lengths=target_cache.lengths)
     else:
         tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
-    logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, loop.target_cache)
+    logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
     chosen = jax.vmap(method.walk, in_axes=(0, None, None, None, 0, 0, 0, 0))(
         select_keys, method.plan, tree, policy, loop.lengths, tokens_BxN, p, logits
     )
@@ -217,7 +227,9 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, chosen.path, lengths),
-        draft_cache=drafting.commit(drafts.cache, tree, chosen.path, loop.lengths, lengths) if tree.size else None,
+        draft_cache=None
+        if loop.draft_cache is None
+        else drafting.commit(drafts.cache, tree, chosen.path, loop.lengths, lengths),
         calls=loop.calls + ~loop.done,
         histogram=loop.histogram.at[rows, emitted].add(jnp.where(loop.done, 0, 1)),
         observed=loop.observed,
@@ -244,9 +256,22 @@ def _check(method: Method, target, draft, prompts, prompt_lengths, max_new_token
         raise UserError(f"prompt lengths {prompt_lengths} are not within 1..{prompts.shape[1]}; give each BOS at least")
     if prompts.min() < 0 or prompts.max() >= target.vocab_size:
         raise UserError(f"a prompt has a token outside 0..{target.vocab_size - 1}; use the target's own tokenizer")
-    if method.tree.size and draft is None:
-        raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'baseline'")
-    models = [("target", target)] + ([("draft", draft)] if method.tree.size else [])
+    if method.exit_layer >= target.layers:
+        raise UserError(
+            f"layers={method.exit_layer} of a target of {target.layers} leave none to verify with; give fewer, at least 1"
+            if target.layers > 1
+            else "the target has one layer, and no earlier one to draft with; give a draft model and another method"
+        )
+    if method.plan.drafts != "iid" and method.tree.children_table.shape[1] > target.vocab_size:
+        raise UserError(
+            f"the tree of method {method.name!r} has nodes with {method.tree.children_table.shape[1]} children, and the "
+            f"vocabulary {target.vocab_size} distinct tokens; give a narrower tree"
+        )
+    models = [("target", target)]
+    if method.tree.size and not method.exit_layer:
+        if draft is None:
+            raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'baseline'")
+        models.append(("draft", draft))
     for name, model in models:
         if model.vocab_size != target.vocab_size:
             raise UserError(

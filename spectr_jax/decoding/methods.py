@@ -26,12 +26,14 @@ class Method:
       tree: the shape that is drafted; empty for none.
       plan: how one token is chosen among drafts.
       walk: how the tokens of a call follow from the plan: `selection.select`, token by token, or `block.select`.
+      exit_layer: self-speculation: the draft is so many of the target's first layers; 0 for a draft model.
     """
 
     name: str
     tree: Tree
     plan: transport.Plan
     walk: Callable[..., selection.Selection] = selection.select
+    exit_layer: int = 0
 
     @property
     def rule(self) -> Callable:
@@ -116,6 +118,15 @@ def greedy_drafts(*, tree: Tree | str = "4,2,1,1") -> Method:
     return Method("greedy_drafts", trees.parse(tree), transport.get("greedy"))
 
 
+def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
+    """Any method, with the target's first `layers` and its own head as the draft; they share keys and values.
+
+    `options` are the method's. It takes no draft model, and pays where the target was trained with `early_exit`.
+    """
+    trees.checked(layers=layers)
+    return dataclasses.replace(get_method(method, **options), name="self_speculative", exit_layer=layers)
+
+
 def _iid(name: str, plan: str, num_drafts: int, draft_length: int, tree, walk=selection.select, **options: Any) -> Method:
     shape = trees.iid_chains(num_drafts, draft_length) if tree is None else trees.parse(tree)
     return Method(name, shape, transport.get(plan, **options), walk)
@@ -137,6 +148,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "gsd": gsd,
     "ersd": ersd,
     "greedy_drafts": greedy_drafts,
+    "self_speculative": self_speculative,
 }
 
 
@@ -149,7 +161,8 @@ def get_method(name: str, **options: Any) -> Method:
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     known = inspect.signature(METHODS[name]).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
-        if option not in known:
+        if option not in known and not passes_on:
             raise UserError(f"method {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
     return METHODS[name](**options)

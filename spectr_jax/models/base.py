@@ -18,6 +18,11 @@ class Model(Protocol):
         """The longest sequence, in tokens, that the model was built for."""
         ...
 
+    @property
+    def layers(self) -> int:
+        """How many layers there are to exit from early."""
+        ...
+
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of `batch` sequences with `capacity` slots each."""
         ...
@@ -31,6 +36,7 @@ class Model(Protocol):
         pending: int = 0,
         *,
         dropout_key: jax.Array | None = None,
+        layers: int | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Runs the model on new tokens.
 
@@ -42,6 +48,8 @@ class Model(Protocol):
           cache: what earlier calls left; None for a call on whole sequences (M = N), as in training.
           pending: static number of pending tokens already in the cache.
           dropout_key: consumed for dropout; None for none.
+          layers: static; run so many of the first layers and the head only, None for all. Cache rows of the others are
+            passed on as they are.
 
         Returns:
           logits [B, N, V] float32 of the token after each new token, and the cache with the new rows pending (None if

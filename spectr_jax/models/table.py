@@ -21,20 +21,25 @@ class TableModel(nnx.Module):
     The first token of a sequence has no token before it; token 0 stands in.
     """
 
-    def __init__(self, table_VxVxV: jax.Array, context: int = 128):
-        self.table = nnx.Param(jnp.asarray(table_VxVxV, jnp.float32))
+    def __init__(self, table_VxVxV: jax.Array, context: int = 128, exits: tuple[jax.Array, ...] = ()):
+        """`exits` are the tables of its earlier layers, as if there were any."""
+        self.tables = nnx.List([nnx.Param(jnp.asarray(table, jnp.float32)) for table in (*exits, table_VxVxV)])
         self.context = context
 
     @property
     def vocab_size(self) -> int:
-        return self.table.shape[-1]
+        return self.tables[-1].shape[-1]
+
+    @property
+    def layers(self) -> int:
+        return len(self.tables)
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache; the position -1 marks a slot without a token."""
         rows = (jnp.zeros((batch, capacity), jnp.int32), jnp.full((batch, capacity), -1, jnp.int32))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None):
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None, layers=None):
         """See `Model.extend`."""
         del dropout_key
         if cache is None:
@@ -51,7 +56,7 @@ class TableModel(nnx.Module):
         all_tokens_BxT, all_positions_BxT = rows
         is_parent_BxNxT = mask_BxNxT & (all_positions_BxT[:, None, :] == positions_BxN[:, :, None] - 1)
         before_BxN = jnp.sum(jnp.where(is_parent_BxNxT, all_tokens_BxT[:, None, :], 0), axis=-1)
-        return jnp.log(self.table[...])[before_BxN, tokens_BxN], cache
+        return jnp.log(self.tables[(layers or self.layers) - 1][...])[before_BxN, tokens_BxN], cache
 
 
 def random_table(seed: int, vocab_size: int, concentration: float = 1.0) -> np.ndarray:

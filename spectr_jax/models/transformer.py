@@ -143,6 +143,10 @@ class Transformer(nnx.Module):
     def context(self) -> int:
         return self.config.context
 
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, H, D]."""
         config = self.config
@@ -151,11 +155,22 @@ class Transformer(nnx.Module):
         rows = tuple((jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None):
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None, layers=None):
         """See `Model.extend`."""
+        hidden, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers)
+        return self._logits(hidden[-1]), None if cache is None else Cache(rows, cache.lengths)
+
+    def exits(self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None) -> list[jax.Array]:
+        """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences; consumes `dropout_key`."""
+        hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, dropout_key, max(after))
+        return [self._logits(hidden[layer - 1]) for layer in after]
+
+    def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers):
+        """What the first `layers` blocks leave, each [B, N, E], and the cache's rows."""
         config = self.config
+        count = config.layers if layers is None else layers
         if cache is None:
-            layer_rows, starts_B, mask_BxNxT = [None] * config.layers, None, visible_BxNxM
+            layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
         else:
             layer_rows, starts_B = cache.rows, cache.lengths + pending
             mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
@@ -167,12 +182,15 @@ class Transformer(nnx.Module):
         # Nodes drafted past the context are never emitted: any position will do for them.
         x_BxNxE = self.embed(tokens_BxN) + positions_TxE.at[positions_BxN].get(mode="clip")
         x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
-        new_rows = []
-        for block, rows, key in zip(self.blocks, layer_rows, keys[:-1], strict=True):
+        hidden, new_rows = [], []
+        for block, rows, key in zip(self.blocks[:count], layer_rows[:count], keys[:count], strict=True):
             x_BxNxE, rows = block(x_BxNxE, mask_BxNxT, rows, starts_B, key)
+            hidden.append(x_BxNxE)
             new_rows.append(rows)
-        logits_BxNxV = self.head(self.norm(x_BxNxE)).astype(jnp.float32)
-        return logits_BxNxV, None if cache is None else Cache(tuple(new_rows), cache.lengths)
+        return hidden, (*new_rows, *layer_rows[count:])
+
+    def _logits(self, x_BxNxE):
+        return self.head(self.norm(x_BxNxE)).astype(jnp.float32)
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:

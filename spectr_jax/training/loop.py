@@ -26,7 +26,7 @@ from spectr_jax.training import sharding
 from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.metrics import MetricsLog, plot_curves
 from spectr_jax.training.optimizer import learning_rate, make_optimizer
-from spectr_jax.training.step import TrainState, eval_step, init_state, train_step
+from spectr_jax.training.step import EarlyExitLoss, TrainState, eval_step, init_state, train_step
 
 # These may change between two starts of a run; all else would make it another run.
 FREE_FIELDS = ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints")
@@ -89,8 +89,9 @@ class _Run:
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
         )
         self.init = jax.jit(init, out_shardings=shardings)
-        self.step = jax.jit(functools.partial(train_step, self.graphdef, optimizer), donate_argnums=0)
-        self.eval_step = jax.jit(functools.partial(eval_step, self.graphdef))
+        early_exit = EarlyExitLoss(**config.early_exit)
+        self.step = jax.jit(functools.partial(train_step, self.graphdef, optimizer, early_exit), donate_argnums=0)
+        self.eval_step = jax.jit(functools.partial(eval_step, self.graphdef, exit_layer=early_exit.layer))
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
         self.stop = False
 
@@ -146,10 +147,14 @@ class _Run:
     def _summary(self, step: int, window: list[dict[str, jax.Array]], started: float) -> dict[str, Any]:
         self._check_finite(step, window)  # Waits for the device, so the clock is read after it.
         seconds = time.monotonic() - started
-        losses, tokens = (np.asarray([float(metrics[name]) for metrics in window]) for name in ("loss", "tokens"))
+        losses, exit_losses, tokens = (
+            np.asarray([float(metrics[name]) for metrics in window]) for name in ("loss", "exit_loss", "tokens")
+        )
+        exits = {"exit_loss": float(np.sum(exit_losses * tokens) / np.sum(tokens))} if self.config.early_exit.layer else {}
         return {
             "step": step,
             "loss": float(np.sum(losses * tokens) / np.sum(tokens)),
+            **exits,
             "grad_norm": float(window[-1]["grad_norm"]),
             "learning_rate": float(self.learning_rate(step - 1)),
             "tokens_per_second": round(float(np.sum(tokens)) / seconds, 1),
@@ -168,13 +173,15 @@ class _Run:
 
     def _evaluate(self, params) -> dict[str, float]:
         """Nats per token and bits per character of the held-out sentences; a line end counts as a character."""
-        sums = np.zeros(2)
+        sums = np.zeros(3)
         for batch in self.heldout.batches:
             sums += [float(total) for total in self.eval_step(params, sharding.put_batch(self.mesh, batch))]
-        nats, tokens = sums
+        nats, exit_nats, tokens = sums
+        exits = {"eval_exit_nats_per_token": float(exit_nats / tokens)} if self.config.early_exit.layer else {}
         return {
             "eval_nats_per_token": float(nats / tokens),
             "eval_bits_per_character": float(nats / math.log(2) / self.heldout.characters),
+            **exits,
         }
 
 
@@ -193,6 +200,13 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if not 0.0 <= model.dropout < 1.0:
         raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
+    if not 0 <= config.early_exit.layer < model.layers:
+        raise UserError(
+            f"early_exit.layer={config.early_exit.layer} is not one of the layers 1..{model.layers - 1} before the last of "
+            f"model.layers={model.layers}; 0 is for none"
+        )
+    if not config.early_exit.weight >= 0:
+        raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
     learning_rate(config.optimizer, config.steps)
 
 
@@ -201,7 +215,8 @@ def _claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> 
     path = workdir / "config.json"
     if path.exists():
         try:
-            theirs = flatten_dict(json.loads(path.read_text()), sep=".")
+            # A field that is newer than the run had its default.
+            theirs = flatten_dict({**to_json(train_config()), **json.loads(path.read_text())}, sep=".")
         except ValueError as error:
             raise UserError(f"{str(path)!r} is not JSON ({error}); choose a new --workdir") from error
         ours = flatten_dict(to_json(config), sep=".")

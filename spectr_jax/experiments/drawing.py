@@ -1,0 +1,73 @@
+"""Draft trees as text and as a picture."""
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from spectr_jax.decoding.tree import Tree
+
+
+def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
+    """The tree in lines, a node each, indented by depth; `labels` [N + 1] by node instead of numbers."""
+    labels = labels or [str(node) for node in range(tree.size + 1)]
+    lines = [labels[0]]
+
+    def below(node: int, indent: str) -> None:
+        children = [int(child) for child in tree.children_table[node] if child >= 0]
+        for child in children:
+            last = child == children[-1]
+            lines.append(f"{indent}{'└─ ' if last else '├─ '}{labels[child]}")
+            below(child, indent + ("   " if last else "│  "))
+
+    below(0, "")
+    return "\n".join(lines)
+
+
+def png(
+    tree: Tree,
+    path: pathlib.Path,
+    labels: Sequence[str] | None = None,
+    accepted: Sequence[float] | None = None,
+    title: str = "",
+) -> None:
+    """Draws the tree from left to right; `accepted` [N + 1], probabilities, colour the nodes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    leaves = [node for node in range(tree.size + 1) if tree.children_table[node, 0] < 0]
+    rows = np.zeros(tree.size + 1)
+    rows[_in_order(tree, leaves)] = np.arange(len(leaves))
+    for node in reversed(range(tree.size + 1)):
+        children = tree.children_table[node][tree.children_table[node] >= 0]
+        if len(children):
+            rows[node] = rows[children].mean()
+
+    size = (1.6 + 1.1 * (tree.height + 1), 1.0 + 0.32 * len(leaves))
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    for node in range(1, tree.size + 1):
+        ends = [tree.parent[node], node]
+        axes.plot(tree.depth[ends], -rows[ends], color="0.6", linewidth=1, zorder=1)
+    shades = np.ones(tree.size + 1) if accepted is None else np.asarray(accepted)
+    dots = axes.scatter(tree.depth, -rows, c=shades, cmap="viridis", vmin=0, vmax=1, s=60, zorder=2)
+    if accepted is not None:
+        figure.colorbar(dots, ax=axes, label="probability of acceptance")
+    if labels:
+        for node, label in enumerate(labels):
+            axes.annotate(label, (tree.depth[node], -rows[node]), (4, 4), textcoords="offset points", fontsize=7)
+    axes.set_xticks(range(tree.height + 1))
+    axes.set_yticks([])
+    axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _in_order(tree: Tree, leaves: list[int]) -> list[int]:
+    """The leaves from the first child down to the last, so that no edges cross."""
+
+    def ranks(node: int) -> tuple[int, ...]:
+        return tuple(int(tree.sibling_rank[above]) for above in np.flatnonzero(tree.ancestors[node])[1:])
+
+    return sorted(leaves, key=ranks)

@@ -1,0 +1,35 @@
+"""The first layers of a model as a model of their own, for self-speculation (Zhang et al., 2024; LayerSkip, 2024)."""
+
+import dataclasses
+
+from spectr_jax.models.base import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyExit:
+    """The first `layers` of `model`, with its final norm and head.
+
+    It runs on the model's own cache: what it writes there are the model's rows of these layers.
+    """
+
+    model: Model
+    layers: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.model.context
+
+    def init_cache(self, batch, capacity):
+        """That of the whole model."""
+        return self.model.init_cache(batch, capacity)
+
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None, layers=None):
+        """See `Model.extend`; the rows of the other layers are passed on."""
+        layers = self.layers if layers is None else layers
+        return self.model.extend(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key=dropout_key, layers=layers
+        )
