@@ -150,14 +150,12 @@ def parse(spec: "Tree | str") -> Tree:
     if isinstance(spec, Tree):
         return spec
     name, _, number = str(spec).rpartition(":")
-    try:
-        numbers = [int(part) for part in number.split(",")]
+    numbers = [int(part) for part in number.split(",") if part.strip().isdecimal()]
+    if len(numbers) == number.count(",") + 1:
         if not name:
             return prefix_tree(*numbers)
         if name in SHAPES and len(numbers) == 1:
             return SHAPES[name](*numbers)
-    except ValueError:
-        pass
     known = ", ".join(f"{name}:8" for name in SHAPES)
     raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of {known}")
 

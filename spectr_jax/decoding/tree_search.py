@@ -7,6 +7,7 @@ drafts carry the token.
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ def optimal_order(R: Sequence[float], size: int, height: int | None = None) -> l
     if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
         raise UserError(f"R={list(R)} does not descend within [0, 1]; give acceptance by child index, `descending` if noisy")
     order: list[tuple[int, ...]] = []
-    queue = [(-R[0], (0,))]
+    queue: list[tuple[float, tuple[int, ...]]] = [(-R[0], (0,))]
     while len(order) < size:
         if not queue:
             raise UserError(f"no tree of {size} nodes has {len(R)} children a node and height {height}; lower the size")
@@ -164,8 +165,8 @@ def fastest_tree(
 def branching_of(tree: Tree) -> tuple[int, ...]:
     """(k_1, ..., k_L) of a prefix tree; raises `UserError` for a tree that is none."""
     sizes = [len(level) for level in tree.levels]
-    branching = tuple(below // above for above, below in zip(sizes, sizes[1:], strict=False))
-    if prefix_tree(*branching) != tree:
+    branching = tuple(below // above for above, below in itertools.pairwise(sizes))
+    if 0 in branching or prefix_tree(*branching) != tree:
         raise UserError(f"a tree of parents {tree.parents} is no prefix tree; all nodes of a level have as many children")
     return branching
 

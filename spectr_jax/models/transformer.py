@@ -160,7 +160,9 @@ class Transformer(nnx.Module):
         hidden, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers)
         return self._logits(hidden[-1]), None if cache is None else Cache(rows, cache.lengths)
 
-    def exits(self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None) -> list[jax.Array]:
+    def exits(
+        self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None
+    ) -> list[jax.Array]:
         """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences; consumes `dropout_key`."""
         hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, dropout_key, max(after))
         return [self._logits(hidden[layer - 1]) for layer in after]

@@ -113,18 +113,21 @@ def _advance(state, rates, order, duration: float) -> np.ndarray:
         for m in range(k):
             state[:, :, m + 1] += state[:, :, m] * later[:, m, None]
         return state
-    # The exponential of the generator: a series on halved times, squared again.
+    # The exponential of the generator: a series on halved times, squared again. All entries are positive, so that only the
+    # diagonal could lose its digits by squaring, and that is known.
     fastest = max(float(leave.max()), 1e-300)
     halvings = max(0, int(np.ceil(np.log2(fastest * duration * TIMES[-1]))))
     time = fastest * duration * TIMES[:, None, None] / 2**halvings
+    stays = np.append(leave / fastest, np.zeros((len(leave), 1)), axis=1)[:, None]
     jumps = np.zeros((len(rates), 1, k + 1, k + 1))
     jumps[:, :, range(k), range(k)] = (1 - leave / fastest)[:, None]
     jumps[:, :, range(k), range(1, k + 1)] = (step / fastest)[:, None]
     jumps[:, :, k, k] = 1
-    power, term, transition = np.broadcast_to(np.eye(k + 1), jumps.shape), np.exp(-time), 0.0
+    power, term, transition = np.broadcast_to(np.eye(k + 1), jumps.shape), np.exp(-time), np.zeros(1)
     for n in range(1, 20):
         transition = transition + term * power
         power, term = power @ jumps, term * time / n
-    for _ in range(halvings):
+    for doubled in range(halvings):
         transition = transition @ transition
+        transition[:, :, range(k + 1), range(k + 1)] = np.exp(-stays * time[:, :, 0] * 2.0 ** (doubled + 1))
     return (state[:, :, None] @ transition)[:, :, 0]

@@ -18,11 +18,11 @@ class Winner(NamedTuple):
     """The winner among the drafts.
 
     Attributes:
-      index: [] int32, which draft it is; anything if none is valid.
+      draft: [] int32, which of the drafts it is; any if none is valid.
       law: [V] g, the law of its token for that number of drafts; anything if there are none.
     """
 
-    index: jax.Array
+    draft: jax.Array
     law: jax.Array
 
 
@@ -52,7 +52,7 @@ def winner_accepted_law(q, g, drafts, wins) -> np.ndarray:
 
 
 def highest_wins(final) -> np.ndarray:
-    """The probability [k] that each draft is highest, ties broken uniformly; `final` [k, C] is the law of each one's cell."""
+    """The probability [k] that each draft is highest, ties broken uniformly; `final` [k, C]: the law of each one's cell."""
     k = len(final)
     below = np.cumsum(final, axis=1) - final
     # A draft at priority u within its cell wins if no other is above; the integral over u breaks ties uniformly, and

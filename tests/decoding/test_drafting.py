@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from flax import nnx
 
 from spectr_jax.decoding import drafting, tree
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
+from spectr_jax.transport.enumeration import draft_tuples
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=17, context=32)
 LENGTHS = np.array([1, 2, 5])
@@ -46,7 +48,14 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
     @jax.jit
     def call(key, text, lengths, cache):
         return drafting.draft(
-            jax.random.split(key, 3), nnx.merge(graphdef, state), drafting.RULES["iid"], shape, Policy(), text, lengths, cache
+            jax.random.split(key, 3),
+            nnx.merge(graphdef, state),
+            drafting.RULES["iid"],
+            shape,
+            Policy(),
+            text,
+            lengths,
+            cache,
         )
 
     def check(drafts, text, lengths):
@@ -70,3 +79,40 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
         text[row, LENGTHS[row] : new_lengths[row]] = emitted
     committed = drafting.commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
+
+
+LAWS = np.float32([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.0, 0.7, 0.0, 0.3]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "law"), [("without_replacement", "without_replacement"), ("race", "race"), ("greedy", "greedy"), ("iid", "iid")]
+)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rules_draw_from_their_laws(rule, law, count):
+    """Distinct and Plackett-Luce without replacement; each node of a level by its own law."""
+    draws = 40_000
+    keys = jax.random.split(jax.random.key(count), draws)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, LAWS, count)))(keys))
+    for node, p in enumerate(LAWS):
+        exact = dict(draft_tuples(p.astype(float), count, law))
+        short = min(count, len(next(iter(exact))))  # Behind the support anything goes, but for what is there already.
+        seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
+        observed = {tuple(row.tolist()): number for row, number in zip(seen, counts, strict=True)}
+        assert observed.keys() <= exact.keys()
+        if len(exact) > 1:
+            expected = draws * np.array(list(exact.values()))
+            assert (
+                scipy.stats.chisquare([observed.get(row, 0) for row in exact], expected / expected.sum() * draws).pvalue
+                > 1e-3
+            )
+        if rule in ("without_replacement", "race"):
+            assert all(len(set(row)) == count for row in drawn[:100, node].tolist())
+
+
+def test_nodes_of_a_level_race_apart_but_for_ersd():
+    same = {}
+    for rule in ("without_replacement", "race", "iid"):
+        keys = jax.random.split(jax.random.key(0), 1000)
+        drawn = jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, LAWS[[0, 0]], 2))(keys)
+        same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
+    assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5

@@ -38,9 +38,44 @@ def test_greedy_with_itself_as_draft_accepts_everything():
     np.testing.assert_array_equal(result.target_calls, 24 // 4)
 
 
+@pytest.mark.parametrize("options", [{"draft_length": 3}, {"method": "otm_block", "tree": "2,2,1"}])
+def test_self_speculation_equals_its_layers_as_a_draft_of_their_own(options):
+    """The same text and as many calls, though the draft's keys and values are the target's."""
+    target = _transformer(0, layers=3)
+    own = _transformer(0, layers=3)
+    prompts, lengths = np.random.default_rng(0).integers(0, 13, (8, 5)), np.array([1, 2, 3, 4, 5, 5, 1, 2])
+    shared = get_method("self_speculative", layers=2, **options)
+    apart = get_method(**{"name": "speculative", **{("name" if key == "method" else key): options[key] for key in options}})
+
+    class Two(Transformer):
+        def extend(self, *args, **kwargs):
+            return super().extend(*args, **{**kwargs, "layers": 2})
+
+    own.__class__ = Two
+    results = [
+        generate(jax.random.key(0), method, target, draft, prompts, lengths, 20)
+        for method, draft in ((shared, None), (apart, own))
+    ]
+    for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert np.sum(results[0].target_calls) < np.sum(results[0].lengths - lengths)
+
+
 TABLE = TableModel(random_table(0, 5), context=16)
 OTHER = TableModel(random_table(0, 6), context=16)
 SPECTR = get_method("spectr", num_drafts=2, draft_length=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("gsd", {"tree": "batch:6"}, "method 'gsd' has nodes with 6 children, and the vocabulary 5 distinct tokens"),
+        ("self_speculative", {}, "the target has one layer, and no earlier one to draft with"),
+    ],
+)
+def test_a_method_that_does_not_fit_the_models(method, options, message):
+    with pytest.raises(UserError, match=message):
+        generate(jax.random.key(0), get_method(method, **options), TABLE, TABLE, [[1]], [1], 4)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ every_method = pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.
 VOCAB, PROMPT, LENGTH, EOS = 4, (1, 2), 4, 3
 TARGET = random_table(0, VOCAB)
 DRAFT = perturbed(TARGET, 1, 0.8)
-PLAIN, SHAPED = Policy(), Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)
+POLICIES = {"plain": Policy(), "shaped": Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)}
 # The policy acts before any method does: one method of each drafting rule and walk, and a chain, see a shaped one too.
 SHAPED_TOO = ("baseline", "spectr K=2 L=5", "otm_block tree 2,2,1", "gsd wide", "ersd wide", "greedy_drafts")
 GENERATIONS, BATCH = 200_000, 50_000
@@ -88,11 +88,16 @@ def _models(table=TARGET, draft=DRAFT):
     return TableModel(table, exits=(draft,)), TableModel(draft)
 
 
-@every_method
-@pytest.mark.parametrize("policy", [PLAIN, SHAPED], ids=["plain", "shaped"])
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        pytest.param(case, policy, marks=pytest.mark.xdist_group(case))
+        for policy in POLICIES
+        for case in (METHODS if policy == "plain" else SHAPED_TOO)
+    ],
+)
 def test_whole_outputs_follow_the_target(case, policy):
-    if policy == SHAPED and case not in SHAPED_TOO:
-        pytest.skip("one of each kind is enough")
+    policy = POLICIES[policy]
     target, draft = _models()
     law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, policy.eos if policy.eos >= 0 else None)
     counts = dict.fromkeys(law, 0)
@@ -192,22 +197,88 @@ def test_compilations_are_counted(count_compilations):
     assert compiled
 
 
-@pytest.mark.parametrize("method", ["spectr", "otm"])
-def test_one_draft_is_speculative_decoding_draw_for_draw(method):
-    models = _models()
+DRAW_FOR_DRAW = {
+    "spectr, one chain": (("speculative", {"draft_length": 4}), ("spectr", {"num_drafts": 1, "draft_length": 4})),
+    "otm, one chain": (("speculative", {"draft_length": 4}), ("otm", {"num_drafts": 1, "draft_length": 4})),
+    "otm_block, one chain": (("block", {"draft_length": 4}), ("otm_block", {"num_drafts": 1, "draft_length": 4})),
+    "gbv, one chain": (("block", {"draft_length": 4}), ("gbv", {"num_drafts": 1, "draft_length": 4})),
+    "otm_block, one level": (("otm", {"tree": "4"}), ("otm_block", {"tree": "4"})),
+}
+
+
+@pytest.mark.parametrize("pair", DRAW_FOR_DRAW)
+def test_special_cases_draw_for_draw(pair):
     prompts, lengths = _ragged_prompts(8, rows=64)
     results = [
-        generate(jax.random.key(4), get_method(name, draft_length=4, **options), *models, prompts, lengths, 20)
-        for name, options in (("speculative", {}), (method, {"num_drafts": 1}))
+        generate(jax.random.key(4), get_method(name, **options), *_models(), prompts, lengths, 20)
+        for name, options in DRAW_FOR_DRAW[pair]
     ]
     for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_perfect_draft_is_always_accepted():
+def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
+    prompts, lengths = _ragged_prompts(8, rows=64)
+    other = perturbed(TARGET, 2, 3.0)
+    texts, calls = [], []
+    for tree, draft in (("3,1", DRAFT), ("specinfer:8", DRAFT), ("chain:2", other), ("3,1", TARGET)):
+        method = get_method("ersd", tree=tree)
+        result = generate(jax.random.key(4), method, TableModel(TARGET), TableModel(draft), prompts, lengths, 20)
+        texts.append(np.asarray(result.tokens))
+        calls.append(int(np.sum(result.target_calls)))
+    for text in texts[1:]:
+        np.testing.assert_array_equal(text, texts[0])
+    assert calls[3] < calls[0] < calls[2]
+
+
+@pytest.mark.parametrize("draft", ["near", "far"])
+def test_block_verification_accepts_more_of_the_same_drafts(draft):
+    """One call on the same drafts; and in all, the expected number of Sun et al. (2024): here by its first two tokens."""
+    table = {"near": DRAFT, "far": perturbed(TARGET, 1, 2.0)}[draft]
+    prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
+    accepted = {}
+    for name in ("speculative", "block"):
+        method = get_method(name, draft_length=2)
+        result = generate(jax.random.key(0), method, TableModel(TARGET), TableModel(table), prompts, lengths, 3)
+        first_calls = np.asarray(result.emitted_per_call)
+        # Of three tokens, a first call that emits n is followed by calls that emit the rest: told apart by the histogram.
+        accepted[name] = np.mean(np.asarray(result.target_calls))
+        assert first_calls.sum() == np.sum(result.target_calls)
+    assert accepted["block"] < accepted["speculative"] - 0.005
+
+
+PERFECT = {
+    "speculative": ("speculative", {"draft_length": 4}),
+    "block": ("block", {"draft_length": 4}),
+    "spectr": ("spectr", {"tree": "2,2,1,1"}),
+    "otm": ("otm", {"tree": "2,2,1,1"}),
+    "otm_block": ("otm_block", {"tree": "2,2,1,1"}),
+    "gsd": ("gsd", {"tree": "2,2,1,1"}),
+    "ersd": ("ersd", {"tree": "2,2,1,1"}),
+}
+
+
+@pytest.mark.parametrize("case", PERFECT)
+def test_a_perfect_draft_is_always_accepted(case):
+    name, options = PERFECT[case]
     model = TableModel(TARGET)
-    result = generate(jax.random.key(0), get_method("speculative", draft_length=4), model, model, [[1]], [1], 20)
-    assert int(result.target_calls[0]) == 4  # 20 tokens, 4 drafts and a bonus a call.
+    prompts, lengths = _ragged_prompts(8, rows=64)
+    result = generate(jax.random.key(0), get_method(name, **options), model, model, prompts, lengths, 20)
+    np.testing.assert_array_equal(result.target_calls, 4)  # 20 tokens, 4 drafts and a bonus a call.
+
+
+def test_one_call_of_the_target_a_step_whatever_the_tree():
+    calls = []
+
+    class Counting(TableModel):
+        def extend(self, tokens, *args, **kwargs):
+            calls.append(tokens.shape[1])
+            return super().extend(tokens, *args, **kwargs)
+
+    for tree, nodes in (("4,2,1,1", 28), ("specinfer:9", 9)):
+        calls.clear()
+        generate(jax.random.key(0), get_method("gsd", tree=tree), Counting(TARGET), TableModel(DRAFT), [[1, 2]], [2], 12)
+        assert calls == [2, nodes + 1]  # The prompt, and one pass over the tree in the loop's body.
 
 
 @pytest.mark.parametrize(
@@ -217,6 +288,10 @@ def test_a_perfect_draft_is_always_accepted():
         ("spectr", {"num_drafts": 0}, "num_drafts=0 is not a whole number of at least 1"),
         ("speculative", {"draft_length": -2}, "draft_length=-2 is not a whole number of at least 1"),
         ("spectr", {"drafts": 2}, "method 'spectr' has no option 'drafts'; it has num_drafts, draft_length"),
+        ("otm", {"tree": "batch:x"}, "tree 'batch:x' is not known; give the children of each level, such as 4,2,1, or one"),
+        ("gsd", {"tree": "2,0"}, "k_2=0 is not a whole number of at least 1"),
+        ("self_speculative", {"layers": 0}, "layers=0 is not a whole number of at least 1"),
+        ("self_speculative", {"method": "otm", "drafts": 2}, "method 'otm' has no option 'drafts'"),
     ],
 )
 def test_bad_methods(name, options, message):

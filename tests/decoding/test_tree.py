@@ -20,6 +20,41 @@ def test_a_chain_is_one_draft():
     assert tree.chain(3).parents == (0, 1, 2)
 
 
+def test_prefix_tree():
+    shape = tree.prefix_tree(2, 3, 1)
+    assert [len(level) for level in shape.levels] == [1, 2, 6, 6]
+    np.testing.assert_array_equal(shape.children_table[1], [3, 4, 5])
+    np.testing.assert_array_equal(shape.children_table[2], [6, 7, 8])
+    np.testing.assert_array_equal(shape.inner, range(9))
+    assert tree.batch(4) == tree.prefix_tree(4) and tree.iid_chains(3, 2) == tree.prefix_tree(3, 1)
+
+
+@pytest.mark.parametrize(("size", "levels"), [(1, [1, 1]), (2, [1, 1, 1]), (4, [1, 1, 1, 2]), (9, [1, 1, 1, 3, 3, 1])])
+def test_specinfer(size, levels):
+    shape = tree.specinfer(size)
+    assert shape.size == size and [len(level) for level in shape.levels] == levels
+    assert all(np.sum(shape.parent[1:] == node) <= (3 if node == 2 else 1) for node in range(size + 1))
+
+
+def test_irregular():
+    shape = tree.Tree((0, 0, 1, 2, 2, 4, 5))
+    np.testing.assert_array_equal(shape.inner, [0, 1, 2, 4, 5])
+    np.testing.assert_array_equal(shape.inner_rank[shape.inner], range(5))
+    np.testing.assert_array_equal(
+        shape.children_table, [[1, 2], [3, -1], [4, 5], [-1, -1], [6, -1], [7, -1], [-1, -1], [-1, -1]]
+    )
+
+
+def test_parse():
+    shapes = {"4,2,1": tree.prefix_tree(4, 2, 1), "chain:3": tree.chain(3), "batch:5": tree.batch(5), "3": tree.batch(3)}
+    for spec, shape in shapes.items():
+        assert tree.parse(spec) == shape
+    assert tree.parse(tree.chain(2)) == tree.chain(2)
+    for spec in ("", "star:3", "chain:3,2", "4;2"):
+        with pytest.raises(UserError, match="is not known; give the children of each level"):
+            tree.parse(spec)
+
+
 def test_none():
     assert tree.none().height == 0 and tree.none().level_table.shape == (2, 1)
 

@@ -10,8 +10,10 @@ import pytest
 import scipy.stats
 
 from spectr_jax import transport
-from spectr_jax.transport import iopt, kseq, otm, spectr_plus_plus
+from spectr_jax.errors import UserError
+from spectr_jax.transport import iopt, kseq, otm, race, spectr_plus_plus
 from spectr_jax.transport.base import draw
+from spectr_jax.transport.enumeration import emitted_law
 
 TOLERANCE = 1e-9
 
@@ -220,3 +222,50 @@ def test_optimal_acceptance_tends_to_what_the_drafts_can_show():
     values = [transport.optimal_acceptance(p, q, k) for k in (1, 2, 4, 8, 100)]
     assert values == sorted(values)
     assert values[-1] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
+    """ERSD, Lemma 3.1, with the exact first-token acceptance: by enumeration, and in closed form."""
+    plan = transport.get("race")
+    for p, q, _ in itertools.islice(_random_pairs(200), part, None, 2):
+        _, accepted = emitted_law(plan, p, q, 1)
+        both = (p > 0) & (q > 0)
+        closed = np.sum(1 / np.maximum(p / p[both, None], q / q[both, None]).sum(axis=1))
+        assert accepted == pytest.approx(closed, abs=TOLERANCE)
+        assert plan.acceptance(p, q, 1) == pytest.approx(closed, abs=TOLERANCE)
+        assert transport.harmonic_bound(p, q) - TOLERANCE <= closed <= 1 - transport.total_variation(p, q) + TOLERANCE
+
+
+def test_acceptance_by_child_index_of_a_race():
+    """ERSD, eq. (3): R sums to 1 over all tokens that the draft can propose, and is what `select` does."""
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
+    R = race.index_law(p, q, 6)
+    assert R.sum() == pytest.approx(1, abs=TOLERANCE)
+    np.testing.assert_allclose(np.cumsum(R), [transport.get("race").acceptance(p, q, k) for k in range(1, 7)], atol=1e-12)
+
+    @jax.jit
+    @jax.vmap
+    def index(key):
+        drafts = race.arrivals(jax.random.fold_in(key, 0), jnp.float32(p), 6)
+        token = race.select(jax.random.fold_in(key, 0), jnp.float32(p), jnp.float32(q), drafts, jnp.ones(6, bool)).token
+        return jnp.argmax(drafts == token)
+
+    counts = np.bincount(index(jax.random.split(jax.random.key(0), 100_000)), minlength=6)
+    assert scipy.stats.chisquare(counts, 100_000 * R).pvalue > 1e-3
+
+
+def test_clocks_of_rare_tokens_are_fine_enough():
+    """8,192 tokens, most of them below 1e-6: with coarse clocks each would win too often."""
+    law = np.full(8192, 5e-7)
+    law[:4] = (1 - 8188 * 5e-7) / 4
+    keys = jax.random.split(jax.random.key(0), 50_000)
+    winners = jax.lax.map(lambda key: race.arrivals(key, jnp.float32(law), 1)[0], keys, batch_size=50)
+    rare = int(np.sum(np.asarray(winners) >= 4))
+    assert abs(rare - 50_000 * 8188 * 5e-7) < 4 * np.sqrt(50_000 * 8188 * 5e-7)
+
+
+def test_index_law_of_a_large_vocabulary_is_refused():
+    with pytest.raises(UserError, match="V=2000 tokens are more than 1,000; measure the acceptance"):
+        transport.get("race").acceptance(np.full(2000, 1 / 2000), np.full(2000, 1 / 2000), 2)

@@ -206,7 +206,8 @@ def test_one_draft_is_maximal_coupling_draw_for_draw(law, name):
     p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _law(law))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
     tokens = [
-        _choices(transport.get(plan), jax.random.key(0), p, q, draft, jnp.ones(1, bool))[0].token for plan in ("maximal", name)
+        _choices(transport.get(plan), jax.random.key(0), p, q, draft, jnp.ones(1, bool))[0].token
+        for plan in ("maximal", name)
     ]
     np.testing.assert_array_equal(*tokens)
 

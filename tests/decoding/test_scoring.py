@@ -1,0 +1,38 @@
+"""One pass over a packed tree is what separate forwards on its paths are."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.decoding import scoring, tree
+from spectr_jax.models.cache import Cache
+from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
+
+SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=29, context=32)
+
+
+@pytest.mark.parametrize("spec", ["4,2,1", "specinfer:11", "batch:5", "chain:4"])
+def test_logits_of_a_packed_tree_equal_separate_forwards(spec):
+    shape = tree.parse(spec)
+    model = Transformer(SHAPE, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    lengths = np.array([1, 3, 6])
+    text, drafts = rng.integers(0, 29, (3, 6)), rng.integers(0, 29, (3, shape.size))
+    root = text[np.arange(3), lengths - 1]
+    positions = np.broadcast_to(np.arange(6), (3, 6))
+
+    @jax.jit
+    def packed():
+        _, cache = model.extend(text, positions, causal(np.zeros((3, 6))), model.init_cache(3, 7 + shape.size))
+        tokens = np.concatenate([root[:, None], drafts], axis=1)
+        return scoring.score(model, shape, tokens, lengths, Cache(cache.rows, lengths - 1))[0]
+
+    full = jax.jit(lambda tokens: model.extend(tokens, np.arange(12)[None], causal(np.zeros((1, 12))))[0][0])
+    logits = packed()
+    for row in range(3):
+        for node in range(shape.size + 1):
+            path = drafts[row, np.flatnonzero(shape.ancestors[node])[1:] - 1]
+            spelled = np.zeros(12, np.int32)
+            spelled[: lengths[row] + len(path)] = [*text[row, : lengths[row]], *path]
+            np.testing.assert_allclose(logits[row, node], full(spelled[None])[lengths[row] + len(path) - 1], atol=1e-5)
