@@ -52,26 +52,49 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
     )
 
 
+def decoding_config() -> dict[str, Any]:
+    """What all evaluations share: the target, the prompts, and how is sampled."""
+    return {
+        "target": "embedded:draft_6m",
+        "dtype": "float32",
+        "prompts": "embedded",  # or a corpus, as in data.train of a training config
+        "tfds_dir": "",
+        "prompt_tokens": 8,  # Longer prompts are cut to so many tokens after BOS.
+        "num_prompts": 1_000,
+        "batch_size": 32,
+        "max_new_tokens": 64,
+        "seeds": (0, 1, 2),
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+
+
 def eval_config() -> ml_collections.ConfigDict:
     """An evaluation of tokens per serial call (SpecTr Tables 2 and 4)."""
     return ml_collections.ConfigDict(
         {
-            "target": "embedded:draft_6m",
+            "experiment": "tokens_per_call",
+            **decoding_config(),
             "drafts": ("embedded:draft_2m",),
-            "dtype": "float32",
-            "prompts": "embedded",  # or a corpus, as in data.train of a training config
-            "tfds_dir": "",
-            "prompt_tokens": 8,  # Longer prompts are cut to so many tokens after BOS.
-            "num_prompts": 1_000,
-            "batch_size": 32,
-            "max_new_tokens": 64,
-            "seeds": (0, 1, 2),
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
             "num_drafts": (1, 2, 4, 8),
             "draft_lengths": (4, 8),
-            "methods": ("spectr", "otm"),  # For K > 1; K = 1 is speculative decoding.
+            "methods": ("spectr", "otm", "otm_block"),  # For K > 1; K = 1 is speculative decoding.
+        }
+    )
+
+
+def trees_config() -> ml_collections.ConfigDict:
+    """A comparison of all methods at equal numbers of drafted tokens, and ERSD's Figures 3 and 4."""
+    return ml_collections.ConfigDict(
+        {
+            "experiment": "trees",
+            **decoding_config(),
+            "draft": "embedded:draft_2m",
+            "sizes": (8, 16, 32, 64),  # N, drafted tokens a call.
+            "draft_length": 8,  # L of i.i.d. chains, and the most levels of the trees that are searched.
+            "extra_trees": ("2,1,1,1,1,1,1,1", "4,2,1,1,1,1,1,1"),  # For i.i.d. drafts, beside chains and the best tree.
+            "exit_layer": 1,  # Of self-speculation; 0 for no such row.
         }
     )
 

@@ -6,15 +6,20 @@ from absl import flags
 from ml_collections import config_flags
 
 from spectr_jax import cli
+from spectr_jax.errors import unknown
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config; fields: spectr_jax/config.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)
 
 
 def main():
-    from spectr_jax.experiments import tokens_per_call  # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.experiments import tokens_per_call, trees  # Once flags are parsed: `--help` need not wait for JAX.
 
-    tokens_per_call.run(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    experiments = {tokens_per_call.NAME: tokens_per_call.run, trees.NAME: trees.run}
+    name = _CONFIG.value.get("experiment", "none")
+    if name not in experiments:
+        raise unknown("experiment", name, experiments)
+    experiments[name](_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":

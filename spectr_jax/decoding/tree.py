@@ -72,6 +72,10 @@ class Tree:
         """[N + 1]; which child of its parent a node is."""
         return np.array([0] + [self.parents[: node - 1].count(self.parents[node - 1]) for node in range(1, self.size + 1)])
 
+    def path(self, node: int) -> tuple[int, ...]:
+        """The child indices that lead from the root to a node."""
+        return tuple(int(self.sibling_rank[above]) for above in np.flatnonzero(self.ancestors[node])[1:])
+
     @functools.cached_property
     def inner(self) -> np.ndarray:
         """[I] nodes that have children, the root first: the draft model runs on these."""

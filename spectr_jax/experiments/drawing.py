@@ -39,7 +39,7 @@ def png(
 
     leaves = [node for node in range(tree.size + 1) if tree.children_table[node, 0] < 0]
     rows = np.zeros(tree.size + 1)
-    rows[_in_order(tree, leaves)] = np.arange(len(leaves))
+    rows[sorted(leaves, key=tree.path)] = np.arange(len(leaves))  # So that no edges cross.
     for node in reversed(range(tree.size + 1)):
         children = tree.children_table[node][tree.children_table[node] >= 0]
         if len(children):
@@ -62,12 +62,3 @@ def png(
     axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _in_order(tree: Tree, leaves: list[int]) -> list[int]:
-    """The leaves from the first child down to the last, so that no edges cross."""
-
-    def ranks(node: int) -> tuple[int, ...]:
-        return tuple(int(tree.sibling_rank[above]) for above in np.flatnonzero(tree.ancestors[node])[1:])
-
-    return sorted(leaves, key=ranks)

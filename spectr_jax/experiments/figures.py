@@ -53,13 +53,14 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What one figure shows; `caption` is the paper's, and ours."""
+    """What one figure shows; `caption` is the paper's, and ours; `scales` of x and y."""
 
     title: str
     caption: str
     xlabel: str
     ylabels: tuple[str, ...]
     series: list[Series]
+    scales: tuple[str, str] = ("linear", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +238,7 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
                 markerfacecolor="none",
                 capsize=2,
             )
-        ax.set(xlabel=figure.xlabel, ylabel=ylabel)
+        ax.set(xlabel=figure.xlabel, ylabel=ylabel, xscale=figure.scales[0], yscale=figure.scales[1])
         if "k" in figure.xlabel.split():
             ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         ax.grid(alpha=0.3)

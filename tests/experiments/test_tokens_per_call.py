@@ -12,8 +12,9 @@ from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import report
 from spectr_jax.experiments.loading import EMBEDDED, load_trained, shape_name
+from spectr_jax.experiments.measurement import read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
-from spectr_jax.experiments.tokens_per_call import read_prompts, run
+from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.models.weights import save_weights
 

@@ -1,0 +1,17 @@
+"""Which method should I use? Every method at equal numbers of drafted tokens, and ERSD's Figures 3 and 4.
+
+    python -m spectr_jax.eval --config=configs/trees.py --workdir=results/trees
+
+The embedded pair: the 2M model drafts for the 6M model. About an hour on two CPU cores, most of it compilation: 70 programs.
+For another pair: --config.target=PATH --config.draft=PATH.
+"""
+
+from spectr_jax.config import trees_config
+
+
+def get_config():
+    config = trees_config()
+    config.num_prompts = 64
+    config.batch_size = 16
+    config.max_new_tokens = 32
+    return config

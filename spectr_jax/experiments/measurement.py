@@ -1,0 +1,141 @@
+"""What the tables share: prompts, and one method decoding all of them."""
+
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from spectr_jax.config import check_positive, config_hash
+from spectr_jax.data.corpus import open_sentences
+from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from spectr_jax.decoding import Method, Policy, generate
+from spectr_jax.decoding.policy import check_policy
+from spectr_jax.errors import UserError
+from spectr_jax.experiments.loading import EMBEDDED, Trained
+
+
+class Prompts(NamedTuple):
+    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; the first `real` of them count."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    real: int
+
+
+class Measurement(NamedTuple):
+    """One method on one seed, over all prompts.
+
+    Attributes:
+      tokens: emitted.
+      calls: of the target.
+      seconds: taken.
+      observed: sums over calls of what `observe` returned.
+    """
+
+    tokens: int
+    calls: int
+    seconds: float
+    observed: dict[str, np.ndarray]
+
+
+def check_decoding(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for fields of `decoding_config` that cannot be used."""
+    check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
+    if config.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={config.dtype!r} is not known; give 'float32' or 'bfloat16'")
+    check_policy(Policy(config.temperature, config.top_k, config.top_p))
+
+
+def policy_of(config: ml_collections.ConfigDict) -> Policy:
+    """The law that the config samples; EOS ends a text."""
+    return Policy(config.temperature, config.top_k, config.top_p, EOS)
+
+
+def read_prompts(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Prompts:
+    """The first `num_prompts` prompts: BOS and the first pieces of each sentence, in full batches.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    spec = str(EMBEDDED / "prompts.txt") if config.prompts == "embedded" else config.prompts
+    sentences = open_sentences(spec, config.tfds_dir or None)
+    if len(sentences) < config.num_prompts:
+        raise UserError(f"{spec!r} has {len(sentences)} prompts, num_prompts is {config.num_prompts}; lower it")
+    batches = -(-config.num_prompts // config.batch_size)
+    shape = (batches * config.batch_size, config.prompt_tokens + 1)
+    tokens, lengths = np.full(shape, PAD, np.int32), np.ones(shape[0], np.int32)
+    tokens[:, 0] = BOS  # Rows that fill the last batch are a bare BOS, and are not counted.
+    for index in range(config.num_prompts):
+        pieces = tokenizer.encode(sentences[index])[: config.prompt_tokens]
+        tokens[index, 1 : len(pieces) + 1] = pieces
+        lengths[index] = len(pieces) + 1
+    split = (batches, config.batch_size)
+    return Prompts(tokens.reshape(*split, -1), lengths.reshape(split), config.num_prompts)
+
+
+def check_contexts(config: ml_collections.ConfigDict, prompts: Prompts, models: list[Trained]) -> None:
+    """Raises `UserError` if prompts and new tokens exceed the context of a model."""
+    for trained in models:
+        if prompts.tokens.shape[-1] + config.max_new_tokens > trained.model.context:
+            raise UserError(
+                f"prompt_tokens={config.prompt_tokens}, BOS and max_new_tokens={config.max_new_tokens} exceed the context "
+                f"{trained.model.context} of {trained.name!r}; shorten one of them"
+            )
+
+
+def measure(
+    method: Method,
+    target: Trained,
+    draft: Trained | None,
+    prompts: Prompts,
+    config: ml_collections.ConfigDict,
+    seed: int,
+    batches: int | None = None,
+    observe: Callable | None = None,
+) -> Measurement:
+    """Decodes all prompts, or the first `batches` of them; each prompt has a key of its own, whatever the batch size."""
+    tokens = calls = 0
+    observed: dict[str, np.ndarray] = {}
+    size = config.batch_size
+    started = time.monotonic()
+    for batch in range(len(prompts.tokens))[:batches]:
+        indices = np.arange(batch * size, (batch + 1) * size)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), indices)
+        generation = generate(
+            keys,
+            method,
+            target.model,
+            draft.model if draft else None,
+            prompts.tokens[batch],
+            prompts.lengths[batch],
+            config.max_new_tokens,
+            policy_of(config),
+            observe,
+        )
+        real = indices < prompts.real
+        tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
+        calls += int(np.sum(np.asarray(generation.target_calls)[real]))
+        for name, values in (generation.observed or {}).items():
+            observed[name] = observed.get(name, 0.0) + np.sum(np.asarray(values, np.float64)[real], axis=0)
+    return Measurement(tokens, calls, time.monotonic() - started, observed)
+
+
+def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:
+    """Raises `UserError` if `workdir` holds the table `name` of another config."""
+    path = workdir / f"{name}.json"
+    if not path.exists():
+        return
+    try:
+        theirs = json.loads(path.read_text())["config_hash"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{str(path)!r} is not a table of ours; choose a new --workdir") from error
+    if theirs != config_hash(config):
+        raise UserError(
+            f"workdir {str(workdir)!r} holds the table of another config ({theirs}, this one is {config_hash(config)}); "
+            "choose a new --workdir"
+        )

@@ -1,0 +1,94 @@
+"""ERSD, Figures 3 and 4: tokens a call and the acceptance of each further node, in theory and measured, and bounds."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spectr_jax.experiments import report, tunstall
+from spectr_jax.experiments.figures import Figure, Series, plot
+from spectr_jax.files import write_json
+
+if TYPE_CHECKING:
+    from spectr_jax.experiments.trees import Acceptance
+
+STRATEGIES = {"batch": "batch", "chain": "sequence", "SpecInfer": "SpecInfer tree", "optimal": "optimal tree"}
+"""Our names of the shapes, and the paper's."""
+
+
+def write(acceptance: "Acceptance", vocab_size: int, workdir: pathlib.Path) -> None:
+    """Writes both figures as PNG and JSON."""
+    for name, figure in (
+        ("ersd_figure_3", figure_3(acceptance, vocab_size)),
+        ("ersd_figure_4", figure_4(acceptance, vocab_size)),
+    ):
+        shown = dataclasses.asdict(figure)
+        for series in shown["series"]:
+            series["x"] = list(series["x"])
+        write_json(workdir / f"{name}.json", {**shown, **report.provenance()})
+        plot(figure, workdir / f"{name}.png")
+
+
+def figure_3(acceptance: "Acceptance", vocab_size: int) -> Figure:
+    """Expected tokens a call against drafted tokens."""
+    series, notes = [], []
+    for panel, (name, R) in enumerate(acceptance.R.items()):
+        for shape, strategy in STRATEGIES.items():
+            nodes = acceptance.nodes[name, shape]
+            sizes = range(1, len(nodes.paths) + 1)
+            series.append(Series(strategy, sizes, (1 + np.cumsum(_theory(nodes, R))).tolist(), panel=panel))
+            series.append(_measured(nodes.tokens(), strategy, panel))
+        series.append(_bound("Lemma 4.2, least over m", R, sizes, None, vocab_size, panel))
+        series.append(_bound(f"Lemma 4.2, m of N = {sizes[-1]}", R, sizes, sizes[-1], vocab_size, panel))
+        series.append(
+            Series("Theorem 4.1", sizes, [tunstall.theorem_4_1(R, vocab_size, size) for size in sizes], panel=panel)
+        )
+        notes.append(f"{name.upper()}: H[R] = {tunstall.entropy(R):.2f} bits")
+    low, high = tunstall.channel_bounds(acceptance.kl)
+    caption = (
+        "Expected number of tokens a call against the number of drafted tokens: theory (curves) from the acceptance by "
+        f"child index of batch runs, and measured (points). {'; '.join(notes)}; KL = {low:.2f} bits, so that eqs. (6) and "
+        f"(8) bound H[R] of ERSD at each node by {low:.2f} and {high:.2f} on average."
+    )
+    ylabels = tuple(f"tokens a call, {name.upper()}" for name in acceptance.R)
+    return Figure("ERSD, Figure 3", caption, "number of drafted tokens N", ylabels, series, ("log", "linear"))
+
+
+def figure_4(acceptance: "Acceptance", vocab_size: int) -> Figure:
+    """The probability that each further drafted token is accepted."""
+    series = []
+    for panel, (name, R) in enumerate(acceptance.R.items()):
+        for shape in ("batch", "chain", "optimal"):
+            nodes, strategy = acceptance.nodes[name, shape], STRATEGIES[shape]
+            sizes = range(1, len(nodes.paths) + 1)
+            series.append(Series(strategy, sizes, _theory(nodes, R).tolist(), panel=panel))
+            series.append(_measured(nodes.accepted, strategy, panel))
+        bound = _bound("Lemma 4.2, fixed m, differences", R, range(1, sizes[-1] + 1), sizes[-1], vocab_size, panel)
+        series.append(dataclasses.replace(bound, x=sizes[1:], y=np.diff(bound.y).tolist()))
+    caption = "Marginal probability of acceptance of the N-th drafted token: theory (curves) and measured (points)."
+    ylabels = tuple(f"acceptance of the N-th token, {name.upper()}" for name in acceptance.R)
+    return Figure("ERSD, Figure 4", caption, "number of drafted tokens N", ylabels, series, ("log", "log"))
+
+
+def _theory(nodes, R) -> np.ndarray:
+    """[N] acceptance of each node under 0-th order R."""
+    return np.array([np.prod([R[rank] for rank in path]) for path in nodes.paths])
+
+
+def _measured(values: np.ndarray, like: str, panel: int) -> Series:
+    """Points at N = 1, 2, 3, 4, 6, 8, 12, ...; the error is that of the mean over seeds."""
+    size = values.shape[1]
+    at = sorted({n for power in range(8) for n in (2**power, 3 * 2**power) if n <= size})
+    columns = values[:, np.array(at) - 1]
+    error = columns.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.zeros(len(at))
+    label = "measured" if like == "batch" else ""
+    return Series(label, at, columns.mean(axis=0).tolist(), error.tolist(), like, panel=panel)
+
+
+def _bound(label: str, R, sizes, fixed: int | None, vocab_size: int, panel: int) -> Series:
+    """Lemma 4.2, at the best m for each N, or at the one that is best for N = `fixed`."""
+    if fixed is None:
+        return Series(label, sizes, [tunstall.lemma_4_2(R, size, vocab_size).bound for size in sizes], panel=panel)
+    best = tunstall.lemma_4_2(R, fixed, vocab_size)
+    return Series(label, sizes, [best.at(size) for size in sizes], panel=panel)

@@ -1,0 +1,304 @@
+"""Which method should I use? All of them at equal numbers of drafted tokens, and ERSD's Figures 3 and 4.
+
+First the acceptance of the pair is measured: by child index for drafts without replacement (GSD and ERSD, batch runs),
+and for i.i.d. drafts how many of k carry the accepted token. From these follow the trees, and what theory expects of them.
+"""
+
+import itertools
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+
+from spectr_jax.config import check_fields, check_positive, config_hash, to_json, trees_config
+from spectr_jax.decoding import Method, get_method, tree_search
+from spectr_jax.decoding import tree as tree_lib
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import drawing, measurement, report, tree_figures
+from spectr_jax.experiments.loading import load_pair, shape_name
+from spectr_jax.experiments.measurement import Measurement
+from spectr_jax.experiments.node_acceptance import OBSERVE_CARRIERS, Nodes, observe_nodes
+from spectr_jax.files import write_json, write_whole
+
+NAME = "trees"
+RACES = ("gsd", "ersd")
+
+
+class Row(NamedTuple):
+    """One row of the table, before it is measured.
+
+    Attributes:
+      size: the N that it is compared at; its tree may be a little smaller.
+      shape: of the tree, in words.
+      method: with the tree.
+      theory: expected tokens a call under 0-th order acceptance; None where there is no theory.
+    """
+
+    size: int
+    shape: str
+    method: Method
+    theory: float | None
+
+
+class Acceptance(NamedTuple):
+    """What was measured of the pair.
+
+    Attributes:
+      R: by method, [N] acceptance by child index, made descending.
+      nodes: by (method, shape), the acceptance of each node of the largest tree of that shape.
+      carriers: by plan, [N + 1, N + 1], as in `tree_search`.
+      kl: KL(target, draft) in bits, the mean over calls.
+    """
+
+    R: dict[str, list[float]]
+    nodes: dict[tuple[str, str], Nodes]
+    carriers: dict[str, np.ndarray]
+    kl: float
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Measures acceptance and every row, and writes the table, the figures and the best trees to `workdir`.
+
+    Raises:
+      UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
+    """
+    check_trees_config(config)
+    measurement.claim_workdir(config, workdir, NAME)
+    target, (draft,) = load_pair(config.target, (config.draft,), config.dtype)
+    prompts = measurement.read_prompts(config, target.tokenizer)
+    measurement.check_contexts(config, prompts, [target, draft])
+    if config.exit_layer >= target.model.layers:
+        raise UserError(f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0")
+
+    started = time.monotonic()
+
+    def measured(method: Method, *args, **kwargs) -> Measurement:
+        own = None if method.exit_layer else draft
+        return measurement.measure(method, target, own, prompts, config, *args, **kwargs)
+
+    acceptance = measure_acceptance(config, measured)
+    rows = table_rows(config, acceptance)
+    result = {
+        "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft.model.config)} drafts for {target.name}",
+        "rows": _measure_rows(config, rows, measured),
+        "acceptance_by_child": acceptance.R,
+        "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
+        "kl_bits": acceptance.kl,
+        "prompts": prompts.real,
+        "seconds": round(time.monotonic() - started, 1),
+        "config": to_json(config),
+        "config_hash": config_hash(config),
+        **report.provenance(),
+    }
+    result["answer"] = answer(result["rows"])
+    workdir.mkdir(parents=True, exist_ok=True)
+    tree_figures.write(acceptance, target.model.vocab_size, workdir)
+    for name in RACES:
+        size = min(config.sizes, key=lambda size: abs(size - 16))
+        tree = tree_search.optimal_tree(acceptance.R[name], size)
+        mean = {(): 1.0} | acceptance.nodes[name, "optimal"].mean()
+        accepted = [mean[tree.path(node)] for node in range(size + 1)]
+        title = f"{name.upper()}, optimal tree of {size}"
+        drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted=accepted, title=title)
+    write_whole(workdir / f"{NAME}.md", markdown(result))
+    write_json(workdir / f"{NAME}.json", result)
+    print(markdown(result))
+    return result
+
+
+def check_trees_config(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for a config that cannot be evaluated."""
+    check_fields(config, trees_config())
+    measurement.check_decoding(config)
+    check_positive(config, "sizes", "draft_length")
+    for spec in config.extra_trees:
+        tree = tree_lib.parse(spec)
+        tree_search.branching_of(tree)
+        if tree.size > max(config.sizes):
+            raise UserError(f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}")
+    if config.exit_layer < 0:
+        raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
+
+
+def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptance:
+    """Runs GSD and ERSD on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an observer."""
+    size = max(config.sizes)
+    R: dict[str, list[float]] = {}
+    nodes: dict[tuple[str, str], Nodes] = {}
+    carriers: dict[str, np.ndarray] = {}
+    divergences: list[float] = []
+    with tqdm.tqdm(total=4 * len(RACES) + len(OBSERVE_CARRIERS), unit="run", dynamic_ncols=True) as bar:
+
+        def run_nodes(name: str, shape: str, paths) -> None:
+            bar.set_description(f"acceptance of {name}, {shape}")
+            tree = tree_search.tree_of(paths)
+            numbers = {tree.path(node): node for node in range(1, size + 1)}
+            method = get_method(name, tree=tree)
+            sums = [measured(method, seed, observe=observe_nodes).observed for seed in config.seeds]
+            counts = np.array([each["nodes"] for each in sums])
+            nodes[name, shape] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
+            divergences.extend(each["kl"] / each["nodes"][0] for each in sums)
+            bar.update()
+
+        for name in RACES:
+            for shape, tree in _fixed_shapes(size).items():
+                run_nodes(name, shape, [tree.path(node) for node in range(1, size + 1)])
+            R[name] = tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
+            run_nodes(name, "optimal", tree_search.optimal_order(R[name], size))
+        for plan, (name, observe) in OBSERVE_CARRIERS.items():
+            bar.set_description(f"i.i.d. drafts and {plan}")
+            method = get_method(name, tree=tree_lib.batch(size))
+            counts = measured(method, config.seeds[0], observe=observe).observed["carriers"]
+            carriers[plan] = counts / counts.sum(axis=1, keepdims=True)
+            bar.update()
+    return Acceptance(R, nodes, carriers, float(np.mean(divergences)))
+
+
+def table_rows(config: ml_collections.ConfigDict, acceptance: Acceptance) -> list[Row]:
+    """The baseline; then for each size every method on its trees of that size."""
+    rows = [Row(0, "-", get_method("baseline"), 1.0)]
+    sizes = sorted(config.sizes)
+    for below, size in zip([0, *sizes], sizes, strict=False):
+        alpha = 1 - acceptance.carriers["otm"][1, 0]
+        theory = tree_search.expected_tokens(tree_lib.chain(size), [alpha])
+        rows.append(Row(size, "chain", get_method("speculative", draft_length=size), theory))
+        rows.append(Row(size, "chain", get_method("block", draft_length=size), None))
+        if not below and config.exit_layer:
+            method = get_method("self_speculative", layers=config.exit_layer, draft_length=size)
+            rows.append(Row(size, "chain", method, None))
+        rows += _iid_rows(config, acceptance, below, size)
+        for name in RACES:
+            shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
+            for shape, tree in shapes.items():
+                if (name, shape) != ("gsd", "chain"):  # That is speculative decoding.
+                    theory = tree_search.expected_tokens(tree, acceptance.R[name])
+                    rows.append(Row(size, shape, get_method(name, tree=tree), theory))
+    return rows
+
+
+def _fixed_shapes(size: int) -> dict[str, Tree]:
+    return {"batch": tree_lib.batch(size), "chain": tree_lib.chain(size), "SpecInfer": tree_lib.specinfer(size)}
+
+
+def _iid_rows(config: ml_collections.ConfigDict, acceptance: Acceptance, below: int, size: int) -> list[Row]:
+    """Chains, the extra trees that are larger than `below`, and the best tree that the search finds for each plan."""
+    length = config.draft_length
+    given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
+    given = [branching for branching in given if below < tree_lib.prefix_tree(*branching).size <= size]
+    if size >= 2 * length:
+        given.insert(0, (size // length, *[1] * (length - 1)))
+    best = {
+        plan: tree_search.best_prefix_trees(table, size, length)[0].branching for plan, table in acceptance.carriers.items()
+    }
+    rows = []
+    for branching in dict.fromkeys([*given, *best.values()]):
+        for name, plan in (("spectr", "kseq"), ("otm", "otm"), ("gbv", None), ("otm_block", None)):
+            if branching not in given and branching != best[plan or "otm"]:
+                continue
+            note = ", best" if plan and branching == best[plan] else ""
+            theory = tree_search.expected_tokens_iid(branching, acceptance.carriers[plan]) if plan else None
+            method = get_method(name, tree=tree_lib.prefix_tree(*branching))
+            rows.append(Row(size, f"({_spelled(branching)}){note}", method, theory))
+    return rows
+
+
+def _spelled(branching: tuple[int, ...]) -> str:
+    """`8, 1x7` for 8 and seven times 1."""
+    runs = [(children, len(list(run))) for children, run in itertools.groupby(branching)]
+    return ", ".join(str(children) if times == 1 else f"{children}x{times}" for children, times in runs)
+
+
+def _measure_rows(config: ml_collections.ConfigDict, rows: list[Row], measured) -> list[dict[str, Any]]:
+    baseline, results = rows[0].method, []
+    with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
+        for row in rows:
+            bar.set_description(f"N={row.size} {row.method.name} {row.shape}")
+            for method in (baseline, row.method):
+                measured(method, 0, batches=1)  # Compiles.
+            # The baseline close by in time, for the ratio.
+            before = measured(baseline, 0, batches=2)
+            runs = [measured(row.method, seed) for seed in config.seeds]
+            results.append(_summary(row, runs, [before, measured(baseline, 0, batches=2)]))
+            jax.clear_caches()  # A process may hold so many programs only.
+            bar.update()
+    return results
+
+
+def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
+    per_call = [each.tokens / each.calls for each in runs]
+    speed, baseline_speed = (float(np.median([each.tokens / each.seconds for each in some])) for some in (runs, baseline))
+    tree = row.method.tree
+    return {
+        "size": row.size,
+        "method": row.method.name,
+        "shape": row.shape,
+        "nodes": tree.size,
+        "levels": tree.height,
+        "parents": list(tree.parents),
+        "tokens_per_call": float(np.mean(per_call)),
+        "tokens_per_call_std": float(np.std(per_call, ddof=1)) if len(per_call) > 1 else 0.0,
+        "tokens_per_call_by_seed": per_call,
+        "theory": row.theory,
+        "tokens_per_second": speed,
+        "speedup": speed / baseline_speed,
+    }
+
+
+def answer(rows: list[dict[str, Any]]) -> str:
+    """Which method to use, in a sentence."""
+    drafting = [row for row in rows if row["size"]]
+    best = {
+        size: max((row for row in drafting if row["size"] == size), key=lambda row: row["tokens_per_call"])
+        for size in sorted({row["size"] for row in drafting})
+    }
+    fastest = max(drafting, key=lambda row: row["speedup"])
+    most = "; ".join(
+        f"N = {size}: `{row['method']}` on {row['shape']} ({row['tokens_per_call']:.2f})" for size, row in best.items()
+    )
+    return (
+        f"Most tokens per call: {most}. Most tokens per second on this machine: `{fastest['method']}` on "
+        f"{fastest['shape']} with {fastest['nodes']} drafted tokens ({fastest['speedup']:.2f} x the baseline"
+        f"{', which is the faster' if fastest['speedup'] < 1 else ''})."
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table with the answer and its provenance, as Markdown."""
+    header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens per call", "Theory", "Tokens/s", "x baseline"]
+    rows = [
+        [
+            str(row["size"] or "-"),
+            row["method"],
+            row["shape"],
+            str(row["nodes"]),
+            str(row["levels"]),
+            f"{row['tokens_per_call']:.2f} ± {row['tokens_per_call_std']:.2f}",
+            "-" if row["theory"] is None else f"{row['theory']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['speedup']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    config = result["config"]
+    children = {name: ", ".join(f"{value:.3f}" for value in R[:6]) for name, R in result["acceptance_by_child"].items()}
+    alpha = {name: [f"{values[k]:.3f}" for k in (1, 2, 4, 8)] for name, values in result["acceptance_by_drafts"].items()}
+    notes = [
+        f"**Which should I use?** {result['answer']}",
+        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
+        f"each, batch {config['batch_size']}, temperature {config['temperature']}; mean ± standard deviation over "
+        f"{len(config['seeds'])} seeds {tuple(config['seeds'])}; x baseline against baseline runs just before and after.",
+        "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
+        "`gsd` and `ersd` by child index, for i.i.d. drafts by the number of drafts that carry the accepted token.",
+        *(f"Acceptance by child index, `{name}`: {values}, ..." for name, values in children.items()),
+        *(f"Acceptance of 1, 2, 4, 8 i.i.d. drafts, plan `{name}`: {', '.join(values)}." for name, values in alpha.items()),
+        f"KL(target, draft) = {result['kl_bits']:.2f} bits. Target `{config['target']}`, draft `{config['draft']}`, prompts "
+        f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} of the target's layers.",
+        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
+        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+    ]
+    return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
