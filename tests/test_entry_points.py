@@ -9,6 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 TRAIN, EVAL = ("spectr_jax.train", "--config=configs/embedded.py"), ("spectr_jax.eval", "--config=configs/demo.py")
+TREES = ("spectr_jax.eval", "--config=configs/trees.py")
 FIGURES = ("spectr_jax.figures",)
 CASES = [
     (TRAIN, "--config.learning_rat=1", "unknown config field 'learning_rat'"),
@@ -30,6 +31,9 @@ CASES = [
     (EVAL, "--config.prompt_tokens=100", "exceed the context 128"),
     (EVAL, "--config.num_prompts=5000", "has 257 prompts, num_prompts is 5000; lower it"),
     (EVAL, "--config.temperature=-1.0", "temperature=-1.0 is not a finite number of at least 0"),
+    (EVAL, "--config.experiment=tree", "unknown experiment 'tree'; did you mean 'trees'?"),
+    (TREES, "--config.extra_trees=('4;2',)", "tree '4;2' is not known; give the children of each level"),
+    (TREES, "--config.exit_layer=2", "exit_layer=2 of a target of 2 layers; give fewer, or 0"),
     (FIGURES, "--only=spectr_figure_4", "unknown figure 'spectr_figure_4'; did you mean"),
     (FIGURES, "--draws=0", "--draws=0 is less than 1; give at least 1"),
     (FIGURES, "--pairs=many", "flag --pairs=many"),

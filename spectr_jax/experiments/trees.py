@@ -20,7 +20,8 @@ from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import drawing, measurement, report, tree_figures
-from spectr_jax.experiments.loading import load_pair, shape_name
+from spectr_jax.experiments.latency import call_seconds
+from spectr_jax.experiments.loading import Trained, load_pair, shape_name
 from spectr_jax.experiments.measurement import Measurement
 from spectr_jax.experiments.node_acceptance import OBSERVE_CARRIERS, Nodes, observe_nodes
 from spectr_jax.files import write_json, write_whole
@@ -75,6 +76,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     if config.exit_layer >= target.model.layers:
         raise UserError(f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0")
 
+    if max(config.sizes) > target.model.vocab_size:
+        raise UserError(
+            f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
+        )
+
     started = time.monotonic()
 
     def measured(method: Method, *args, **kwargs) -> Measurement:
@@ -82,13 +88,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         return measurement.measure(method, target, own, prompts, config, *args, **kwargs)
 
     acceptance = measure_acceptance(config, measured)
-    rows = table_rows(config, acceptance)
+    fastest = fastest_trees(config, acceptance, target, draft)
+    rows = table_rows(config, acceptance, {name: tree for name, (tree, _) in fastest.items()})
     result = {
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft.model.config)} drafts for {target.name}",
         "rows": _measure_rows(config, rows, measured),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
         "kl_bits": acceptance.kl,
+        "fastest_trees": {
+            name: {"parents": list(tree.parents), "predicted_tokens_per_second": speed}
+            for name, (tree, speed) in fastest.items()
+        },
         "prompts": prompts.real,
         "seconds": round(time.monotonic() - started, 1),
         "config": to_json(config),
@@ -159,8 +170,22 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptanc
     return Acceptance(R, nodes, carriers, float(np.mean(divergences)))
 
 
-def table_rows(config: ml_collections.ConfigDict, acceptance: Acceptance) -> list[Row]:
-    """The baseline; then for each size every method on its trees of that size."""
+def fastest_trees(
+    config: ml_collections.ConfigDict, acceptance: Acceptance, target: Trained, draft: Trained
+) -> dict[str, tuple[Tree, float]]:
+    """For GSD and ERSD, the tree of most tokens a second by measured R and call times, and that speed over the batch."""
+    size, batch = max(config.sizes), config.batch_size
+    counts = [2**power for power in range(size.bit_length() + 1)]
+    draft_seconds, target_seconds = (call_seconds(each.model, batch, counts) for each in (draft, target))
+    found = {}
+    for name, R in acceptance.R.items():
+        tree, speed = tree_search.fastest_tree(R, draft_seconds, target_seconds, size, config.draft_length)
+        found[name] = (tree, speed * batch)
+    return found
+
+
+def table_rows(config: ml_collections.ConfigDict, acceptance: Acceptance, fastest: dict[str, Tree]) -> list[Row]:
+    """The baseline; then for each size every method on its trees of that size; the fastest trees where they fit."""
     rows = [Row(0, "-", get_method("baseline"), 1.0)]
     sizes = sorted(config.sizes)
     for below, size in zip([0, *sizes], sizes, strict=False):
@@ -174,6 +199,8 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: Acceptance) -> lis
         rows += _iid_rows(config, acceptance, below, size)
         for name in RACES:
             shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
+            if below < fastest[name].size <= size:
+                shapes["fastest by call times"] = fastest[name]
             for shape, tree in shapes.items():
                 if (name, shape) != ("gsd", "chain"):  # That is speculative decoding.
                     theory = tree_search.expected_tokens(tree, acceptance.R[name])
@@ -216,7 +243,9 @@ def _spelled(branching: tuple[int, ...]) -> str:
 def _measure_rows(config: ml_collections.ConfigDict, rows: list[Row], measured) -> list[dict[str, Any]]:
     baseline, results = rows[0].method, []
     with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
-        for row in rows:
+        for index, row in enumerate(rows):
+            if index % 8 == 7:
+                jax.clear_caches()  # A process may hold so many programs only.
             bar.set_description(f"N={row.size} {row.method.name} {row.shape}")
             for method in (baseline, row.method):
                 measured(method, 0, batches=1)  # Compiles.
@@ -224,7 +253,6 @@ def _measure_rows(config: ml_collections.ConfigDict, rows: list[Row], measured) 
             before = measured(baseline, 0, batches=2)
             runs = [measured(row.method, seed) for seed in config.seeds]
             results.append(_summary(row, runs, [before, measured(baseline, 0, batches=2)]))
-            jax.clear_caches()  # A process may hold so many programs only.
             bar.update()
     return results
 
@@ -267,6 +295,11 @@ def answer(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _predicted(found: dict[str, Any]) -> str:
+    speed = f"{found['predicted_tokens_per_second']:,.0f} tokens/s"
+    return f"a tree of {len(found['parents'])} nodes, {speed}" if found["parents"] else f"no drafts at all, {speed}"
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The table with the answer and its provenance, as Markdown."""
     header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens per call", "Theory", "Tokens/s", "x baseline"]
@@ -286,7 +319,10 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     config = result["config"]
     children = {name: ", ".join(f"{value:.3f}" for value in R[:6]) for name, R in result["acceptance_by_child"].items()}
-    alpha = {name: [f"{values[k]:.3f}" for k in (1, 2, 4, 8)] for name, values in result["acceptance_by_drafts"].items()}
+    alpha = {
+        name: [f"{values[k]:.3f} ({k})" for k in (1, 2, 4, 8, 16, 32, 64) if k < len(values)]
+        for name, values in result["acceptance_by_drafts"].items()
+    }
     notes = [
         f"**Which should I use?** {result['answer']}",
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
@@ -295,7 +331,11 @@ def markdown(result: dict[str, Any]) -> str:
         "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
         "`gsd` and `ersd` by child index, for i.i.d. drafts by the number of drafts that carry the accepted token.",
         *(f"Acceptance by child index, `{name}`: {values}, ..." for name, values in children.items()),
-        *(f"Acceptance of 1, 2, 4, 8 i.i.d. drafts, plan `{name}`: {', '.join(values)}." for name, values in alpha.items()),
+        *(f"Acceptance by number of i.i.d. drafts, plan `{name}`: {', '.join(values)}." for name, values in alpha.items()),
+        *(
+            f"Hardware-aware search, `{name}`: {_predicted(found)}, from measured call times without selection."
+            for name, found in result["fastest_trees"].items()
+        ),
         f"KL(target, draft) = {result['kl_bits']:.2f} bits. Target `{config['target']}`, draft `{config['draft']}`, prompts "
         f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} of the target's layers.",
         f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "

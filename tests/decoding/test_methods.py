@@ -1,6 +1,7 @@
 """One table of methods x shared properties: a new method is tested by adding a line to METHODS."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
@@ -231,20 +232,43 @@ def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
     assert calls[3] < calls[0] < calls[2]
 
 
-@pytest.mark.parametrize("draft", ["near", "far"])
-def test_block_verification_accepts_more_of_the_same_drafts(draft):
-    """One call on the same drafts; and in all, the expected number of Sun et al. (2024): here by its first two tokens."""
-    table = {"near": DRAFT, "far": perturbed(TARGET, 1, 2.0)}[draft]
+@pytest.mark.parametrize("noise", [0.8, 2.0])
+def test_block_verification_accepts_more_of_the_same_drafts(noise):
+    """The first call has the same drafts: with at most L + 1 tokens to go, fewer calls mean that it emitted more."""
     prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
-    accepted = {}
+    models = TableModel(TARGET), TableModel(perturbed(TARGET, 1, noise))
+    calls = {}
+    for name in ("speculative", "block"):
+        result = generate(jax.random.key(0), get_method(name, draft_length=2), *models, prompts, lengths, 3)
+        calls[name] = float(np.mean(np.asarray(result.target_calls)))
+    assert calls["block"] < calls["speculative"] - 0.005
+
+
+def test_expected_accepted_tokens_of_block_verification():
+    """Two drafts, by enumeration: token by token, and by Sun et al. (2024)."""
+    prompts, lengths = np.tile(PROMPT, (100_000, 1)), np.full(100_000, 2)
+    seen = {}
+
+    def emitted(call):
+        return {"emitted": jnp.float32(call.chosen.emitted)}
+
     for name in ("speculative", "block"):
         method = get_method(name, draft_length=2)
-        result = generate(jax.random.key(0), method, TableModel(TARGET), TableModel(table), prompts, lengths, 3)
-        first_calls = np.asarray(result.emitted_per_call)
-        # Of three tokens, a first call that emits n is followed by calls that emit the rest: told apart by the histogram.
-        accepted[name] = np.mean(np.asarray(result.target_calls))
-        assert first_calls.sum() == np.sum(result.target_calls)
-    assert accepted["block"] < accepted["speculative"] - 0.005
+        result = generate(jax.random.key(0), method, *_models(), prompts, lengths, 1, observe=emitted)
+        seen[name] = float(np.mean(np.asarray(result.observed["emitted"])))
+    p1, q1 = DRAFT[PROMPT], TARGET[PROMPT]
+    token, block = 0.0, 0.0
+    for x in range(VOCAB):
+        p2, q2 = DRAFT[PROMPT[1], x], TARGET[PROMPT[1], x]
+        token += min(p1[x], q1[x]) * (1 + np.minimum(p2, q2).sum())
+        run = min(1.0, q1[x] / p1[x])
+        whole = np.minimum(run * q2, p2).sum()  # Accepted with both drafts.
+        rest = np.maximum(run * q2 - p2, 0).sum()
+        one = (1 - whole) * rest / (rest + 1 - run) if rest else 0.0
+        block += p1[x] * (2 * whole + one)
+    assert seen["speculative"] == pytest.approx(1 + token, abs=0.01)
+    assert seen["block"] == pytest.approx(1 + block, abs=0.01)
+    assert block > token + 0.02
 
 
 PERFECT = {

@@ -15,21 +15,8 @@ from spectr_jax.experiments.loading import EMBEDDED, load_trained, shape_name
 from spectr_jax.experiments.measurement import read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
-from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
-
-SHAPE = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=283, context=32)
-PROMPTS = [f"draft target token {index} law" for index in range(9)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
-    proto = train_tokenizer(PROMPTS * 20, folder / "tokenizer.model", 283).proto
-    for seed, name in enumerate(("target", "draft")):
-        save_weights(folder / f"{name}.safetensors", Transformer(SHAPE, rngs=nnx.Rngs(seed)), proto, {})
-    return folder
 
 
 def _config(folder, **changes):
@@ -51,13 +38,14 @@ def _config(folder, **changes):
     return config
 
 
-def test_table_is_written_and_repeats(folder, tmp_path):
-    first, second = (run(_config(folder), tmp_path / name) for name in ("a", "b"))
+def test_table_is_written_and_repeats(toy, tmp_path):
+    first, second = (run(_config(toy.folder), tmp_path / name) for name in ("a", "b"))
     assert [(row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]] == [
         ("baseline", 0, 0),
         ("speculative", 1, 2),
         ("spectr", 2, 2),
         ("otm", 2, 2),
+        ("otm_block", 2, 2),
     ]
     for row, again in zip(first["rows"], second["rows"], strict=True):
         assert row["tokens_per_call_by_seed"] == again["tokens_per_call_by_seed"]
@@ -67,48 +55,48 @@ def test_table_is_written_and_repeats(folder, tmp_path):
     for row in first["rows"][1:]:  # alpha is a share of `nodes` draws of mean at most alpha*.
         error = 4 * np.sqrt(0.25 / row["nodes"])
         assert row["acceptance"] <= row["optimal_acceptance"] + error
-        if row["algorithm"] != "spectr":  # The others are optimal for one draft, and for several.
+        if row["algorithm"] in ("speculative", "otm"):  # They are optimal for one draft, and for several.
             assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
     assert json.loads((tmp_path / "a/tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
     table = [line.split("|") for line in (tmp_path / "a/tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
-    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr", "otm"]
+    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr", "otm", "otm_block"]
     for cells, row in zip(table[2:], first["rows"], strict=True):
         assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
     assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
 
 
-def test_batch_size_does_not_change_the_figures(folder, tmp_path):
-    rows = [run(_config(folder, batch_size=size), tmp_path / str(size))["rows"] for size in (3, 7)]
+def test_batch_size_does_not_change_the_figures(toy, tmp_path):
+    rows = [run(_config(toy.folder, batch_size=size), tmp_path / str(size))["rows"] for size in (3, 7)]
     for ours, theirs in zip(*rows, strict=True):
         assert ours["tokens_per_call_by_seed"] == theirs["tokens_per_call_by_seed"]
 
 
-def test_prompts_are_cut_and_padded(folder):
-    config = _config(folder, prompt_tokens=3)
+def test_prompts_are_cut_and_padded(toy):
+    config = _config(toy.folder, prompt_tokens=3)
     prompts = read_prompts(config, load_trained(config.target).tokenizer)
     assert prompts.tokens.shape == (2, 4, 4) and prompts.real == 7
     assert np.all(prompts.tokens[..., 0] == BOS)
     assert prompts.lengths.reshape(-1).tolist() == [4] * 7 + [1]
 
 
-def test_a_workdir_of_another_config_is_left_alone(folder, tmp_path):
+def test_a_workdir_of_another_config_is_left_alone(toy, tmp_path):
     (tmp_path / "tokens_per_call.json").write_text('{"config_hash": "other"}')
     with pytest.raises(UserError, match="holds the table of another config"):
-        run(_config(folder), tmp_path)
+        run(_config(toy.folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokens_per_call.json"]
 
 
-def test_models_of_different_vocabularies(folder, tmp_path):
-    proto = train_tokenizer([line[::-1] for line in PROMPTS * 20], tmp_path / "tokenizer.model", 283).proto
-    save_weights(tmp_path / "other.safetensors", Transformer(SHAPE, rngs=nnx.Rngs(0)), proto, {})
+def test_models_of_different_vocabularies(toy, tmp_path):
+    proto = train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283).proto
+    save_weights(tmp_path / "other.safetensors", Transformer(toy.shape, rngs=nnx.Rngs(0)), proto, {})
     with pytest.raises(UserError, match=r"have different vocabularies; train both with one data.tokenizer"):
-        run(_config(folder, drafts=(str(tmp_path / "other.safetensors"),)), tmp_path / "run")
+        run(_config(toy.folder, drafts=(str(tmp_path / "other.safetensors"),)), tmp_path / "run")
 
 
-def test_a_tokenizer_that_was_swapped(folder, tmp_path):
-    train_tokenizer([line[::-1] for line in PROMPTS * 20], tmp_path / "tokenizer.model", 283)
-    (tmp_path / "m.safetensors").write_bytes((folder / "target.safetensors").read_bytes())
+def test_a_tokenizer_that_was_swapped(toy, tmp_path):
+    train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283)
+    (tmp_path / "m.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     with pytest.raises(UserError, match="was trained with another tokenizer than the one beside it"):
         load_trained(str(tmp_path / "m.safetensors"))
 
@@ -124,9 +112,9 @@ def test_a_tokenizer_that_was_swapped(folder, tmp_path):
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
     ],
 )
-def test_bad_configs(folder, tmp_path, changes, message):
+def test_bad_configs(toy, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
-        run(_config(folder, **changes), tmp_path / "run")
+        run(_config(toy.folder, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,165 @@
+"""The comparison of methods at equal numbers of drafted tokens: whole at toy size, its parts where the answer is known."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from spectr_jax import transport
+from spectr_jax.config import trees_config
+from spectr_jax.decoding import generate, get_method, tree_search
+from spectr_jax.decoding.tree import Tree, batch, chain
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import tree_figures, trees
+from spectr_jax.experiments.node_acceptance import Nodes, observe_nodes, observe_otm
+from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.transport import race
+
+TABLE = random_table(0, 4)
+DRAFT = perturbed(TABLE, 1, 0.8)
+P, Q, TEXTS = DRAFT[1, 2], TABLE[1, 2], 20_000
+
+
+def _config(folder, **changes):
+    config = trees_config()
+    config.update(
+        {
+            "target": str(folder / "target.safetensors"),
+            "draft": str(folder / "draft.safetensors"),
+            "prompts": str(folder / "prompts.txt"),
+            "num_prompts": 5,
+            "batch_size": 4,
+            "max_new_tokens": 5,
+            "seeds": (0, 1),
+            "sizes": (2,),
+            "draft_length": 1,
+            "extra_trees": ("2",),
+            "exit_layer": 0,
+            **changes,
+        }
+    )
+    return config
+
+
+def test_the_table_and_the_figures_are_written(toy, tmp_path):
+    result = trees.run(_config(toy.folder), tmp_path)
+    assert json.loads((tmp_path / "trees.json").read_text()) == result
+    methods = [row["method"] for row in result["rows"]]
+    assert {"baseline", "speculative", "block", "spectr", "otm", "otm_block", "gbv", "gsd", "ersd"} == set(methods)
+    for row in result["rows"]:
+        assert row["nodes"] <= row["size"] and 1 <= row["tokens_per_call"] <= row["levels"] + 1
+        assert row["tokens_per_second"] > 0 and row["speedup"] > 0
+    lines = (tmp_path / "trees.md").read_text().splitlines()
+    table = [line.split("|") for line in lines if line[:1] == "|"][2:]
+    assert [cells[2].strip() for cells in table] == methods
+    assert f"**Which should I use?** {result['answer']}" in lines
+    for name in ("ersd_figure_3.png", "ersd_figure_4.png", "optimal_tree_gsd.png", "optimal_tree_ersd.png"):
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+def _synthetic(size):
+    """R and carriers that are geometric; each node accepted as R says, on two seeds."""
+    R = {name: [a * 0.3**rank for rank in range(size)] for name, a in (("gsd", 0.65), ("ersd", 0.6))}
+    nodes = {}
+    for name, law in R.items():
+        for shape in tree_figures.STRATEGIES:
+            paths = tree_search.optimal_order(law, size) if shape == "optimal" else None
+            tree = trees._fixed_shapes(size)[shape] if paths is None else tree_search.tree_of(paths)
+            paths = paths or [tree.path(node) for node in range(1, size + 1)]
+            accepted = np.array([np.prod([law[rank] for rank in path]) for path in paths])
+            nodes[name, shape] = Nodes(paths, np.array([accepted, accepted]))
+    table = np.zeros((size + 1, size + 1))
+    table[0, 0] = 1
+    for k in range(1, size + 1):
+        table[k, 0], table[k, 1] = 0.3 / k, 1 - 0.3 / k
+    return trees.Acceptance(R, nodes, {"kseq": table, "otm": table}, 0.5)
+
+
+def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
+    config = _config(toy.folder, sizes=(16, 8), draft_length=4, extra_trees=("2,1,1,1", "4,2"), exit_layer=1)
+    acceptance = _synthetic(16)
+    fastest = {"gsd": tree_search.optimal_tree(acceptance.R["gsd"], 5, 2), "ersd": Tree(())}
+    rows = trees.table_rows(config, acceptance, fastest)
+    fast = [row for row in rows if row.shape == "fastest by call times"]
+    assert [(row.size, row.method.name, row.method.tree) for row in fast] == [(8, "gsd", fastest["gsd"])]
+    assert [row.size for row in rows] == sorted(row.size for row in rows)
+    for row in rows[1:]:
+        assert row.method.tree.size <= row.size
+        if row.method.name in ("speculative", "block", "gsd", "ersd") and row not in fast:
+            assert row.method.tree.size == row.size
+        if row.method.name in ("gsd", "ersd"):
+            best = next(r for r in rows if r[:2] == (row.size, "optimal") and r.method.name == row.method.name)
+            assert row.theory <= best.theory + 1e-12
+    assert {row.size for row in rows if row.shape.startswith("(4, 2)")} == {16}  # It has 12 nodes.
+    assert len({(row.size, row.method) for row in rows}) == len(rows)
+
+
+def test_figures_of_known_acceptance_lie_on_their_curves():
+    acceptance = _synthetic(12)
+    for figure in (tree_figures.figure_3(acceptance, 100), tree_figures.figure_4(acceptance, 100)):
+        for panel in range(2):
+            curves = {each.label: each for each in figure.series if each.error is None and each.panel == panel}
+            points = [each for each in figure.series if each.error is not None and each.panel == panel]
+            assert len(points) >= 3
+            for series in points:
+                curve = dict(zip(curves[series.like].x, curves[series.like].y, strict=True))
+                np.testing.assert_allclose(series.y, [curve[x] for x in series.x], atol=1e-12)
+    bounds = [each for each in tree_figures.figure_3(acceptance, 100).series if each.label.startswith("Lemma")]
+    best = [each for each in tree_figures.figure_3(acceptance, 100).series if each.label == "optimal tree"]
+    for bound in bounds:
+        assert np.all(np.array(bound.y) >= np.array(best[bound.panel].y) - 1e-9)
+
+
+def _observed(method, tree, observe, max_new_tokens=1):
+    models = TableModel(TABLE), TableModel(DRAFT)
+    prompts, lengths = np.tile([1, 2], (TEXTS, 1)), np.full(TEXTS, 2)
+    method = get_method(method, tree=tree)
+    result = generate(jax.random.key(0), method, *models, prompts, lengths, max_new_tokens, observe=observe)
+    return {name: np.sum(np.asarray(values, float), axis=0) for name, values in result.observed.items()}
+
+
+def test_acceptance_by_child_index_is_that_of_the_race():
+    seen = _observed("ersd", batch(3), observe_nodes)
+    R = race.index_law(P, Q, 3)
+    assert seen["nodes"][0] == TEXTS
+    np.testing.assert_allclose(seen["nodes"][1:] / TEXTS, R, atol=4 * np.sqrt(0.25 / TEXTS))
+    assert seen["kl"] / TEXTS == pytest.approx(np.sum(Q * np.log2(Q / P)), abs=1e-5)
+
+
+def test_acceptance_along_a_chain_is_a_product():
+    seen = _observed("gsd", chain(2), observe_nodes)
+    first = 1 - transport.total_variation(P, Q)
+    second = sum(min(P[x], Q[x]) * (1 - transport.total_variation(DRAFT[2, x], TABLE[2, x])) for x in range(4))
+    np.testing.assert_allclose(seen["nodes"][1:] / TEXTS, [first, second], atol=4 * np.sqrt(0.25 / TEXTS))
+
+
+def test_carriers_of_iid_drafts():
+    """Against enumeration of the drafts: how many carry the token of the optimal plan."""
+    counts = _observed("otm", batch(3), observe_otm)["carriers"]
+    plan = transport.get("otm")
+    for k in range(4):
+        exact = np.zeros(4)
+        for drafts in np.ndindex(*[4] * k):
+            law = plan.law(P, Q, drafts) if k else Q
+            for token in range(4):
+                exact[drafts.count(token)] += np.prod(P[list(drafts)]) * law[token]
+        np.testing.assert_allclose(counts[k] / TEXTS, exact, atol=4 * np.sqrt(0.25 / TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": (0,)}, "config field 'sizes' is 0; give at least 1"),
+        ({"extra_trees": ("star:3",)}, "tree 'star:3' is not known"),
+        ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "is no prefix tree"),
+        ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(2,\)"),
+        ({"exit_layer": 1}, "exit_layer=1 of a target of 1 layers; give fewer, or 0"),
+        ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
+        ({"sizes": (400,)}, "N=400 children a node exceed the vocabulary of 283 tokens; lower sizes"),
+    ],
+)
+def test_bad_configs(toy, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        trees.run(_config(toy.folder, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
