@@ -15,6 +15,7 @@ CASES = [
     (TRAIN, "--config.learning_rat=1", "unknown config field 'learning_rat'"),
     (TRAIN, "--config.steps=many", "flag --config.steps=many"),
     (TRAIN, "--config.data.train=/nowhere/*.xz", "no text file matches '/nowhere/*.xz'"),
+    (TRAIN, "--config.early_exit.layer=2", "early_exit.layer=2 is not one of the layers 1..1 before the last"),
     (TRAIN, "--config.batch_size=0", "config field 'batch_size' is 0; give at least 1"),
     (
         ("spectr_jax.train", "--config=configs/embedded.py:draft_7m"),

@@ -9,14 +9,17 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spectr_jax.config import train_config
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
+from spectr_jax.models.transformer import causal
 from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
+from spectr_jax.training.step import summed_loss
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = ["draft", "target", "token", "law", "plan", "tree", "chain", "model"]
@@ -70,6 +73,27 @@ def test_a_run_learns_and_leaves_its_record(corpus, tmp_path):
         "checkpoints",
     }
     assert load_trained(str(tmp_path / "run")).model.vocab_size == 280
+
+
+def test_an_early_exit_is_trained_beside_the_model(corpus, tmp_path):
+    changes = {"steps": 40, "eval_every": 40, "checkpoint_every": 40, "model.layers": 2}
+    train(_config(corpus, **changes, **{"early_exit.layer": 1}), tmp_path / "exit")
+    train(_config(corpus, **changes), tmp_path / "none")
+    logged = [record for record in read_metrics(tmp_path / "exit/metrics.jsonl") if "exit_loss" in record]
+    assert len(logged) == 40 and logged[-1]["exit_loss"] < logged[0]["exit_loss"] - 0.5
+    assert not any("exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl"))
+    for name in ("exit", "none"):
+        model = load_trained(str(tmp_path / name)).model
+        tokens = jnp.arange(1, 20)[None]
+        batch = {"inputs": tokens, "positions": tokens - 1, "segments": jnp.ones_like(tokens), "targets": tokens + 1}
+        nats, exit_nats, count = summed_loss(model, batch, exit_layer=1)
+        for layers, ours in ((2, nats), (1, exit_nats)):
+            logits, _ = model.extend(tokens, tokens - 1, causal(batch["segments"]), layers=layers)
+            theirs = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1).sum()
+            assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
+        assert count == 19
+        evaluated = read_metrics(tmp_path / name / "metrics.jsonl")[-1]
+        assert ("eval_exit_nats_per_token" in evaluated) == (name == "exit")
 
 
 def test_stopping_and_going_on_is_the_same_run(corpus, tmp_path):
