@@ -28,7 +28,8 @@ WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)
 
 def scores(key: jax.Array, law: jax.Array) -> jax.Array:
     """[V] minus the logarithms of arrival times in the race of `law`, -inf for never; the same key is the same clocks."""
-    # The clocks of likely winners are tiny: the usual uniforms have no bits for them, and would bias 1e-3 of the mass.
+    # Rare tokens win by tiny clocks. The usual uniforms step by 2^-24, too coarse for tokens below 1e-7, which can hold
+    # 1e-3 of the mass.
     return jax.random.gumbel(key, law.shape, law.dtype, mode="high") + jnp.log(law)
 
 

@@ -19,6 +19,7 @@ PATHS = {  # Accepted nodes of each text, by tree.
     "chain": (tree.chain(3), [[], [1], [1, 2, 3]]),
     "chains": (tree.iid_chains(3, 2), [[2], [3, 6], [1]]),
     "tree": (tree.Tree((0, 0, 1, 2, 2, 4, 5)), [[2, 5, 7], [2, 4, 6], [1, 3]]),
+    "leaves above": (tree.Tree((0, 0, 0, 2, 2, 3, 4)), [[2], [2, 4, 7], [3, 6]]),
 }
 
 
