@@ -82,18 +82,24 @@ def test_an_early_exit_is_trained_beside_the_model(corpus, tmp_path):
     logged = [record for record in read_metrics(tmp_path / "exit/metrics.jsonl") if "exit_loss" in record]
     assert len(logged) == 40 and logged[-1]["exit_loss"] < logged[0]["exit_loss"] - 0.5
     assert not any("exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl"))
+    behind_one = {}
     for name in ("exit", "none"):
         model = load_trained(str(tmp_path / name)).model
-        tokens = jnp.arange(1, 20)[None]
-        batch = {"inputs": tokens, "positions": tokens - 1, "segments": jnp.ones_like(tokens), "targets": tokens + 1}
+        sentences = (corpus / "heldout.txt").read_text().splitlines()
+        tokens = jnp.asarray([load_trained(str(tmp_path / name)).tokenizer.encode(" ".join(sentences))[:20]])
+        positions = jnp.arange(19)[None]
+        segments = jnp.ones_like(positions)
+        batch = {"inputs": tokens[:, :-1], "positions": positions, "segments": segments, "targets": tokens[:, 1:]}
         nats, exit_nats, count = summed_loss(model, batch, exit_layer=1)
         for layers, ours in ((2, nats), (1, exit_nats)):
-            logits, _ = model.extend(tokens, tokens - 1, causal(batch["segments"]), layers=layers)
+            logits, _ = model.extend(batch["inputs"], positions, causal(segments), layers=layers)
             theirs = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1).sum()
             assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
         assert count == 19
+        behind_one[name] = float(exit_nats)
         evaluated = read_metrics(tmp_path / name / "metrics.jsonl")[-1]
         assert ("eval_exit_nats_per_token" in evaluated) == (name == "exit")
+    assert behind_one["exit"] < behind_one["none"]
 
 
 def test_stopping_and_going_on_is_the_same_run(corpus, tmp_path):
