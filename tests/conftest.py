@@ -2,6 +2,10 @@
 
 import contextlib
 import gc
+import os
+
+# Most of the tests' time is compilation. Set before JAX is imported.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
 import jax
 import pytest

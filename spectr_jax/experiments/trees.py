@@ -75,7 +75,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     measurement.check_contexts(config, prompts, [target, draft])
     if config.exit_layer >= target.model.layers:
         raise UserError(f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0")
-
     if max(config.sizes) > target.model.vocab_size:
         raise UserError(
             f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
@@ -132,6 +131,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         tree_search.branching_of(tree)
         if tree.size > max(config.sizes):
             raise UserError(f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}")
+    if config.temperature == 0:
+        raise UserError("temperature=0.0 has no acceptance to measure; give a positive one, such as 1.0")
     if config.exit_layer < 0:
         raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
 

@@ -154,6 +154,7 @@ def test_carriers_of_iid_drafts():
         ({"extra_trees": ("star:3",)}, "tree 'star:3' is not known"),
         ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "is no prefix tree"),
         ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(2,\)"),
+        ({"temperature": 0.0}, "temperature=0.0 has no acceptance to measure; give a positive one"),
         ({"exit_layer": 1}, "exit_layer=1 of a target of 1 layers; give fewer, or 0"),
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
         ({"sizes": (400,)}, "N=400 children a node exceed the vocabulary of 283 tokens; lower sizes"),
