@@ -32,9 +32,9 @@ def _config(folder, **changes):
             "batch_size": 4,
             "max_new_tokens": 5,
             "seeds": (0, 1),
-            "sizes": (2,),
+            "sizes": (1,),  # One tree whatever the shape: a program a method.
             "draft_length": 1,
-            "extra_trees": ("2",),
+            "extra_trees": ("1",),
             "exit_layer": 0,
             **changes,
         }
@@ -153,7 +153,7 @@ def test_carriers_of_iid_drafts():
         ({"sizes": (0,)}, "config field 'sizes' is 0; give at least 1"),
         ({"extra_trees": ("star:3",)}, "tree 'star:3' is not known"),
         ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "is no prefix tree"),
-        ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(2,\)"),
+        ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(1,\)"),
         ({"temperature": 0.0}, "temperature=0.0 has no acceptance to measure; give a positive one"),
         ({"exit_layer": 1}, "exit_layer=1 of a target of 1 layers; give fewer, or 0"),
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
