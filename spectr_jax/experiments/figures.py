@@ -241,7 +241,7 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
         ax.set(xlabel=figure.xlabel, ylabel=ylabel, xscale=figure.scales[0], yscale=figure.scales[1])
         if figure.scales[0] == "log":
             ax.set_xscale("log", base=2)
-            ax.xaxis.set_major_formatter(ticker.ScalarFormatter())
+            ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         if "k" in figure.xlabel.split():
             ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         ax.grid(alpha=0.3)

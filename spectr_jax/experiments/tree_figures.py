@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 STRATEGIES = {"batch": "batch", "chain": "sequence", "SpecInfer": "SpecInfer tree", "optimal": "optimal tree"}
 """Our names of the shapes, and the paper's."""
+LEAST = 1e-3
+"""The least acceptance that Figure 4 shows; less is a handful of events."""
 
 
 def write(acceptance: "Acceptance", vocab_size: int, workdir: pathlib.Path) -> None:
@@ -63,8 +65,10 @@ def figure_4(acceptance: "Acceptance", vocab_size: int) -> Figure:
         for shape in ("batch", "chain", "optimal"):
             nodes, strategy = acceptance.nodes[name, shape], STRATEGIES[shape]
             sizes = range(1, len(nodes.paths) + 1)
-            series.append(Series(strategy, sizes, _theory(nodes, R).tolist(), panel=panel))
-            series.append(_measured(nodes.accepted, strategy, panel))
+            theory = _theory(nodes, R)
+            shown = [size for size in sizes if theory[size - 1] >= LEAST]
+            series.append(Series(strategy, shown, theory[np.array(shown) - 1].tolist(), panel=panel))
+            series.append(_measured(nodes.accepted, strategy, panel, LEAST))
         bound = _bound("Lemma 4.2, fixed m, differences", R, range(1, sizes[-1] + 1), sizes[-1], vocab_size, panel)
         series.append(dataclasses.replace(bound, x=sizes[1:], y=np.diff(bound.y).tolist()))
     caption = "Marginal probability of acceptance of the N-th drafted token: theory (curves) and measured (points)."
@@ -77,10 +81,11 @@ def _theory(nodes, R) -> np.ndarray:
     return np.array([np.prod([R[rank] for rank in path]) for path in nodes.paths])
 
 
-def _measured(values: np.ndarray, like: str, panel: int) -> Series:
-    """Points at N = 1, 2, 3, 4, 6, 8, 12, ...; the error is that of the mean over seeds."""
-    size = values.shape[1]
-    at = sorted({n for power in range(8) for n in (2**power, 3 * 2**power) if n <= size})
+def _measured(values: np.ndarray, like: str, panel: int, least: float = 0.0) -> Series:
+    """Points of at least `least` at N = 1, 2, 3, 4, 6, 8, 12, ...; the error is that of the mean over seeds."""
+    size, mean = values.shape[1], values.mean(axis=0)
+    grid = sorted({n for power in range(8) for n in (2**power, 3 * 2**power) if n <= size})
+    at = [n for n in grid if mean[n - 1] >= least]
     columns = values[:, np.array(at) - 1]
     error = columns.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.zeros(len(at))
     label = "measured" if like == "batch" else ""
