@@ -290,15 +290,15 @@ def answer(rows: list[dict[str, Any]]) -> str:
         f"N = {size}: `{row['method']}` on {row['shape']} ({row['tokens_per_call']:.2f})" for size, row in best.items()
     )
     return (
-        f"Most tokens per call: {most}. Most tokens per second on this machine: `{fastest['method']}` on "
-        f"{fastest['shape']} with {fastest['nodes']} drafted tokens ({fastest['speedup']:.2f} x the baseline"
-        f"{', which is the faster' if fastest['speedup'] < 1 else ''})."
+        f"Most tokens per call: {most}. Most tokens per second of the methods on this machine: `{fastest['method']}`, "
+        f"{fastest['shape']}, {fastest['nodes']} of {fastest['size']} nodes, {fastest['speedup']:.2f} x the baseline"
+        f"{': use the baseline here' if fastest['speedup'] < 1 else ''}."
     )
 
 
 def _predicted(found: dict[str, Any]) -> str:
     speed = f"{found['predicted_tokens_per_second']:,.0f} tokens/s"
-    return f"a tree of {len(found['parents'])} nodes, {speed}" if found["parents"] else f"no drafts at all, {speed}"
+    return f"a tree of N = {len(found['parents'])}, {speed}" if found["parents"] else f"no drafts at all, {speed}"
 
 
 def markdown(result: dict[str, Any]) -> str:
