@@ -128,7 +128,8 @@ def markdown(result: dict[str, Any]) -> str:
         "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; a figure to look at, not "
         "to match, where models or data differ.",
         "alpha: share of the nodes at which the token was a draft; alpha*: the mean of the most that any plan can reach at "
-        f"the same nodes with as many drafts (optimal transport, SpecTr section 5); both on seed {config['seeds'][0]}.",
+        f"the same nodes with as many drafts (optimal transport, SpecTr section 5); both on seed {config['seeds'][0]}. "
+        "otm_block decides on whole paths, and can be above alpha*.",
         f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
         f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
