@@ -32,19 +32,20 @@ def _config(folder, **changes):
             "seeds": (0, 1),
             "num_drafts": (1, 2),
             "draft_lengths": (2,),
+            "methods": ("spectr", "otm_block"),
             **changes,
         }
     )
     return config
 
 
+@pytest.mark.xdist_group("table")  # These two share programs.
 def test_table_is_written_and_repeats(toy, tmp_path):
     first, second = (run(_config(toy.folder), tmp_path / name) for name in ("a", "b"))
     assert [(row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]] == [
         ("baseline", 0, 0),
         ("speculative", 1, 2),
         ("spectr", 2, 2),
-        ("otm", 2, 2),
         ("otm_block", 2, 2),
     ]
     for row, again in zip(first["rows"], second["rows"], strict=True):
@@ -54,21 +55,23 @@ def test_table_is_written_and_repeats(toy, tmp_path):
     assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
     for row in first["rows"][1:]:  # alpha is a share of `nodes` draws of mean at most alpha*.
         error = 4 * np.sqrt(0.25 / row["nodes"])
-        assert row["acceptance"] <= row["optimal_acceptance"] + error
-        if row["algorithm"] in ("speculative", "otm"):  # They are optimal for one draft, and for several.
+        if row["algorithm"] != "otm_block":  # It decides on whole paths.
+            assert row["acceptance"] <= row["optimal_acceptance"] + error
+        if row["algorithm"] == "speculative":  # It is optimal for one draft.
             assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
     assert json.loads((tmp_path / "a/tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
     table = [line.split("|") for line in (tmp_path / "a/tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
-    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr", "otm", "otm_block"]
+    assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "spectr", "otm_block"]
     for cells, row in zip(table[2:], first["rows"], strict=True):
         assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
     assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
 
 
+@pytest.mark.xdist_group("table")
 def test_batch_size_does_not_change_the_figures(toy, tmp_path):
     few = {"num_drafts": (2,), "methods": ("otm_block",)}
-    rows = [run(_config(toy.folder, batch_size=size, **few), tmp_path / str(size))["rows"] for size in (3, 7)]
+    rows = [run(_config(toy.folder, batch_size=size, **few), tmp_path / str(size))["rows"] for size in (4, 7)]
     for ours, theirs in zip(*rows, strict=True):
         assert ours["tokens_per_call_by_seed"] == theirs["tokens_per_call_by_seed"]
 
