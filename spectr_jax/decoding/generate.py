@@ -234,7 +234,9 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         histogram=loop.histogram.at[rows, emitted].add(jnp.where(loop.done, 0, 1)),
         observed=loop.observed,
     )
-    return after, Call(tree, policy, fold(select_keys, np.uint32(2**32 - 1)), tokens_BxN, p, logits, chosen)
+    return after, Call(
+        tree, policy, fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1)), tokens_BxN, p, logits, chosen
+    )
 
 
 def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
