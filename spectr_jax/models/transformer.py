@@ -23,7 +23,8 @@ from spectr_jax.models.cache import Cache
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a decoder; `dtype` is that of its activations, its parameters are float32 in training."""
+    """The shape of a decoder. `dtype` is that of the factors of its matrix products and of its cache; sums, norms and
+    residuals are float32, and so are parameters in training."""
 
     layers: int
     width: int
@@ -53,19 +54,31 @@ def sinusoidal_table(length: int, width: int) -> np.ndarray:
 
 @jax.custom_vjp
 def _dense(x, kernel):
-    return x @ kernel
+    rows = x.reshape(-1, x.shape[-1])
+    lone = len(rows) == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    if lone:
+        # XLA's CPU library has bfloat16 products of two rows on, and converts the kernel, eight times slower, for one.
+        rows = jnp.concatenate([rows, rows])
+    product = _matmul(rows, kernel)
+    return (product[:1] if lone else product).reshape(*x.shape[:-1], -1)
+
+
+def _matmul(x, kernel):
+    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
 
 def _dense_backward(residuals, g):
     x, kernel = residuals
+    g = g.astype(x.dtype)
     x_transposed = x.reshape(-1, x.shape[-1]).T
     if jax.default_backend() == "cpu":
         # XLA's CPU product of a transposed left side runs at half speed; transpose in memory first.
         x_transposed = jax.lax.optimization_barrier(x_transposed)
-    return g @ kernel.T, x_transposed @ g.reshape(-1, g.shape[-1])
+    x_gradient, kernel_gradient = _matmul(g, kernel.T), _matmul(x_transposed, g.reshape(-1, g.shape[-1]))
+    return x_gradient.astype(x.dtype), kernel_gradient.astype(kernel.dtype)
 
 
-_dense.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _dense_backward)
+_dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backward)
 
 
 def _linear(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> nnx.Linear:
@@ -87,10 +100,11 @@ class Block(nnx.Module):
         dtype = jnp.dtype(config.dtype)
         linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
         self.heads = config.heads
-        self.norm_attention = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.dtype = dtype
+        self.norm_attention = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=jnp.float32, rngs=rngs)
         self.qkv = linear(config.width, 3 * config.width, use_bias=False, kernel_init=_split_init(3))
         self.out = linear(config.width, config.width, use_bias=False)
-        self.norm_mlp = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.norm_mlp = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=jnp.float32, rngs=rngs)
         self.up = linear(config.width, config.mlp)
         self.down = linear(config.mlp, config.width)
         self.dropout = nnx.Dropout(config.dropout)
@@ -106,7 +120,8 @@ class Block(nnx.Module):
     def _attend(self, x_BxNxE, mask_BxNxT, rows, starts_B):
         B, N, E = x_BxNxE.shape
         q_BxNxHxD, k_BxNxHxD, v_BxNxHxD = (
-            part.reshape(B, N, self.heads, E // self.heads) for part in jnp.split(self.qkv(x_BxNxE), 3, axis=-1)
+            part.reshape(B, N, self.heads, E // self.heads).astype(self.dtype)
+            for part in jnp.split(self.qkv(x_BxNxE), 3, axis=-1)
         )
         if rows is None:
             k_BxTxHxD, v_BxTxHxD = k_BxNxHxD, v_BxNxHxD
@@ -131,7 +146,7 @@ class Transformer(nnx.Module):
             config.vocab_size, config.width, dtype=dtype, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=jnp.float32, rngs=rngs)
         self.head = _linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
@@ -180,7 +195,7 @@ class Transformer(nnx.Module):
             [None] * (config.layers + 1) if dropout_key is None else list(jax.random.split(dropout_key, config.layers + 1))
         )
 
-        positions_TxE = jnp.asarray(sinusoidal_table(config.context, config.width), config.dtype)
+        positions_TxE = jnp.asarray(sinusoidal_table(config.context, config.width))
         # Nodes drafted past the context are never emitted: any position will do for them.
         x_BxNxE = self.embed(tokens_BxN) + positions_TxE.at[positions_BxN].get(mode="clip")
         x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
