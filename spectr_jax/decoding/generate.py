@@ -211,8 +211,8 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
     logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
-    chosen = jax.vmap(method.walk, in_axes=(0, None, None, None, 0, 0, 0, 0))(
-        select_keys, method.plan, tree, policy, loop.lengths, tokens_BxN, p, logits
+    chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
+        loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
     )
 
     emitted, ended = _cut(chosen, policy.eos, limits_B - loop.lengths)

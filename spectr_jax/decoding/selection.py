@@ -6,6 +6,7 @@ their children is the k of the next choice. L counts drafted tokens, and a call 
 Shape suffixes: N drafted nodes, I inner nodes, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -95,6 +96,26 @@ def select(
     end = jax.lax.while_loop(lambda walk: walk.alive, step, start)
     # The last token is never a node.
     return Selection(end.tokens, end.depth, end.path[: tree.height], end.drafts)
+
+
+def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy: Policy) -> Callable[..., Selection]:
+    """`walk` over texts: a function of (done, key, length, tokens, p, logits), with a leading B each; `key` is consumed.
+
+    What it returns for a text that is done is nothing. A processor takes the texts in turn, so that none pays for one that
+    is done or for the longer path of another; an accelerator takes all at once.
+    """
+
+    def one(done, *arguments):
+        def step():
+            key, length, *rest = arguments
+            return walk(key, plan, tree, policy, length, *rest)
+
+        shape = jax.eval_shape(step)
+        return jax.lax.cond(done, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape), step)
+
+    if jax.default_backend() == "cpu":
+        return lambda *batch: jax.lax.map(lambda text: one(*text), batch)
+    return jax.vmap(one)
 
 
 def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array, jax.Array]:
