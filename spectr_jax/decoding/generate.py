@@ -24,6 +24,10 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
 
 
+BUCKET = 16
+"""Prompts are padded to a multiple of so many tokens."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -99,7 +103,7 @@ def generate(
       method: from `get_method`.
       target: an `nnx.Module` that follows `Model`.
       draft: likewise, with the same vocabulary; None for a method that drafts nothing.
-      prompts: [B, T] int32, BOS first, padded at the end.
+      prompts: [B, T] int32, BOS first, padded at the end; here up to a multiple of `BUCKET`.
       prompt_lengths: [B] int32, at least 1.
       max_new_tokens: static limit of the continuation.
       policy: temperature 1 by default.
@@ -117,7 +121,9 @@ def generate(
         key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(tokens)))
     policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
     models = nnx.split((target, draft if method.tree.size and not method.exit_layer else None))
-    return _generate(models[0], method, max_new_tokens, observe, models[1], key, tokens, lengths, policy)
+    # One program serves prompts of many lengths.
+    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
+    return _generate(models[0], method, max_new_tokens, observe, models[1], key, padded, lengths, policy)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -128,13 +134,13 @@ def _generate(graphdef, method: Method, max_new_tokens: int, observe, state, key
     limits_B = prompt_lengths_B + max_new_tokens
 
     def step(loop: _Loop) -> _Loop:
-        after, call = _call(loop, method, target, draft, keys_B, limits_B, policy)
-        return after._replace(observed=_add_observed(loop, observe, call))
+        after, seen = call(loop, method, target, draft, keys_B, limits_B, policy)
+        return after._replace(observed=_add_observed(loop, observe, seen))
 
-    start = _prefill(method, target, draft, prompts_BxT, prompt_lengths_B, max_new_tokens)
+    start = prefill(method, target, draft, prompts_BxT, prompt_lengths_B, max_new_tokens)
     if observe is not None:
         seen = jax.eval_shape(
-            lambda: _observe_texts(observe, _call(start, method, target, draft, keys_B, limits_B, policy)[1])
+            lambda: _observe_texts(observe, call(start, method, target, draft, keys_B, limits_B, policy)[1])
         )
         start = start._replace(observed=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), seen))
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
@@ -143,7 +149,7 @@ def _generate(graphdef, method: Method, max_new_tokens: int, observe, state, key
     return Generation(tokens_BxT, end.lengths, end.calls, end.histogram, end.observed)
 
 
-def _prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> _Loop:
+def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> _Loop:
     """Runs both models on the prompts; what they write behind a shorter prompt is pending, and overwritten later."""
     B, T = prompts_BxT.shape
     tree = method.tree
@@ -188,7 +194,7 @@ def _add_observed(loop: _Loop, observe, call: Call):
     return jax.tree.map(add, loop.observed, _observe_texts(observe, call))
 
 
-def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> tuple[_Loop, Call]:
+def call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> tuple[_Loop, Call]:
     """One serial call of the target, for all texts; those that are done stand still."""
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -198,28 +204,42 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
     else:
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
-    target_cache = loop.target_cache
-    if tree.size:
-        draft_cache = loop.draft_cache
-        if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
-            draft_cache = dataclasses.replace(target_cache, lengths=drafting.committed_length(loop.lengths))
-        drafts = drafting.draft(draft_keys, draft, method.rule, tree, policy, loop.text, loop.lengths, draft_cache)
-        tokens_BxN, p = drafts.tokens, drafts.p
-        if method.exit_layer:
-            target_cache = dataclasses.replace(drafts.cache, lengths=target_cache.lengths)
-    else:
-        tokens_BxN = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
-        p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
-    logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
-    chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
-        loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
-    )
+    with jax.named_scope("draft"):
+        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, policy)
+    with jax.named_scope("score"):
+        logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
+    with jax.named_scope("select"):
+        chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
+            loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
+        )
+    with jax.named_scope("commit"):
+        after = _commit(loop, tree, chosen, target_cache, draft_cache, limits_B, policy.eos)
+    spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
+    return after, Call(tree, policy, spare_keys, tokens_BxN, p, logits, chosen)
 
-    emitted, ended = _cut(chosen, policy.eos, limits_B - loop.lengths)
+
+def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):
+    """Tokens [B, N + 1], laws [B, I, V], and the target's and the draft's cache."""
+    if not method.tree.size:
+        tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
+        return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
+    cache = loop.draft_cache
+    if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
+        cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
+    drafts = drafting.draft(keys_B, draft, method.rule, method.tree, policy, loop.text, loop.lengths, cache)
+    if method.exit_layer:
+        return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
+    return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
+
+
+def _commit(loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: int) -> _Loop:
+    """Appends what was chosen to the texts, and the accepted paths to the caches."""
+    emitted, ended = _cut(chosen, eos, limits_B - loop.lengths)
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
-    rows = jnp.arange(len(lengths))
-    after = _Loop(
+    if draft_cache is not None:
+        draft_cache = drafting.commit(draft_cache, tree, chosen.path, loop.lengths, lengths)
+    return _Loop(
         step=loop.step + 1,
         text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
             loop.text, chosen.tokens, loop.lengths
@@ -227,15 +247,10 @@ def _call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: 
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, chosen.path, lengths),
-        draft_cache=None
-        if loop.draft_cache is None
-        else drafting.commit(drafts.cache, tree, chosen.path, loop.lengths, lengths),
+        draft_cache=draft_cache,
         calls=loop.calls + ~loop.done,
-        histogram=loop.histogram.at[rows, emitted].add(jnp.where(loop.done, 0, 1)),
+        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(jnp.where(loop.done, 0, 1)),
         observed=loop.observed,
-    )
-    return after, Call(
-        tree, policy, fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1)), tokens_BxN, p, logits, chosen
     )
 
 

@@ -20,7 +20,7 @@ from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import drawing, measurement, report, tree_figures
-from spectr_jax.experiments.latency import call_seconds
+from spectr_jax.experiments.call_times import call_seconds
 from spectr_jax.experiments.loading import Trained, load_pair, shape_name
 from spectr_jax.experiments.measurement import Measurement
 from spectr_jax.experiments.node_acceptance import OBSERVE_CARRIERS, Nodes, observe_nodes

@@ -3,7 +3,7 @@
 import pytest
 from flax import nnx
 
-from spectr_jax.experiments.latency import call_seconds
+from spectr_jax.experiments.call_times import call_seconds
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 

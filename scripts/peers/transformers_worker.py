@@ -1,0 +1,105 @@
+"""Generates with Hugging Face transformers, for scripts/compare_peers.py: a JSON request a line in, an answer a line out.
+
+Runs in an environment of its own, of torch, transformers and safetensors; nothing of spectr_jax is imported.
+
+    {"op": "load", "target": folder, "draft": folder, "threads": 2}    -> {"torch": version, "transformers": version}
+    {"op": "logits", "model": "target", "tokens": [[...]]}             -> {"logits": [[[...]]]}
+    {"op": "generate", "method": "assisted", "prompt": [[...]], "new_tokens": 64, "draft_length": 4, "seed": 0}
+                                                                       -> {"seconds", "new_tokens", "target_calls"}
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+import safetensors
+import torch
+import transformers
+from transformers import GenerationConfig, GPT2LMHeadModel
+
+MODELS: dict[str, GPT2LMHeadModel] = {}
+CALLS = {"target": 0}
+
+
+def load(target: str, draft: str, threads: int) -> dict:
+    """Loads both models; their GPT-2 checkpoints are ours, see spectr_jax/models/gpt2.py."""
+    torch.set_num_threads(threads)
+    MODELS.update(target=_model(pathlib.Path(target)), draft=_model(pathlib.Path(draft)))
+    MODELS["target"].register_forward_hook(_count)
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def logits(model: str, tokens: list[list[int]]) -> dict:
+    """Logits of a whole forward pass, without a cache."""
+    with torch.inference_mode():
+        return {"logits": MODELS[model](torch.tensor(tokens), use_cache=False).logits.tolist()}
+
+
+def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length: int, seed: int) -> dict:
+    """One generation at temperature 1, of `new_tokens` tokens whatever they are; `seconds` are those of `generate` alone.
+
+    `target_calls` are all forward calls of the target, the one on the prompt too: unlike ours it emits tokens. In
+    `baseline` it emits the first, so that n tokens are n calls; in `assisted` it scores the prompt and the first drafts at
+    once. So tokens over calls are in both cases, as in spectr_jax, tokens over those calls that emit.
+
+    Near the end transformers drafts less: one token fewer than `max_new_tokens` leaves room for, so that the last call may
+    draft none. Ours drafts L and cuts what is too much; both emit as many tokens a call, in law.
+    """
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,  # If it is not given, transformers takes 50.
+        top_p=1.0,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        use_cache=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens = torch.tensor(prompt)
+    options = {"generation_config": config, "attention_mask": torch.ones_like(tokens)}
+    if method == "assisted":
+        # These are read from the assistant, not from the config of the call. The defaults are drafts of 20 tokens that end
+        # where the draft is less than 0.4 sure.
+        drafting = MODELS["draft"].generation_config
+        drafting.num_assistant_tokens = draft_length
+        drafting.num_assistant_tokens_schedule = "constant"
+        drafting.assistant_confidence_threshold = 0.0
+        options["assistant_model"] = MODELS["draft"]
+    torch.manual_seed(seed)
+    CALLS["target"] = 0
+    started = time.perf_counter()
+    out = MODELS["target"].generate(tokens, **options)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "new_tokens": out.shape[1] - tokens.shape[1], "target_calls": CALLS["target"]}
+
+
+def _model(folder: pathlib.Path) -> GPT2LMHeadModel:
+    model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
+        if "lm_head.bias" in file.keys():  # noqa: SIM118, it is no dictionary.
+            model.lm_head.bias = torch.nn.Parameter(file.get_tensor("lm_head.bias"), requires_grad=False)
+    return model
+
+
+def _count(*_) -> None:
+    CALLS["target"] += 1
+
+
+def main() -> None:
+    # Answers only on stdout: what libraries print goes to stderr.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    operations = {"load": load, "logits": logits, "generate": generate}
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = operations[request.pop("op")](**request)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
