@@ -32,6 +32,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.experiments import report
 from spectr_jax.experiments.loading import EMBEDDED, RANDOM_PREFIX, Trained, load_pair
 from spectr_jax.files import write_json, write_whole
+from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.gpt2 import save_gpt2
 from spectr_jax.models.transformer import Transformer, causal, parameter_count
 
@@ -171,11 +172,11 @@ def our_runs(dtype: str, target: Trained, draft: Trained, batch: int, trees: lis
     if batch == 1:
         methods |= {f"{name}, K=2, L={L}": get_method(name, num_drafts=2, draft_length=L) for name in ("spectr", "otm")}
     methods |= {f"otm_block, tree {tree}": get_method("otm_block", tree=tree) for tree in trees}
-    run = functools.partial(our_run, target.model, draft.model)
+    run = functools.partial(our_run, freeze(target.model), freeze(draft.model))
     return {("spectr_jax", name, dtype, batch): functools.partial(run, methods[name]) for name in methods}
 
 
-def our_run(target: Transformer, draft: Transformer, method: Method, prompts: list[list[int]], seed: int) -> Sample:
+def our_run(target: Frozen, draft: Frozen, method: Method, prompts: list[list[int]], seed: int) -> Sample:
     key, lengths = jax.block_until_ready(jax.random.key(seed)), np.array([len(prompt) for prompt in prompts])
     started = time.perf_counter()
     out = jax.block_until_ready(generate(key, method, target, draft, prompts, lengths, _NEW_TOKENS.value))

@@ -1,5 +1,7 @@
 """What the entry points share: flags in, one line on stderr and exit status 2 for bad input."""
 
+import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,12 +16,23 @@ def run(main: Callable[[], None]) -> None:
 
     def guarded(_):
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
+        _keep_programs()
         try:
             main()
         except UserError as error:
             _exit(str(error))
 
     app.run(guarded, flags_parser=_parse)
+
+
+def _keep_programs() -> None:
+    """Keeps compiled programs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(caches, "spectr_jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _parse(argv: list[str]) -> list[str]:

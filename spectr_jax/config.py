@@ -99,6 +99,41 @@ def trees_config() -> ml_collections.ConfigDict:
     )
 
 
+def latency_config() -> ml_collections.ConfigDict:
+    """Call times (SpecTr Tables 1 and 3), and the phases of a call of some methods."""
+    return ml_collections.ConfigDict(
+        {
+            "experiment": "latency",
+            "models": ("random:target_97m", "random:draft_20m", "random:draft_6m", "random:draft_2m"),  # The target first.
+            "dtype": "float32",
+            "context": 64,  # Committed tokens in the cache.
+            "lengths": (4, 8),
+            "batch_sizes": (1, 2, 4, 8),
+            "runs": 1_000,
+            "draft": "random:draft_6m",  # For the phases, which take `lengths` as lengths of drafts.
+            "methods": ("spectr", "otm_block"),
+            "num_drafts": 8,
+            "phase_batch_sizes": (1, 8),
+        }
+    )
+
+
+def auto_config() -> ml_collections.ConfigDict:
+    """A search for the fastest method on this machine, for one pair of models."""
+    return ml_collections.ConfigDict(
+        {
+            "experiment": "auto",
+            **decoding_config(),
+            "draft": "embedded:draft_2m",
+            "methods": ("speculative", "block", "spectr", "otm", "otm_block", "gbv", "gsd", "ersd"),
+            "num_drafts": (1, 2, 4, 8),  # K; the widest prefix trees too.
+            "draft_lengths": (1, 2, 3, 4, 6, 8),  # L; the highest trees too.
+            "size": 64,  # The most nodes of a tree.
+            "tries": 12,  # How many are run, beside the baseline.
+        }
+    )
+
+
 def check_fields(config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict, prefix: str = "") -> None:
     """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of another type."""
     for name in config:

@@ -13,9 +13,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, 
 
 
 def main():
-    from spectr_jax.experiments import tokens_per_call, trees  # Once flags are parsed: `--help` need not wait for JAX.
+    # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.experiments import auto, latency, tokens_per_call, trees
 
-    experiments = {tokens_per_call.NAME: tokens_per_call.run, trees.NAME: trees.run}
+    experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto)}
     name = _CONFIG.value.get("experiment", "none")
     if name not in experiments:
         raise unknown("experiment", name, experiments)

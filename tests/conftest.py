@@ -6,6 +6,8 @@ import os
 
 # Most of the tests' time is compilation. Set before JAX is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+# Entry points that tests start leave nothing in the user's cache folder.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import pytest

@@ -148,11 +148,11 @@ def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Arr
       new_lengths_B: after it.
     """
     roots_B = old_lengths_B - 1 - cache.lengths
-    index_D = jnp.arange(path_BxD.shape[1] + RECALLED)
+    index_D = jnp.arange(1, path_BxD.shape[1] + RECALLED)  # The first recalled row is in its place.
     below_root = index_D[None, :] - roots_B[:, None] - 1
     nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, path_BxD.shape[1] - 1), axis=1)
     pending = jnp.where(below_root < 0, index_D[None, :], RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1)
-    return keep(cache, pending, committed_length(new_lengths_B))
+    return keep(cache, pending, committed_length(new_lengths_B), settled=1)
 
 
 def _children(keys_B, rule, tree: Tree, nodes: np.ndarray, p_BxWxV: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike
 
 from spectr_jax.decoding import drafting, scoring, selection
@@ -22,7 +21,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
-
+from spectr_jax.models.frozen import Frozen, freeze
 
 BUCKET = 16
 """Prompts are padded to a multiple of so many tokens."""
@@ -86,8 +85,8 @@ class _Loop(NamedTuple):
 def generate(
     key: jax.Array,
     method: Method,
-    target: Model,
-    draft: Model | None,
+    target: Model | Frozen,
+    draft: Model | Frozen | None,
     prompts: ArrayLike,
     prompt_lengths: ArrayLike,
     max_new_tokens: int,
@@ -101,7 +100,7 @@ def generate(
     Args:
       key: [] typed key, or [B] typed keys, one a text; consumed. Text `i` of a single key uses `fold_in(key, i)`.
       method: from `get_method`.
-      target: an `nnx.Module` that follows `Model`.
+      target: an `nnx.Module` that follows `Model`, or `freeze` of one, which saves time where it is decoded with often.
       draft: likewise, with the same vocabulary; None for a method that drafts nothing.
       prompts: [B, T] int32, BOS first, padded at the end; here up to a multiple of `BUCKET`.
       prompt_lengths: [B] int32, at least 1.
@@ -113,22 +112,42 @@ def generate(
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad policy, a missing draft.
     """
+    return _generate(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe))
+
+
+def lower(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy=None, observe=None):
+    """The program of the same call of `generate`, lowered and not run: a `jax.stages.Lowered`."""
+    return _generate.lower(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe))
+
+
+def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe) -> tuple:
+    """The arguments of `_generate`, checked."""
     policy = policy or Policy()
     tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
     _check(method, target, draft, tokens, lengths, max_new_tokens)
     check_policy(policy)
-    if key.ndim == 0:
-        key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(tokens)))
     policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
-    models = nnx.split((target, draft if method.tree.size and not method.exit_layer else None))
+    drafts = method.tree.size and not method.exit_layer
     # One program serves prompts of many lengths.
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
-    return _generate(models[0], method, max_new_tokens, observe, models[1], key, padded, lengths, policy)
+    models = freeze(target), freeze(draft) if drafts else None
+    return method, max_new_tokens, observe, *models, key, padded, lengths, policy
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(graphdef, method: Method, max_new_tokens: int, observe, state, keys_B, prompts_BxT, prompt_lengths_B, policy):
-    target, draft = nnx.merge(graphdef, state)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(
+    method: Method,
+    max_new_tokens: int,
+    observe,
+    frozen_target: Frozen,
+    frozen_draft: Frozen | None,
+    key,
+    prompts_BxT,
+    prompt_lengths_B,
+    policy: Policy,
+) -> Generation:
+    target, draft = frozen_target.merge(), frozen_draft.merge() if frozen_draft else None
+    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(prompts_BxT))) if key.ndim == 0 else key
     if method.exit_layer:
         draft = EarlyExit(target, method.exit_layer)
     limits_B = prompt_lengths_B + max_new_tokens

@@ -27,6 +27,5 @@ def score(model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array,
 
 
 def commit(cache: Cache, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:
-    """Keeps the root and the accepted path [B, D] (nodes, root excluded) in the target's cache."""
-    with_root = jnp.pad(path_BxD, ((0, 0), (1, 0)))
-    return keep(cache, with_root, new_lengths_B - 1)
+    """Keeps the root, which is in its place, and the accepted path [B, D] (nodes, root excluded) in the target's cache."""
+    return keep(cache, path_BxD, new_lengths_B - 1, settled=1)

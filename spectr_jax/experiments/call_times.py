@@ -22,6 +22,8 @@ from spectr_jax.models.cache import Cache
 
 PASSES = 8
 """Of a loop on the device, for one measurement."""
+PHASES = ("draft", "score", "select", "commit")
+"""Of a call of a method, by their `jax.named_scope` in `decoding.generate`."""
 
 
 def call_seconds(
@@ -71,7 +73,13 @@ def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[]
 
 
 def phase_seconds(
-    method: Method, target: Model, draft: Model, batch: int, context: int = 64, repeats: int = 10
+    method: Method,
+    target: Model,
+    draft: Model,
+    batch: int,
+    context: int = 64,
+    repeats: int = 10,
+    phases: Sequence[str] = (*PHASES, "call"),
 ) -> dict[str, float]:
     """Median seconds of the phases of one call of `method`, each alone: draft, score, select and commit; and of the whole.
 
@@ -80,21 +88,24 @@ def phase_seconds(
       target: an `nnx.Module` that follows `Model`.
       draft: likewise.
       batch: texts.
-      context: committed tokens of each text, random ones; 64 more are to come.
+      context: committed tokens of each text, random ones.
       repeats: measurements, of `PASSES` passes each, at temperature 1.
+      phases: which are measured.
     """
     rebuild, leaves = _split((target, draft))
     tree, policy = method.tree, Policy()
-    lengths, limits = jnp.full(batch, context, jnp.int32), jnp.full(batch, context + 64, jnp.int32)
+    room = tree.height + 1
+    lengths, limits = jnp.full(batch, context, jnp.int32), jnp.full(batch, context + room, jnp.int32)
     text_keys = jax.random.split(jax.random.key(0), batch)
     prompts = np.random.default_rng(0).integers(0, target.vocab_size, (batch, context)).astype(np.int32)
-    start = jax.jit(lambda leaves: prefill(method, *rebuild(leaves), prompts, lengths, 64))(leaves)
+    start = jax.jit(lambda leaves: prefill(method, rebuild(leaves)[0], rebuild(leaves)[1], prompts, lengths, room))(leaves)
 
     def keys(step):
         return jax.vmap(jax.random.fold_in, in_axes=(0, None))(text_keys, step)
 
     def whole_call(leaves, loop):
-        return call(loop, method, *rebuild(leaves), text_keys, limits, policy)
+        target, draft = rebuild(leaves)
+        return call(loop, method, target, draft, text_keys, limits, policy)
 
     @jax.jit
     def sample(leaves, step):
@@ -133,14 +144,42 @@ def phase_seconds(
     samples = [sample(leaves, step) for step in np.arange(4)]
     tokens, p, logits, chosen = samples[0]
     caches = start.target_cache, start.draft_cache
-    measured = {
+    measured: dict[str, tuple[Callable, list[Any], Any]] = {
         "draft": (draft_phase, [leaves], drafting.Drafts(tokens, p, caches[1])),
         "score": (score_phase, [(leaves, each[0]) for each in samples], (logits, caches[0])),
         "select": (select_phase, [each[:3] for each in samples], chosen),
         "commit": (commit_phase, [each[3] for each in samples], caches),
         "call": (call_phase, [leaves], start),
     }
-    return {name: _loop_seconds(*arguments, repeats) for name, arguments in measured.items()}
+    return {name: _loop_seconds(*measured[name], repeats) for name in phases}
+
+
+def token_seconds(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> float:
+    """Seconds that the walk takes for each token it emits, over `batch` texts at once, on laws that accept most drafts.
+
+    Args:
+      method: whose walk is timed, on its tree; no model takes part.
+      vocab_size: V.
+      batch: texts.
+      repeats: measurements, of `PASSES` walks each.
+    """
+    rng, tree = np.random.default_rng(0), method.tree
+    logits = jnp.asarray(rng.normal(size=(batch, 1, vocab_size)) + 0.1 * rng.normal(size=(batch, tree.size + 1, vocab_size)))
+    logits = logits.astype(jnp.float32)
+    p = jax.nn.softmax(logits[:, tree.inner])
+    tokens = jnp.asarray(rng.integers(0, vocab_size, (batch, tree.size + 1)), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), batch)
+    lengths = jnp.ones(batch, jnp.int32)
+
+    def walk(step, fixed, _):
+        step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
+        every = selection.for_each_text(method.walk, method.plan, tree, Policy())
+        return every(jnp.zeros(batch, bool), step_keys, lengths, *fixed)
+
+    fixed = tokens, p, logits
+    once = jax.jit(walk, static_argnums=2)
+    emitted = np.mean([once(step, fixed, None).emitted for step in range(PASSES)])
+    return _loop_seconds(walk, [fixed], once(0, fixed, None), repeats) / float(emitted)
 
 
 def _split(model: Any) -> tuple[Callable[[list], Any], list]:

@@ -17,6 +17,7 @@ from spectr_jax.decoding import Method, Policy, generate
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import EMBEDDED, Trained
+from spectr_jax.models.frozen import freeze
 
 
 class Prompts(NamedTuple):
@@ -46,9 +47,14 @@ class Measurement(NamedTuple):
 def check_decoding(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for fields of `decoding_config` that cannot be used."""
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
-    if config.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={config.dtype!r} is not known; give 'float32' or 'bfloat16'")
+    check_dtype(config.dtype)
     check_policy(Policy(config.temperature, config.top_k, config.top_p))
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `UserError` for a dtype that models are not decoded in."""
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={dtype!r} is not known; give 'float32' or 'bfloat16'")
 
 
 def policy_of(config: ml_collections.ConfigDict) -> Policy:
@@ -102,6 +108,7 @@ def measure(
     tokens = calls = 0
     observed: dict[str, np.ndarray] = {}
     size = config.batch_size
+    models = freeze(target.model), freeze(draft.model) if draft else None
     started = time.monotonic()
     for batch in range(len(prompts.tokens))[:batches]:
         indices = np.arange(batch * size, (batch + 1) * size)
@@ -109,8 +116,7 @@ def measure(
         generation = generate(
             keys,
             method,
-            target.model,
-            draft.model if draft else None,
+            *models,
             prompts.tokens[batch],
             prompts.lengths[batch],
             config.max_new_tokens,

@@ -1,5 +1,6 @@
 """Acceptance by node and by number of drafts, observed in decoding (ERSD, section 5)."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from spectr_jax import transport
 from spectr_jax.decoding import Call
 from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.prediction import RATIOS, ratio_cell
 
 
 class Nodes(NamedTuple):
@@ -48,28 +50,48 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
     return {"nodes": counts, "kl": jnp.sum(jnp.where(q > 0, q * jnp.log2(q / call.p[0]), 0))}
 
 
-def _carriers(plan: transport.Plan, call: Call) -> dict[str, jax.Array]:
-    """Of the drafts of a batch tree, the first k are given to the plan, for each k: how many carry its token."""
-    drafts = call.tokens[1:]
-    q = probabilities(call.logits[0], call.policy)
+CARRIER_PLANS, WINNER_PLANS = ("kseq", "otm"), ("otm", "greedy_multipath")
 
-    def carriers(k):
+
+def observe_carriers(call: Call) -> dict[str, jax.Array]:
+    """For `generate`, on a batch tree of K i.i.d. drafts: the first k are given to each plan, for each k.
+
+    Returns:
+      by plan, [K + 1, K + 1] counts of how many of the k carry its token.
+    """
+    drafts = call.tokens[1:]
+    p, q = call.p[0], probabilities(call.logits[0], call.policy)
+
+    def carriers(plan, k):
         valid = jnp.arange(len(drafts)) < k
-        token = plan.select(jax.random.fold_in(call.key, k), call.p[0], q, drafts, valid).token
+        token = plan.select(jax.random.fold_in(call.key, k), p, q, drafts, valid).token
         return jnp.zeros(len(drafts) + 1).at[jnp.sum(valid & (drafts == token))].add(1)
 
-    return {"carriers": jax.vmap(carriers)(jnp.arange(len(drafts) + 1))}
+    numbers = jnp.arange(len(drafts) + 1)
+    return {name: jax.vmap(functools.partial(carriers, transport.get(name)))(numbers) for name in CARRIER_PLANS}
 
 
-def observe_kseq(call: Call) -> dict[str, jax.Array]:
-    """For `generate`, on a batch tree of i.i.d. drafts: [N + 1, N + 1] counts of K-SEQ's carriers, by number of drafts."""
-    return _carriers(transport.get("kseq"), call)
+def observe_winners(call: Call) -> dict[str, jax.Array]:
+    """Likewise for plans that name a winner.
+
+    Returns:
+      by plan, [K + 1, R, K + 1] counts of the cell of the winner's ratio (`decoding.prediction`) and of the drafts that are
+      its token.
+    """
+    drafts = call.tokens[1:]
+    p, q = call.p[0], probabilities(call.logits[0], call.policy)
+
+    def winners(plan, k):
+        valid = jnp.arange(len(drafts)) < k
+        winner, g = plan.win(jax.random.fold_in(call.key, k), p, q, drafts, valid)
+        token = drafts[winner]
+        cell = ratio_cell(q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny))
+        return jnp.zeros((RATIOS, len(drafts) + 1)).at[cell, jnp.sum(valid & (drafts == token))].add(1)
+
+    numbers = jnp.arange(len(drafts) + 1)
+    return {name: jax.vmap(functools.partial(winners, transport.get(name)))(numbers) for name in WINNER_PLANS}
 
 
-def observe_otm(call: Call) -> dict[str, jax.Array]:
-    """The same for the exact optimal plan."""
-    return _carriers(transport.get("otm"), call)
-
-
-OBSERVE_CARRIERS = {"kseq": ("spectr", observe_kseq), "otm": ("otm", observe_otm)}
-"""By plan: the method that runs it, and the observer."""
+def shares(counts: np.ndarray) -> np.ndarray:
+    """Counts by number of drafts, as probabilities: each [i] sums to 1."""
+    return counts / counts.reshape(len(counts), -1).sum(axis=1).reshape(-1, *[1] * (counts.ndim - 1))

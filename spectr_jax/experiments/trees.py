@@ -23,7 +23,7 @@ from spectr_jax.experiments import drawing, measurement, report, tree_figures
 from spectr_jax.experiments.call_times import call_seconds
 from spectr_jax.experiments.loading import Trained, load_pair, shape_name
 from spectr_jax.experiments.measurement import Measurement
-from spectr_jax.experiments.node_acceptance import OBSERVE_CARRIERS, Nodes, observe_nodes
+from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes, shares
 from spectr_jax.files import write_json, write_whole
 
 NAME = "trees"
@@ -142,9 +142,8 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptanc
     size = max(config.sizes)
     R: dict[str, list[float]] = {}
     nodes: dict[tuple[str, str], Nodes] = {}
-    carriers: dict[str, np.ndarray] = {}
     divergences: list[float] = []
-    with tqdm.tqdm(total=4 * len(RACES) + len(OBSERVE_CARRIERS), unit="run", dynamic_ncols=True) as bar:
+    with tqdm.tqdm(total=4 * len(RACES) + 1, unit="run", dynamic_ncols=True) as bar:
 
         def run_nodes(name: str, shape: str, paths) -> None:
             bar.set_description(f"acceptance of {name}, {shape}")
@@ -162,12 +161,11 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptanc
                 run_nodes(name, shape, [tree.path(node) for node in range(1, size + 1)])
             R[name] = tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
             run_nodes(name, "optimal", tree_search.optimal_order(R[name], size))
-        for plan, (name, observe) in OBSERVE_CARRIERS.items():
-            bar.set_description(f"i.i.d. drafts and {plan}")
-            method = get_method(name, tree=tree_lib.batch(size))
-            counts = measured(method, config.seeds[0], observe=observe).observed["carriers"]
-            carriers[plan] = counts / counts.sum(axis=1, keepdims=True)
-            bar.update()
+        bar.set_description("i.i.d. drafts")
+        method = get_method("spectr", tree=tree_lib.batch(size))
+        counts = measured(method, config.seeds[0], observe=observe_carriers).observed
+        bar.update()
+    carriers = {plan: shares(table) for plan, table in counts.items()}
     return Acceptance(R, nodes, carriers, float(np.mean(divergences)))
 
 

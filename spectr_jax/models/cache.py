@@ -54,23 +54,27 @@ def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int)
     return jnp.where(offset_BxT[:, None, :] < 0, True, pending_BxNxT & (offset_BxT < M)[:, None, :])
 
 
-def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array) -> Cache:
+def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int = 0) -> Cache:
     """Commits pending rows.
 
     Args:
       cache: with pending rows behind its lengths.
       path_BxD: int32, the pending index of each row to keep, in order; entries past the new length may be anything.
-      lengths_B: the new lengths, at most D above the old ones.
+      lengths_B: the new lengths, at most `settled + D` above the old ones.
+      settled: static number of pending rows that come first and are kept where they are.
 
     Returns:
-      The cache with those rows moved to the slots right behind the old lengths.
+      The cache with those rows moved to the slots right behind the old lengths and what is settled.
     """
+
+    if not path_BxD.shape[1]:
+        return dataclasses.replace(cache, lengths=lengths_B)
 
     def keep_in(buffer_BT):
         def gather_one(buffer, length, path):
             return buffer.at[length + path].get(mode="clip")
 
         rows_BD = jax.vmap(gather_one)(buffer_BT, cache.lengths, path_BxD)
-        return write(buffer_BT, rows_BD, cache.lengths)
+        return write(buffer_BT, rows_BD, cache.lengths + settled)
 
     return Cache(jax.tree.map(keep_in, cache.rows), lengths_B)

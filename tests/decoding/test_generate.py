@@ -1,12 +1,14 @@
 """Generation on the transformer, and bad input."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
@@ -103,3 +105,28 @@ def test_a_method_that_does_not_fit_the_models(method, options, message):
 def test_bad_input(draft, prompts, lengths, new, policy, message):
     with pytest.raises(UserError, match=message):
         generate(jax.random.key(0), SPECTR, TABLE, draft, prompts, lengths, new, policy)
+
+
+def test_prompts_of_a_bucket_share_a_program(count_compilations):
+    models, method = (TableModel(random_table(0, 5)), TableModel(random_table(1, 5))), get_method("otm_block", tree="2,1")
+    texts = {}
+    for length in (3, 16):
+        with count_compilations() as compiled:
+            out = generate(jax.random.key(0), method, *models, np.ones((2, length), np.int32), [3, 2], 6)
+        texts[length] = np.asarray(out.tokens)
+    assert not compiled
+    np.testing.assert_array_equal(texts[3], texts[16])
+
+
+def test_a_frozen_model_decodes_as_it_was_when_frozen():
+    target = TableModel(random_table(0, 5))
+    frozen = freeze(target)
+    arguments = ([[1, 2]], [2], 12)
+    before = generate(jax.random.key(0), get_method("baseline"), target, None, *arguments).tokens
+    target.tables[0][...] = jnp.asarray(random_table(1, 5), jnp.float32)
+    np.testing.assert_array_equal(
+        generate(jax.random.key(0), get_method("baseline"), frozen, None, *arguments).tokens, before
+    )
+    changed = generate(jax.random.key(0), get_method("baseline"), target, None, *arguments).tokens
+    assert not np.array_equal(changed, before)
+    assert freeze(frozen) is frozen

@@ -7,6 +7,7 @@ import pytest
 import scipy.stats
 
 from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, exact_law, perturbed, random_table
 
@@ -298,7 +299,7 @@ def test_one_call_of_the_target_a_step_whatever_the_tree():
     for tree, nodes in (("4,2,1,1", 28), ("specinfer:9", 9)):
         calls.clear()
         generate(jax.random.key(0), get_method("gsd", tree=tree), Counting(TARGET), TableModel(DRAFT), [[1, 2]], [2], 12)
-        assert calls == [2, nodes + 1]  # The prompt, and one pass over the tree in the loop's body.
+        assert calls == [BUCKET, nodes + 1]  # The prompt, and one pass over the tree in the loop's body.
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The comparison of methods at equal numbers of drafted tokens: whole at toy size, its parts where the answer is known."""
 
+import itertools
 import json
 
 import jax
@@ -12,7 +13,7 @@ from spectr_jax.decoding import generate, get_method, tree_search
 from spectr_jax.decoding.tree import Tree, batch, chain
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import tree_figures, trees
-from spectr_jax.experiments.node_acceptance import Nodes, observe_nodes, observe_otm
+from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.transport import race
 
@@ -135,16 +136,16 @@ def test_acceptance_along_a_chain_is_a_product():
 
 
 def test_carriers_of_iid_drafts():
-    """Against enumeration of the drafts: how many carry the token of the optimal plan."""
-    counts = _observed("otm", batch(3), observe_otm)["carriers"]
-    plan = transport.get("otm")
-    for k in range(4):
+    """All plans on the same drafts, in one run."""
+    counts = _observed("otm", batch(3), observe_carriers)
+    assert set(counts) == {"kseq", "otm"}
+    for name, k in itertools.product(counts, range(4)):
         exact = np.zeros(4)
         for drafts in np.ndindex(*[4] * k):
-            law = plan.law(P, Q, drafts) if k else Q
+            law = transport.get(name).law(P, Q, drafts) if k else Q
             for token in range(4):
                 exact[drafts.count(token)] += np.prod(P[list(drafts)]) * law[token]
-        np.testing.assert_allclose(counts[k] / TEXTS, exact, atol=4 * np.sqrt(0.25 / TEXTS))
+        np.testing.assert_allclose(counts[name][k] / TEXTS, exact, atol=4 * np.sqrt(0.25 / TEXTS))
 
 
 @pytest.mark.parametrize(

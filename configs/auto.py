@@ -1,0 +1,16 @@
+"""Which method is fastest here? Predicted for every method, K, L and tree from measured parts, then tried.
+
+    python -m spectr_jax.eval --config=configs/auto.py --workdir=runs/auto
+
+One text at a time on the embedded pair, 32 prompts: minutes on two CPU cores. Other models: --config.target=PATH
+--config.draft=PATH, random:target_97m and random:draft_6m for times of untrained ones; --config.batch_size for more texts.
+"""
+
+from spectr_jax.config import auto_config
+
+
+def get_config():
+    config = auto_config()
+    config.num_prompts = 32
+    config.batch_size = 1
+    return config

@@ -1,0 +1,68 @@
+"""Tokens a call of methods that decide on whole paths, predicted from what a node's drafts were seen to do.
+
+For block verification P(tau >= i | path) is the running probability run_i (Sun et al., 2024), so a call emits one token
+more than the sum of E[run_i] over the depths. Under 0-th order acceptance, where nodes are alike, run is a Markov chain
+together with the number of live drafts: run_(i+1) = min(1, run_i * q(w) / g(w)) for the winner w among k drafts of law g.
+
+Shape suffixes: K drafts, R ratios.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.errors import UserError
+
+STEP = 0.125
+"""Of log2 ratios in a table of winners, and of log2 run: so that run stays on its grid."""
+OCTAVES = 8
+"""Ratios from 2^-8 to 2^8; what is below counts as 0, and what is above as 2^8."""
+RATIOS = int(2 * OCTAVES / STEP) + 2
+"""Cells of a table of winners: ratio 0, then 2^-8, 2^-7.875, ..., 2^8."""
+
+
+def ratio_cell(ratio: jax.Array) -> jax.Array:
+    """The cell of a ratio in a table of winners."""
+    return jnp.clip(jnp.round((jnp.log2(ratio) + OCTAVES) / STEP) + 1, 0, RATIOS - 1).astype(jnp.int32)
+
+
+def block_predictor(winners: np.ndarray) -> Callable[[Sequence[int]], float]:
+    """What calls of block verification emit.
+
+    Args:
+      winners: [K + 1, R, K + 1], for k drafts the probability that the winner's ratio q / g is in a cell and that j of
+        them are its token.
+
+    Returns:
+      A function of (k_1, ..., k_L), the tokens a call on that prefix tree of i.i.d. drafts. It raises `UserError` if some
+      level may have more live nodes than `winners` covers.
+    """
+    most = len(winners) - 1
+    # log2 run = -STEP * index; the last index is 0 itself.
+    ends = int(4 * OCTAVES / STEP)
+    values = np.append(2.0 ** (-STEP * np.arange(ends)), 0.0)
+    shifts = np.arange(RATIOS - 1) - int(OCTAVES / STEP)
+    moved = np.clip(np.arange(ends)[:, None] - shifts, 0, ends)  # [run, ratio] -> run; ratio 0 apart.
+
+    @functools.cache
+    def below(branching: tuple[int, ...]) -> np.ndarray:
+        """[live, run] sum of E[run] over the levels of `branching`, which hang below so many live nodes."""
+        result = np.zeros((most + 1, ends + 1))
+        if not branching:
+            return result
+        children, *rest = branching
+        gain = values[moved][:, :, None] + np.moveaxis(below(tuple(rest))[:, moved], 0, -1)  # [run, ratio, live after]
+        for live in range(1, most // children + 1):
+            result[live, :ends] = np.tensordot(gain, winners[live * children][1:], 2)
+        return result
+
+    def tokens(branching: Sequence[int]) -> float:
+        width = int(np.prod(branching))
+        if width > most:
+            raise UserError(f"tree {tuple(branching)} may have {width} live drafts, measured are {most}")
+        return float(1 + below(tuple(branching))[1, 0])
+
+    return tokens

@@ -1,0 +1,350 @@
+"""Which method, K, L or tree is fastest here, with these models? Predicted from measured parts, then tried.
+
+Measured once: call times of both models, times of drafting a level and of choosing a token, and what drafts of the pair are
+accepted. From these follow the tokens a second of every candidate; the best are run, beside what was predicted.
+"""
+
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+
+from spectr_jax.config import auto_config, check_fields, check_positive, config_hash, to_json
+from spectr_jax.decoding import Method, generate, get_method, prediction, tree_search
+from spectr_jax.decoding import tree as tree_lib
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import measurement, report
+from spectr_jax.experiments.call_times import PHASES, call_seconds, phase_seconds, token_seconds
+from spectr_jax.experiments.loading import Trained, load_pair
+from spectr_jax.experiments.node_acceptance import observe_carriers, observe_nodes, observe_winners, shares
+from spectr_jax.files import write_json, write_whole
+from spectr_jax.models.frozen import freeze
+
+NAME = "auto"
+PLAN_OF = {
+    "speculative": "otm",  # One draft: all plans are maximal coupling.
+    "spectr": "kseq",
+    "otm": "otm",
+    "block": "otm",
+    "otm_block": "otm",
+    "gbv": "greedy_multipath",
+}
+BLOCK = ("block", "otm_block", "gbv")
+CHAINS = ("speculative", "block")
+DISTINCT = ("gsd", "ersd")
+
+
+class Acceptance(NamedTuple):
+    """What drafts of the pair were seen to do.
+
+    Attributes:
+      carriers: by plan, as in `decoding.tree_search`.
+      winners: by plan, as in `decoding.prediction`.
+      R: by method, [K] acceptance by child index.
+      tokens: a text has, on average.
+    """
+
+    carriers: dict[str, np.ndarray]
+    winners: dict[str, np.ndarray]
+    R: dict[str, list[float]]
+    tokens: float
+
+
+class Times(NamedTuple):
+    """Seconds on this machine, functions of a number of tokens or drafts; `select` by method, for a chosen token.
+
+    `together`: how many times as long the parts of a call take in it as alone. `start`: of a text, without and with drafts.
+    """
+
+    target: Callable[[int], float]
+    together: float
+    start: tuple[float, float]
+    first_level: Callable[[int], float]
+    level: Callable[[int], float]
+    select: dict[str, Callable[[int], float]]
+
+
+class Candidate(NamedTuple):
+    """A method on a tree, and what is predicted of it."""
+
+    name: str
+    shape: str
+    method: Method
+    tokens_per_call: float
+    tokens_per_second: float
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Measures, predicts, tries the best, and writes the table and the recommendation to `workdir`.
+
+    Raises:
+      UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
+    """
+    check_auto_config(config)
+    measurement.claim_workdir(config, workdir, NAME)
+    target, (draft,) = load_pair(config.target, (config.draft,), config.dtype)
+    prompts = measurement.read_prompts(config, target.tokenizer)
+    measurement.check_contexts(config, prompts, [target, draft])
+
+    started = time.monotonic()
+
+    def measured(method: Method, **kwargs) -> measurement.Measurement:
+        return measurement.measure(method, target, draft, prompts, config, config.seeds[0], **kwargs)
+
+    acceptance = measure_acceptance(config, measured, prompts.real)
+    times = measure_times(config, target, draft)
+    found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
+    tried = [_tried(each, measured) for each in tqdm.tqdm(to_try(config, found), "tried", dynamic_ncols=True)]
+    result = {
+        "title": f"The fastest method for {config.target}, drafts of {config.draft}, {config.batch_size} texts at once",
+        "rows": tried,
+        "predicted": [_row(each) for each in found],
+        "acceptance_by_child": acceptance.R,
+        "acceptance_by_drafts": {name: (1 - table[1:, 0]).tolist() for name, table in acceptance.carriers.items()},
+        "together": times.together,
+        "target_ms": {str(count): times.target(count) * 1e3 for count in _counts(config.size)},
+        "prompts": prompts.real,
+        "seconds": round(time.monotonic() - started, 1),
+        "config": to_json(config),
+        "config_hash": config_hash(config),
+        **report.provenance(),
+    }
+    result["answer"] = answer(tried)
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(workdir / f"{NAME}.md", markdown(result))
+    write_json(workdir / f"{NAME}.json", result)
+    print(markdown(result))
+    return result
+
+
+def check_auto_config(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for a config that cannot be evaluated."""
+    check_fields(config, auto_config())
+    measurement.check_decoding(config)
+    check_positive(config, "num_drafts", "draft_lengths", "size", "tries")
+    if config.temperature == 0:
+        raise UserError("temperature=0.0 has no acceptance to measure; give a positive one, such as 1.0")
+    for name in config.methods:
+        if name not in (*PLAN_OF, *DISTINCT):
+            raise UserError(f"methods has {name!r}, which has no prediction; known are {', '.join([*PLAN_OF, *DISTINCT])}")
+
+
+def measure_acceptance(config: ml_collections.ConfigDict, measured, texts: int) -> Acceptance:
+    """What batch trees show: the first k of their drafts are k drafts, for every k."""
+    tree = tree_lib.batch(max(2, *config.num_drafts))
+    one = measured(get_method("spectr", tree=tree), observe=observe_carriers)
+    winners = measured(get_method("otm", tree=tree), observe=observe_winners).observed
+    R = {}
+    for name in set(config.methods) & set(DISTINCT):
+        nodes = measured(get_method(name, tree=tree), observe=observe_nodes).observed["nodes"]
+        R[name] = tree_search.descending((nodes[1:] / nodes[0]).tolist())
+    return Acceptance(
+        {plan: shares(counts) for plan, counts in one.observed.items()},
+        {plan: shares(counts) for plan, counts in winners.items()},
+        R,
+        one.tokens / texts,
+    )
+
+
+def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Times:
+    """Call times of the target, and of drafting and selection by phases of calls on few chains."""
+    batch, context = config.batch_size, config.prompt_tokens + config.max_new_tokens // 2
+    widths = sorted(set(config.num_drafts))
+    target_seconds = call_seconds(target.model, batch, _counts(config.size), context)
+
+    def drafting(width: int, length: int) -> float:
+        method = get_method("spectr", num_drafts=width, draft_length=length)
+        return phase_seconds(method, target.model, draft.model, batch, context, phases=("draft",))["draft"]
+
+    first = [drafting(width, 1) for width in tqdm.tqdm(widths, "drafting one level", dynamic_ncols=True)]
+    more = [drafting(width, 4) for width in tqdm.tqdm(widths, "drafting four", dynamic_ncols=True)]
+    level = [max(four - one, 0.0) / 3 for one, four in zip(first, more, strict=True)]
+    vocab_size, select = target.model.vocab_size, {}
+    for name in tqdm.tqdm(config.methods, "selection", dynamic_ncols=True):
+        seconds_at = [token_seconds(_method(name, (width, 1, 1, 1)), vocab_size, batch) for width in _widths(name, widths)]
+        select[name] = _between(_widths(name, widths), seconds_at)
+    reference = phase_seconds(get_method("spectr", num_drafts=2, draft_length=2), target.model, draft.model, batch, context)
+    together = reference["call"] / sum(reference[phase] for phase in PHASES)
+    times = Times(target_seconds, together, (0.0, 0.0), _between(widths, first), _between(widths, level), select)
+    start = []
+    for method in (get_method("baseline"), get_method("speculative", draft_length=1)):
+        call = _call(times, "speculative", method.tree, 1)
+        start.append(max(0.0, _text_seconds(method, config, target, draft) - call))
+    return times._replace(start=(start[0], start[1]))
+
+
+def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times) -> Iterator[Candidate]:
+    """The baseline; every method on its chains, prefix trees or optimal trees."""
+    yield _candidate(config, acceptance, times, "baseline", "-", get_method("baseline"), 1.0)
+    widest, highest = max(config.num_drafts), max(config.draft_lengths)
+    shapes = {(number, *[1] * (length - 1)) for number in config.num_drafts for length in config.draft_lengths}
+    shapes |= set(_prefix_shapes(widest, highest))
+    block_tokens = {plan: prediction.block_predictor(table) for plan, table in acceptance.winners.items()}
+    for name in config.methods:
+        if name in DISTINCT:
+            R = acceptance.R[name]
+            order = tree_search.optimal_order(R, config.size, highest)
+            for size in range(1, config.size + 1):
+                tree = tree_search.tree_of(order[:size])
+                expected = tree_search.expected_tokens(tree, R)
+                yield _candidate(
+                    config, acceptance, times, name, f"optimal of {size}", get_method(name, tree=tree), expected
+                )
+            continue
+        for branching in sorted(shapes):
+            chain = set(branching) == {1}
+            if (name in CHAINS) != chain or tree_lib.prefix_tree(*branching).size > config.size:
+                continue
+            if name in BLOCK:
+                expected = block_tokens[PLAN_OF[name]](branching)
+            else:
+                expected = tree_search.expected_tokens_iid(branching, acceptance.carriers[PLAN_OF[name]])
+            spelled = ",".join(map(str, branching))
+            yield _candidate(config, acceptance, times, name, spelled, _method(name, branching), expected)
+
+
+def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
+    """The baseline, the best of each method, and the best of the others, `tries` in all; `found` is sorted."""
+    baseline = next(each for each in found if each.name == "baseline")
+    best = {each.name: each for each in reversed(found) if each is not baseline}
+    chosen = sorted(best.values(), key=lambda each: -each.tokens_per_second)[: config.tries]
+    others = [each for each in found if each is not baseline and each not in chosen]
+    return [baseline, *chosen, *others[: config.tries - len(chosen)]]
+
+
+def answer(rows: list[dict[str, Any]]) -> str:
+    """What to use, in a sentence."""
+    baseline, best = rows[0], max(rows, key=lambda row: row["measured_per_second"])
+    if best is baseline:
+        return "Use the baseline: nothing that was tried is faster here."
+    option = f"draft_length={best['levels']}" if best["method"] in CHAINS else f'tree="{best["shape"]}"'
+    if best["method"] in DISTINCT:
+        option = f"tree=Tree({tuple(best['parents'])})"
+    return (
+        f'Use `get_method("{best["method"]}", {option})`: {best["measured_per_second"]:,.1f} tokens/s, '
+        f"{best['measured_per_second'] / baseline['measured_per_second']:.2f} x the baseline."
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The answer, the table and its provenance, as Markdown."""
+    header = ["Method", "Tree", "Nodes", "Tokens per call", "measured", "Tokens/s", "measured", "ratio", "x baseline"]
+    rows = []
+    for row in result["rows"]:
+        ratio = row["tokens_per_second"] / row["measured_per_second"]
+        speedup = row["measured_per_second"] / result["rows"][0]["measured_per_second"]
+        rows.append(
+            [
+                f"`{row['method']}`",
+                row["shape"],
+                str(row["nodes"]),
+                f"{row['tokens_per_call']:.2f}",
+                f"{row['measured_per_call']:.2f}",
+                f"{row['tokens_per_second']:,.1f}",
+                f"{row['measured_per_second']:,.1f}",
+                f"{ratio:.2f}",
+                f"{speedup:.2f}",
+            ]
+        )
+    config, calls = result["config"], result["target_ms"]
+    notes = [
+        result["answer"],
+        f"{len(result['predicted'])} candidates were predicted from measured parts (`{NAME}.json` has all): the call of the "
+        f"target ({', '.join(f'{count}: {ms:.1f} ms' for count, ms in calls.items())} by tokens), drafting a level, "
+        "choosing a token, starting a text, and what drafts were seen to do at a node, taken to be alike at all nodes "
+        f"(0-th order). The parts of a call take {result['together']:.2f} x as long in it as alone, measured once. Tried "
+        "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted over measured tokens/s.",
+        f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch {config['batch_size']}, "
+        f"{config['dtype']}, temperature {config['temperature']}; tokens/s with the call on the prompt, over the batch. In "
+        "a batch texts end at different times, which the prediction leaves out.",
+        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
+        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+    ]
+    return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
+
+
+def _candidate(config, acceptance: Acceptance, times: Times, name: str, shape: str, method: Method, expected: float):
+    calls = acceptance.tokens / expected
+    seconds = times.start[bool(method.tree.size)] + calls * _call(times, name, method.tree, expected)
+    return Candidate(name, shape, method, expected, config.batch_size * acceptance.tokens / seconds)
+
+
+def _call(times: Times, name: str, tree: Tree, expected: float) -> float:
+    """Seconds of a call that emits `expected` tokens."""
+    if not tree.size:
+        return times.target(1)
+    widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
+    # The first level costs what its children cost; the others what their parents do.
+    drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
+    select = expected * times.select[name](max(len(tree.levels[1]), widths[-1])) if name in times.select else 0.0
+    return times.together * (drafting + times.target(tree.size + 1) + select)
+
+
+def _text_seconds(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> float:
+    """Median seconds of texts of one new token."""
+    models = freeze(target.model), freeze(draft.model)
+    prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
+    lengths = np.full(config.batch_size, prompts.shape[1])
+    seconds = []
+    for seed in range(12):
+        started = time.perf_counter()
+        jax.block_until_ready(generate(jax.random.key(seed), method, *models, prompts, lengths, 1))
+        seconds.append(time.perf_counter() - started)
+    return float(np.median(seconds[1:]))
+
+
+def _tried(candidate: Candidate, measured) -> dict[str, Any]:
+    measured(candidate.method, batches=1)  # Compiles.
+    seen = measured(candidate.method)
+    return {
+        **_row(candidate),
+        "nodes": candidate.method.tree.size,
+        "levels": candidate.method.tree.height,
+        "parents": list(candidate.method.tree.parents),
+        "measured_per_call": seen.tokens / seen.calls,
+        "measured_per_second": seen.tokens / seen.seconds,
+    }
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "method": candidate.name,
+        "shape": candidate.shape,
+        "tokens_per_call": candidate.tokens_per_call,
+        "tokens_per_second": candidate.tokens_per_second,
+    }
+
+
+def _method(name: str, branching: tuple[int, ...]) -> Method:
+    if name in CHAINS:
+        return get_method(name, draft_length=len(branching))
+    return get_method(name, tree=tree_lib.prefix_tree(*branching))
+
+
+def _prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
+    """All (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
+    if not height:
+        return
+    for first in range(1, width + 1):
+        yield (first,)
+        for rest in _prefix_shapes(width // first, height - 1):
+            yield (first, *rest)
+
+
+def _widths(name: str, widths: list[int]) -> list[int]:
+    return [1] if name in CHAINS else widths
+
+
+def _counts(size: int) -> list[int]:
+    """Numbers of tokens to measure calls on, up to `size` nodes and the root."""
+    return sorted({1, 2, 3, 5, 9, size + 1, *(count for count in (17, 33, 65, 129) if count <= size)})
+
+
+def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
+    return lambda number: float(np.interp(number, numbers, seconds))

@@ -1,0 +1,227 @@
+"""How long is a call? SpecTr's Tables 1 and 3, and where the time of a call of a method goes.
+
+The paper's premise is that a call of the target on L tokens of each of B texts takes hardly longer than on one token of one.
+"""
+
+import itertools
+import pathlib
+import time
+from typing import Any
+
+import ml_collections
+import numpy as np
+import tqdm
+
+from spectr_jax.config import check_fields, check_positive, config_hash, latency_config, to_json
+from spectr_jax.decoding import get_method
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import measurement, paper, profile, report
+from spectr_jax.experiments.call_times import PHASES, call_runs, phase_seconds
+from spectr_jax.experiments.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
+from spectr_jax.files import write_json, write_whole
+
+NAME = "latency"
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Times every cell and every phase, and writes the tables, a heat map and a profile to `workdir`.
+
+    Raises:
+      UserError: anything wrong with the config, the models or the workdir, before any measurement.
+    """
+    check_latency_config(config)
+    measurement.claim_workdir(config, workdir, NAME)
+    models = [load_trained(spec, config.dtype) for spec in config.models]
+    target, draft = models[0], load_trained(config.draft, config.dtype)
+    for trained in (*models, draft):
+        if config.context + max(config.lengths) >= trained.model.context:
+            raise UserError(
+                f"context={config.context} and a call of {max(config.lengths) + 1} tokens exceed the context "
+                f"{trained.model.context} of {trained.name!r}; lower it"
+            )
+    started = time.monotonic()
+    result = {
+        "title": f"Latency of a call, relative to {config.models[0]} on length {config.lengths[0]}, one text",
+        "cells": measure_cells(config, models),
+        "phases": measure_phases(config, target, draft),
+        "profile": profile_call(config, target, draft),
+        "seconds": round(time.monotonic() - started, 1),
+        "config": to_json(config),
+        "config_hash": config_hash(config),
+        **report.provenance(),
+    }
+    workdir.mkdir(parents=True, exist_ok=True)
+    plot(result, workdir / f"{NAME}.png")
+    write_whole(workdir / f"{NAME}.md", markdown(result))
+    write_json(workdir / f"{NAME}.json", result)
+    print(markdown(result))
+    return result
+
+
+def check_latency_config(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for a config that cannot be evaluated."""
+    check_fields(config, latency_config())
+    check_positive(config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts")
+    measurement.check_dtype(config.dtype)
+    for name, length in itertools.product(config.methods, config.lengths):
+        method = get_method(name, num_drafts=config.num_drafts, draft_length=length)
+        if method.exit_layer:
+            raise UserError(f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out")
+
+
+def measure_cells(config: ml_collections.ConfigDict, models: list[Trained]) -> list[dict[str, Any]]:
+    """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit."""
+    shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
+    timed = [
+        call_runs(trained.model, batch, length, config.context) for trained, length, batch in tqdm.tqdm(shapes, "compiling")
+    ]
+    seconds = np.array([[one() for one in timed] for _ in tqdm.trange(config.runs, unit="run", dynamic_ncols=True)])
+    unit = seconds[:, 0].mean()
+    return [
+        {
+            "model": trained.name,
+            "length": length,
+            "batch": batch,
+            "mean": float(own.mean() / unit),
+            "std": float(own.std() / unit),
+            "median_ms": float(np.median(own) * 1e3),
+            "paper": paper.LATENCY.get((shape_name(trained.model.config), length, batch)),
+        }
+        for (trained, length, batch), own in zip(shapes, seconds.T, strict=True)
+    ]
+
+
+def measure_phases(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
+    """The phases of one call of each method, alone and as shares of their sum."""
+    rows = []
+    for name, length, batch in tqdm.tqdm(
+        list(itertools.product(config.methods, config.lengths, config.phase_batch_sizes)), "phases", dynamic_ncols=True
+    ):
+        method = get_method(name, num_drafts=config.num_drafts, draft_length=length)
+        seconds = phase_seconds(method, target.model, draft.model, batch, config.context)
+        whole = sum(seconds[phase] for phase in PHASES)
+        rows.append(
+            {
+                "method": name,
+                "num_drafts": config.num_drafts,
+                "draft_length": length,
+                "batch": batch,
+                "ms": {phase: value * 1e3 for phase, value in seconds.items()},
+                "share": {phase: seconds[phase] / whole for phase in PHASES},
+            }
+        )
+    return rows
+
+
+def profile_call(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
+    """What a profiler sees of a generation of the first method, one text."""
+    method = get_method(config.methods[0], num_drafts=config.num_drafts, draft_length=config.lengths[-1])
+    return profile.generation_profile(method, target.model, draft.model, config.context)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables with their provenance, as Markdown."""
+    config = result["config"]
+    parts = [f"# {result['title']}"]
+    for model in dict.fromkeys(cell["model"] for cell in result["cells"]):
+        parts += [f"`{model}`, mean ± standard deviation over {config['runs']} runs (in italics the paper's):"]
+        parts += [_cell_table(config, [cell for cell in result["cells"] if cell["model"] == model])]
+    unit = result["cells"][0]["median_ms"]
+    parts += [
+        f"1.00 is {unit:.2f} ms (median). {config['dtype']}; calls from Python on random tokens behind {config['context']} "
+        "committed ones in the cache, all cells in turns. The paper: SpecTr, Table 1 (97M) and Table 3 (6M), on a GPU. The "
+        f"spread is the machine's.{_untrained(config)}",
+        "## Where the time of a call goes",
+        report.markdown_table(
+            ["Method", "K", "L", "Texts", *(f"{phase}, ms" for phase in PHASES), "sum", "whole call", *PHASES],
+            [_phase_row(row) for row in result["phases"]],
+        ),
+        f"Target `{config['models'][0]}`, draft `{config['draft']}`. Each phase alone, in a loop on the device, median; the "
+        "last columns are its shares of the sum. The whole call is measured by itself. The paper: drafting adds 10 to 15 %.",
+        "## What the profiler sees",
+        report.markdown_table(
+            ["Phase", "Kind", "Operations a call", "ms a call", "Share"],
+            [
+                [row["phase"], row["kind"], f"{row['operations']:.0f}", f"{row['ms']:.3f}", f"{row['share']:.1%}"]
+                for row in result["profile"]
+                if row["share"] >= 0.005
+            ],
+        ),
+        f"`{config['methods'][0]}`, K = {config['num_drafts']}, L = {config['lengths'][-1]}, one text: time inside "
+        "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the call on the prompt "
+        "and the loop itself; rows below 0.5 % are left out.",
+        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
+        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell_table(config: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+    found = {(cell["length"], cell["batch"]): cell for cell in cells}
+
+    def text(cell) -> str:
+        cited = cell["paper"]
+        return f"{cell['mean']:.2f} ± {cell['std']:.2f}" + (f" *({cited[0]:.2f} ± {cited[1]:.2f})*" if cited else "")
+
+    return report.markdown_table(
+        ["", *(f"batch = {batch}" for batch in config["batch_sizes"])],
+        [
+            [f"length = {length}", *(text(found[length, batch]) for batch in config["batch_sizes"])]
+            for length in config["lengths"]
+        ],
+    )
+
+
+def _phase_row(row: dict[str, Any]) -> list[str]:
+    alone = [row["ms"][phase] for phase in PHASES]
+    times = [*alone, sum(alone), row["ms"]["call"]]
+    return [
+        f"`{row['method']}`",
+        *(str(row[name]) for name in ("num_drafts", "draft_length", "batch")),
+        *(f"{value:.2f}" for value in times),
+        *(f"{row['share'][phase]:.1%}" for phase in PHASES),
+    ]
+
+
+def _untrained(config: dict[str, Any]) -> str:
+    if not any(spec.startswith(RANDOM_PREFIX) for spec in (*config["models"], config["draft"])):
+        return ""
+    return (
+        " **The weights of `random:` models are random**: time is that of any weights of these shapes; two such models "
+        "agree in about 0.7 of their drafts, as the embedded pair does."
+    )
+
+
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
+    """A heat map of relative latency for each model, and bars of the phases."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    config, cells = result["config"], result["cells"]
+    names = list(dict.fromkeys(cell["model"] for cell in cells))
+    figure, axes = pyplot.subplots(1, len(names) + 1, figsize=(3.4 * (len(names) + 1), 3.6), layout="constrained")
+    shape = (len(config["lengths"]), len(config["batch_sizes"]))
+    for name, axis in zip(names, axes[:-1], strict=True):
+        means = np.array([cell["mean"] for cell in cells if cell["model"] == name]).reshape(shape)
+        axis.imshow(
+            means, cmap="viridis", norm="log", vmin=min(c["mean"] for c in cells), vmax=max(c["mean"] for c in cells)
+        )
+        for (row, column), mean in np.ndenumerate(means):
+            axis.text(column, row, f"{mean:.2f}", ha="center", va="center", color="white", fontsize=9)
+        axis.set_xticks(range(shape[1]), config["batch_sizes"])
+        axis.set_yticks(range(shape[0]), config["lengths"])
+        axis.set(title=name, xlabel="batch", ylabel="length")
+    rows, bottom = result["phases"], np.zeros(len(result["phases"]))
+    labels = [f"{row['method']}\nL={row['draft_length']}, B={row['batch']}" for row in rows]
+    for phase in PHASES:
+        share = np.array([row["share"][phase] for row in rows])
+        axes[-1].barh(labels, share, left=bottom, label=phase)
+        bottom += share
+    axes[-1].invert_yaxis()
+    axes[-1].tick_params(axis="y", labelsize=7)
+    axes[-1].legend(fontsize=7, ncols=2)
+    axes[-1].set(xlabel="share of a call", title="phases")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,85 @@
+"""The search for the fastest method: whole at toy size, and what follows from given times and acceptance."""
+
+import json
+
+import numpy as np
+import pytest
+
+from spectr_jax.config import auto_config
+from spectr_jax.decoding import prediction
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import auto
+
+
+def _config(folder, **changes):
+    config = auto_config()
+    config.update({"target": str(folder / "target.safetensors"), "draft": str(folder / "draft.safetensors")})
+    config.update({"prompts": str(folder / "prompts.txt"), "num_prompts": 4, "batch_size": 2, "max_new_tokens": 5})
+    config.update({"methods": ("block", "gsd"), "num_drafts": (2,), "draft_lengths": (1, 2), "size": 3, "tries": 2})
+    config.update({"prompt_tokens": 4, **changes})
+    return config
+
+
+def test_the_table_and_the_answer_are_written(toy, tmp_path):
+    result = auto.run(_config(toy.folder), tmp_path)
+    assert json.loads((tmp_path / "auto.json").read_text()) == result
+    methods = [row["method"] for row in result["rows"]]
+    assert methods[0] == "baseline" and sorted(methods[1:]) == ["block", "gsd"]
+    assert all(row["measured_per_second"] > 0 and row["tokens_per_second"] > 0 for row in result["rows"])
+    assert result["answer"].startswith("Use ") and result["answer"] in (tmp_path / "auto.md").read_text()
+    speeds = [row["tokens_per_second"] for row in result["predicted"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len(speeds) == 1 + 2 + 3  # Chains of 1 and 2; gsd on trees of 1 to 3.
+
+
+def _given(target, accepted=0.8, level=1.0):
+    """Acceptance `accepted` of one draft, and of two no more; a machine where a call on n tokens takes `target(n)`."""
+    carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
+    winners = np.zeros((3, prediction.RATIOS, 3))
+    acceptance = auto.Acceptance({"otm": carriers, "kseq": carriers}, {"otm": winners}, {}, 60.0)
+    times = auto.Times(target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {})
+    return acceptance, times
+
+
+def _found(target, tmp_path, **given):
+    config = _config(tmp_path, methods=("speculative",), draft_lengths=(1, 2, 4), num_drafts=(1,), size=8, batch_size=1)
+    return sorted(auto.candidates(config, *_given(target, **given)), key=lambda each: -each.tokens_per_second)
+
+
+def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path):
+    free = _found(lambda _: 100.0, tmp_path)
+    assert [each.shape for each in free] == ["1,1,1,1", "1,1,1", "1,1", "1", "-"]
+    assert free[0].tokens_per_call == pytest.approx(sum(0.8**n for n in range(5)))
+    # Four levels of drafting at 1 and a call of 100, as often as 60 tokens need.
+    assert free[0].tokens_per_second == pytest.approx(free[0].tokens_per_call / 104)
+    dear = _found(lambda count: 100.0 * count, tmp_path)
+    assert dear[0].shape == "-" and dear[0].tokens_per_second == pytest.approx(1 / 100)
+
+
+def test_the_best_of_each_method_is_tried_and_then_the_best_of_the_rest(tmp_path):
+    found = _found(lambda _: 100.0, tmp_path)
+    config = _config(tmp_path, tries=2)
+    assert [each.shape for each in auto.to_try(config, found)] == ["-", "1,1,1,1", "1,1,1"]
+
+
+def test_the_answer_can_be_pasted():
+    rows = [{"method": "baseline", "measured_per_second": 10.0}]
+    row = {"method": "otm_block", "shape": "2,1", "levels": 2, "parents": [0, 0, 1, 2], "measured_per_second": 25.0}
+    assert auto.answer([*rows, row]) == 'Use `get_method("otm_block", tree="2,1")`: 25.0 tokens/s, 2.50 x the baseline.'
+    assert auto.answer([*rows, {**row, "method": "block"}]).startswith('Use `get_method("block", draft_length=2)`')
+    assert "tree=Tree((0, 0, 1, 2))" in auto.answer([*rows, {**row, "method": "gsd"}])
+    assert auto.answer([*rows, {**row, "measured_per_second": 5.0}]).startswith("Use the baseline")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("naive",)}, "methods has 'naive', which has no prediction"),
+        ({"tries": 0}, "'tries' is 0"),
+        ({"temperature": 0.0}, "temperature=0.0 has no acceptance"),
+    ],
+)
+def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        auto.run(_config(toy.folder, **changes), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
