@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from flax import nnx
 
 from spectr_jax import cli
 from spectr_jax.data.corpus import open_sentences
@@ -30,11 +31,11 @@ from spectr_jax.data.tokenizer import BOS, Tokenizer
 from spectr_jax.decoding import Method, generate, get_method
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import report
-from spectr_jax.experiments.loading import EMBEDDED, RANDOM_PREFIX, Trained, load_pair
+from spectr_jax.experiments.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained, load_pair
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.gpt2 import save_gpt2
-from spectr_jax.models.transformer import Transformer, causal, parameter_count
+from spectr_jax.models.transformer import Transformer, causal
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/peers", "Where the tables go: Markdown and JSON.")
 _TARGET = flags.DEFINE_string("target", "random:target_97m", "embedded:NAME, random:NAME, a model file or a workdir.")
@@ -45,7 +46,7 @@ _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 8, "Of each prompt, behin
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed rounds, after one that compiles.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Texts at once in the second table, of at most three rounds; 1 for no such table.")
 _TREES = flags.DEFINE_string("trees", "2,1,1,1;4,2,1", "Candidate trees of otm_block, with semicolons between.")
-_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "Of spectr_jax; transformers runs in float32.")
+_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16", "int8"], "Of spectr_jax; transformers runs in float32.")
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "An interpreter with torch and transformers to use as it is.")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -79,8 +80,8 @@ def check_flags() -> None:
     for name in ("draft_length", "new_tokens", "prompt_tokens", "rounds", "batch"):
         if flags.FLAGS[name].value < 1:
             raise UserError(f"--{name}={flags.FLAGS[name].value} is less than 1; give at least 1")
-    if not _DTYPES.value or set(_DTYPES.value) - {"float32", "bfloat16"}:
-        raise UserError(f"--dtypes={','.join(_DTYPES.value)} is not known; give float32, bfloat16 or both")
+    if not _DTYPES.value or set(_DTYPES.value) - set(DTYPES):
+        raise UserError(f"--dtypes={','.join(_DTYPES.value)} is not known; give some of {', '.join(DTYPES)}")
     for tree in _TREES.value.split(";"):
         get_method("otm_block", tree=tree)
     if _PEERS_PYTHON.value:
@@ -160,8 +161,7 @@ def bandwidth() -> float:
 
 def call_bytes(model: Transformer) -> int:
     """What a call of the target reads at least: each weight once, but for the embedding table."""
-    config = model.config
-    return (parameter_count(config) - config.vocab_size * config.width) * jnp.dtype(config.dtype).itemsize
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) - model.embed.embedding[...].nbytes
 
 
 def our_runs(dtype: str, target: Trained, draft: Trained, batch: int, trees: list[str]) -> Runs:

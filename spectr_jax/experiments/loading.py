@@ -11,11 +11,13 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError, unknown
+from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import digest, load_weights
 from spectr_jax.training.checkpoint import Checkpoints
 
 EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
+DTYPES = ("float32", "bfloat16", "int8")
 EMBEDDED_PREFIX = "embedded:"
 RANDOM_PREFIX = "random:"
 HEAD_SCALE = 1.5
@@ -36,11 +38,15 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
     Args:
       spec: `embedded:NAME`, a .safetensors file with its tokenizer.model beside it, or a training workdir; `random:NAME` for
         a shape of the ladder with weights that were never trained, to measure time with.
-      dtype: of parameters and activations.
+      dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
+        `models.quantized`.
 
     Raises:
       UserError: nothing there, damaged, or with another tokenizer than it was trained with.
     """
+    if dtype == "int8":
+        trained = load_trained(spec)
+        return trained._replace(model=quantize(trained.model))
     if spec.startswith(EMBEDDED_PREFIX):
         name = spec.removeprefix(EMBEDDED_PREFIX)
         known = [path.stem for path in EMBEDDED.glob("*.safetensors")]

@@ -16,7 +16,7 @@ from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from spectr_jax.decoding import Method, Policy, generate
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import EMBEDDED, Trained
+from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained
 from spectr_jax.models.frozen import freeze
 
 
@@ -53,8 +53,8 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
 
 def check_dtype(dtype: str) -> None:
     """Raises `UserError` for a dtype that models are not decoded in."""
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={dtype!r} is not known; give 'float32' or 'bfloat16'")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
 
 
 def policy_of(config: ml_collections.ConfigDict) -> Policy:

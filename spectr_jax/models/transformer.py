@@ -55,12 +55,17 @@ def sinusoidal_table(length: int, width: int) -> np.ndarray:
 @jax.custom_vjp
 def _dense(x, kernel):
     rows = x.reshape(-1, x.shape[-1])
-    lone = len(rows) == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    if lone:
-        # XLA's CPU library has bfloat16 products of two rows on, and converts the kernel, eight times slower, for one.
-        rows = jnp.concatenate([rows, rows])
-    product = _matmul(rows, kernel)
-    return (product[:1] if lone else product).reshape(*x.shape[:-1], -1)
+    return _matmul(pair_lone_row(rows), kernel)[: len(rows)].reshape(*x.shape[:-1], -1)
+
+
+def pair_lone_row(rows: jax.Array) -> jax.Array:
+    """`rows` [R, C] with a lone narrow one twice on a CPU.
+
+    XLA's CPU library has products of bfloat16 and int8 of two rows on; for one row XLA converts the kernel, eight times
+    slower.
+    """
+    lone = len(rows) == 1 and rows.dtype != jnp.float32 and jax.default_backend() == "cpu"
+    return jnp.concatenate([rows, rows]) if lone else rows
 
 
 def _matmul(x, kernel):

@@ -54,7 +54,7 @@ def test_operations_are_told_by_their_scope():
     ("changes", "message"),
     [
         ({"runs": 0}, "'runs' is 0"),
-        ({"dtype": "int8"}, "dtype='int8' is not known"),
+        ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"context": 30}, "context=30 and a call of 3 tokens exceed the context 32 of 'target'"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
         ({"methods": ("gsd",)}, "no option 'num_drafts'"),

@@ -111,7 +111,7 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
         ({"max_new_tokens": 30}, "exceed the context 32 of 'target'; shorten one of them"),
         ({"methods": ("speck",)}, "unknown method 'speck'"),
-        ({"dtype": "int8"}, "dtype='int8' is not known"),
+        ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"target": "embedded:none"}, "unknown embedded model 'none'"),
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
     ],
