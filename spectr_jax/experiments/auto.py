@@ -141,7 +141,7 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured, texts: int) 
     one = measured(get_method("spectr", tree=tree), observe=observe_carriers)
     winners = measured(get_method("otm", tree=tree), observe=observe_winners).observed
     R = {}
-    for name in set(config.methods) & set(DISTINCT):
+    for name in dict.fromkeys(each for each in config.methods if each in DISTINCT):
         nodes = measured(get_method(name, tree=tree), observe=observe_nodes).observed["nodes"]
         R[name] = tree_search.descending((nodes[1:] / nodes[0]).tolist())
     return Acceptance(
@@ -189,8 +189,9 @@ def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times:
     for name in config.methods:
         if name in DISTINCT:
             R = acceptance.R[name]
-            order = tree_search.optimal_order(R, config.size, highest)
-            for size in range(1, config.size + 1):
+            most = min(config.size, sum(len(R) ** level for level in range(1, highest + 1)))
+            order = tree_search.optimal_order(R, most, highest)
+            for size in range(1, most + 1):
                 tree = tree_search.tree_of(order[:size])
                 expected = tree_search.expected_tokens(tree, R)
                 yield _candidate(
@@ -347,4 +348,5 @@ def _counts(size: int) -> list[int]:
 
 
 def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
-    return lambda number: float(np.interp(number, numbers, seconds))
+    """Interpolates between measured numbers; beyond the last, in proportion to the number."""
+    return lambda number: float(np.interp(number, numbers, seconds)) * max(1.0, number / numbers[-1])

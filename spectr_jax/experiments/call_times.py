@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from spectr_jax.decoding import Method, Policy, drafting, scoring, selection
 from spectr_jax.decoding.generate import call, prefill
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.frozen import freeze
 
 PASSES = 8
 """Of a loop on the device, for one measurement."""
@@ -41,31 +42,30 @@ def call_seconds(
     Returns:
       A function of the number of tokens: the median seconds, between measured numbers by interpolation.
     """
-    rebuild, leaves = _split(model)
+    frozen = freeze(model)
 
     def one(_, fixed, carry):
-        leaves, new = fixed
-        logits, cache = _extend(rebuild(leaves), new, carry[1])
-        return logits, cache
+        model, new = fixed
+        return _extend(model.merge(), new, carry[1])
 
     medians = []
     for count in tokens:
         new, cache = _random_call(model, batch, count, context)
         logits = jnp.zeros((batch, count, model.vocab_size))
-        medians.append(_loop_seconds(one, [(leaves, new)], (logits, cache), repeats))
+        medians.append(_loop_seconds(one, [(frozen, new)], (logits, cache), repeats))
     return lambda number: float(np.interp(number, tokens, medians))
 
 
 def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[], float]:
     """A function that makes one call on `count` new tokens from Python, and returns its seconds; the first has compiled."""
-    rebuild, leaves = _split(model)
-    run = jax.jit(lambda leaves, new, cache: _extend(rebuild(leaves), new, cache), donate_argnums=2)
+    frozen = freeze(model)
+    run = jax.jit(lambda frozen, new, cache: _extend(frozen.merge(), new, cache), donate_argnums=2)
     new, cache = _random_call(model, batch, count, context)
 
     def timed() -> float:
         nonlocal cache
         started = time.perf_counter()
-        _, cache = jax.block_until_ready(run(leaves, new, cache))
+        _, cache = jax.block_until_ready(run(frozen, new, cache))
         return time.perf_counter() - started
 
     timed()
@@ -92,64 +92,38 @@ def phase_seconds(
       repeats: measurements, of `PASSES` passes each, at temperature 1.
       phases: which are measured.
     """
-    rebuild, leaves = _split((target, draft))
-    tree, policy = method.tree, Policy()
-    room = tree.height + 1
-    lengths, limits = jnp.full(batch, context, jnp.int32), jnp.full(batch, context + room, jnp.int32)
-    text_keys = jax.random.split(jax.random.key(0), batch)
+    models = freeze(target), freeze(draft)
+    tree, room = method.tree, method.tree.height + 1
+    lengths = jnp.full(batch, context, jnp.int32)
+    keys = jax.random.split(jax.random.key(0), batch)
     prompts = np.random.default_rng(0).integers(0, target.vocab_size, (batch, context)).astype(np.int32)
-    start = jax.jit(lambda leaves: prefill(method, rebuild(leaves)[0], rebuild(leaves)[1], prompts, lengths, room))(leaves)
+    start = jax.jit(lambda models: prefill(method, models[0].merge(), models[1].merge(), prompts, lengths, room))(models)
 
-    def keys(step):
-        return jax.vmap(jax.random.fold_in, in_axes=(0, None))(text_keys, step)
+    def whole_call(models, loop):
+        return call(loop, method, models[0].merge(), models[1].merge(), keys, lengths + room, Policy())
 
-    def whole_call(leaves, loop):
-        target, draft = rebuild(leaves)
-        return call(loop, method, target, draft, text_keys, limits, policy)
-
-    @jax.jit
-    def sample(leaves, step):
-        _, seen = whole_call(leaves, start._replace(step=step))
-        return seen.tokens, seen.p, seen.logits, seen.chosen
-
-    def draft_phase(step, fixed, carry):
-        drafts = drafting.draft(keys(step), rebuild(fixed)[1], method.rule, tree, policy, start.text, lengths, carry.cache)
-        return drafts._replace(cache=_at(drafts.cache, carry.cache.lengths))
-
-    def score_phase(_, fixed, carry):
-        leaves, tokens = fixed
-        logits, cache = scoring.score(rebuild(leaves)[0], tree, tokens, lengths, carry[1])
-        return logits, _at(cache, lengths - 1)
-
-    def select_phase(step, fixed, _):
-        walk = selection.for_each_text(method.walk, method.plan, tree, policy)
-        return walk(jnp.zeros(batch, bool), keys(step), lengths, *fixed)
-
-    def commit_phase(_, chosen, caches):
-        target_cache, draft_cache = caches
-        after = lengths + chosen.emitted
-        return (
-            _at(scoring.commit(target_cache, chosen.path, after), target_cache.lengths),
-            _at(drafting.commit(draft_cache, tree, chosen.path, lengths, after), draft_cache.lengths),
-        )
-
-    def call_phase(_, fixed, loop):
-        after, _ = whole_call(fixed, loop)
+    def call_phase(_, models, loop):
+        after, _ = whole_call(models, loop)
         return start._replace(
             step=after.step,
-            target_cache=_at(after.target_cache, lengths - 1),
+            target_cache=_at(after.target_cache, start.target_cache.lengths),
             draft_cache=_at(after.draft_cache, start.draft_cache.lengths),
         )
 
-    samples = [sample(leaves, step) for step in np.arange(4)]
+    @jax.jit
+    def sample(models, step):
+        _, seen = whole_call(models, start._replace(step=step))
+        return seen.tokens, seen.p, seen.logits, seen.chosen
+
+    samples = [sample(models, step) for step in np.arange(4)]
     tokens, p, logits, chosen = samples[0]
     caches = start.target_cache, start.draft_cache
     measured: dict[str, tuple[Callable, list[Any], Any]] = {
-        "draft": (draft_phase, [leaves], drafting.Drafts(tokens, p, caches[1])),
-        "score": (score_phase, [(leaves, each[0]) for each in samples], (logits, caches[0])),
-        "select": (select_phase, [each[:3] for each in samples], chosen),
-        "commit": (commit_phase, [each[3] for each in samples], caches),
-        "call": (call_phase, [leaves], start),
+        "draft": (_draft_phase(method, keys, start.text, lengths), [models[1]], drafting.Drafts(tokens, p, caches[1])),
+        "score": (_score_phase(tree, lengths), [(models[0], each[0]) for each in samples], (logits, caches[0])),
+        "select": (_select_phase(method, keys, lengths), [each[:3] for each in samples], chosen),
+        "commit": (_commit_phase(tree, lengths), [each[3] for each in samples], caches),
+        "call": (call_phase, [models], start),
     }
     return {name: _loop_seconds(*measured[name], repeats) for name in phases}
 
@@ -171,22 +145,52 @@ def token_seconds(method: Method, vocab_size: int, batch: int, repeats: int = 10
     keys = jax.random.split(jax.random.key(0), batch)
     lengths = jnp.ones(batch, jnp.int32)
 
-    def walk(step, fixed, _):
-        step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
-        every = selection.for_each_text(method.walk, method.plan, tree, Policy())
-        return every(jnp.zeros(batch, bool), step_keys, lengths, *fixed)
-
-    fixed = tokens, p, logits
-    once = jax.jit(walk, static_argnums=2)
-    emitted = np.mean([once(step, fixed, None).emitted for step in range(PASSES)])
-    return _loop_seconds(walk, [fixed], once(0, fixed, None), repeats) / float(emitted)
+    walk, fixed = jax.jit(_select_phase(method, keys, lengths)), (tokens, p, logits)
+    chosen = [walk(step, fixed, None) for step in range(PASSES)]
+    return _loop_seconds(walk, [fixed], chosen[0], repeats) / float(np.mean([each.emitted for each in chosen]))
 
 
-def _split(model: Any) -> tuple[Callable[[list], Any], list]:
-    """How to build `model`, or a tuple of models, of arrays; and its arrays."""
-    graphdef, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-    return lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(structure, leaves)), leaves
+def _draft_phase(method: Method, keys_B, text_BxT, lengths_B) -> Callable:
+    def phase(step, model, drafts):
+        cache = drafts.cache
+        arguments = model.merge(), method.rule, method.tree, Policy(), text_BxT, lengths_B, cache
+        drafts = drafting.draft(_fold(keys_B, step), *arguments)
+        return drafts._replace(cache=_at(drafts.cache, cache.lengths))
+
+    return phase
+
+
+def _score_phase(tree: Tree, lengths_B) -> Callable:
+    def phase(_, fixed, scored):
+        model, tokens = fixed
+        logits, cache = scoring.score(model.merge(), tree, tokens, lengths_B, scored[1])
+        return logits, _at(cache, scored[1].lengths)
+
+    return phase
+
+
+def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
+    def phase(step, fixed, _):
+        walk = selection.for_each_text(method.walk, method.plan, method.tree, Policy())
+        return walk(jnp.zeros(len(lengths_B), bool), _fold(keys_B, step), lengths_B, *fixed)
+
+    return phase
+
+
+def _commit_phase(tree: Tree, lengths_B) -> Callable:
+    def phase(_, chosen, caches):
+        target_cache, draft_cache = caches
+        after = lengths_B + chosen.emitted
+        return (
+            _at(scoring.commit(target_cache, chosen.path, after), target_cache.lengths),
+            _at(drafting.commit(draft_cache, tree, chosen.path, lengths_B, after), draft_cache.lengths),
+        )
+
+    return phase
+
+
+def _fold(keys_B, step) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, step)
 
 
 def _random_call(model: Model, batch: int, count: int, context: int) -> tuple[jax.Array, Cache]:

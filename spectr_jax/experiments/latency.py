@@ -205,11 +205,12 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     shape = (len(config["lengths"]), len(config["batch_sizes"]))
     for name, axis in zip(names, axes[:-1], strict=True):
         means = np.array([cell["mean"] for cell in cells if cell["model"] == name]).reshape(shape)
-        axis.imshow(
+        image = axis.imshow(
             means, cmap="viridis", norm="log", vmin=min(c["mean"] for c in cells), vmax=max(c["mean"] for c in cells)
         )
         for (row, column), mean in np.ndenumerate(means):
-            axis.text(column, row, f"{mean:.2f}", ha="center", va="center", color="white", fontsize=9)
+            color = "black" if image.norm(mean) > 0.6 else "white"
+            axis.text(column, row, f"{mean:.2f}", ha="center", va="center", color=color, fontsize=9)
         axis.set_xticks(range(shape[1]), config["batch_sizes"])
         axis.set_yticks(range(shape[0]), config["lengths"])
         axis.set(title=name, xlabel="batch", ylabel="length")
@@ -221,7 +222,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
         bottom += share
     axes[-1].invert_yaxis()
     axes[-1].tick_params(axis="y", labelsize=7)
-    axes[-1].legend(fontsize=7, ncols=2)
+    axes[-1].legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[-1].set(xlabel="share of a call", title="phases")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
