@@ -9,6 +9,7 @@ from spectr_jax.config import auto_config
 from spectr_jax.decoding import prediction
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto
+from spectr_jax.experiments.measurement import Measurement
 
 
 def _config(folder, **changes):
@@ -63,12 +64,26 @@ def test_the_best_of_each_method_is_tried_and_then_the_best_of_the_rest(tmp_path
 
 
 def test_the_answer_can_be_pasted():
-    rows = [{"method": "baseline", "measured_per_second": 10.0}]
+    rows = [{"method": "baseline", "measured_per_second": 10.0, "speedup": 1.0}]
     row = {"method": "otm_block", "shape": "2,1", "levels": 2, "parents": [0, 0, 1, 2], "measured_per_second": 25.0}
+    row["speedup"] = 2.5
     assert auto.answer([*rows, row]) == 'Use `get_method("otm_block", tree="2,1")`: 25.0 tokens/s, 2.50 x the baseline.'
     assert auto.answer([*rows, {**row, "method": "block"}]).startswith('Use `get_method("block", draft_length=2)`')
     assert "tree=Tree((0, 0, 1, 2))" in auto.answer([*rows, {**row, "method": "gsd"}])
-    assert auto.answer([*rows, {**row, "measured_per_second": 5.0}]).startswith("Use the baseline")
+    assert auto.answer([*rows, {**row, "speedup": 0.5}]).startswith("Use the baseline")
+
+
+def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path):
+    """The machine is three times as slow on the second seed, and ten times on the third."""
+    found = auto.to_try(_config(tmp_path, tries=1), _found(lambda _: 100.0, tmp_path))
+
+    def measured(method, seed, batches=None):
+        seconds = (1, 3, 10)[seed] * (2 if method.tree.size else 8)
+        return Measurement(80, 80 if not method.tree.size else 40, seconds, {})
+
+    baseline, best = auto.try_all(found, (0, 1, 2), measured)
+    assert baseline["speedup"] == 1 and best["speedup"] == 4 and best["measured_per_call"] == 2
+    assert baseline["measured_per_second"] == pytest.approx(80 / 24)
 
 
 @pytest.mark.parametrize(
