@@ -354,7 +354,7 @@ def _widths(name: str, widths: list[int]) -> list[int]:
 
 def _counts(size: int) -> list[int]:
     """Numbers of tokens to measure calls on, up to `size` nodes and the root."""
-    return sorted({1, 2, 3, 5, 9, size + 1, *(count for count in (17, 33, 65, 129) if count <= size)})
+    return [*(count for count in (1, 2, 3, 5, 9, 17, 33, 65, 129) if count <= size), size + 1]
 
 
 def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
