@@ -1,4 +1,4 @@
-"""A model taken apart once, for many decodings: `nnx.split` of the 97M takes 10 ms of Python, a call of it on a GPU one."""
+"""A model taken apart once, for many decodings: `nnx.split` of the 97M and its draft takes 10 ms of Python each time."""
 
 import dataclasses
 import functools
