@@ -8,7 +8,18 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from spectr_jax.errors import UserError
+from spectr_jax.errors import Interrupted, UserError
+
+INTERRUPTED = 75
+"""Exit status of a run that was stopped and saved: "try again" (EX_TEMPFAIL in sysexits.h)."""
+
+
+def define_process_flags() -> None:
+    """The flags of a program that several processes can run as one."""
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes are one run.")
+    flags.DEFINE_integer("processes", None, "How many processes there are.")
+    flags.DEFINE_integer("process_id", None, "The index of this process, from 0.")
+    flags.DEFINE_bool("distributed", False, "Ask the environment for these three: on TPU pods, Slurm, Open MPI.")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -16,13 +27,33 @@ def run(main: Callable[[], None]) -> None:
 
     def guarded(_):
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
-        _keep_programs()
+        distributed = _process_flags()
         try:
+            if distributed is not None:
+                from spectr_jax import hosts
+
+                hosts.connect(**distributed)
+            _keep_programs()
             main()
         except UserError as error:
-            _exit(str(error))
+            _exit(str(error), at_once=distributed is not None)
+        except Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(INTERRUPTED)
 
     app.run(guarded, flags_parser=_parse)
+
+
+def _process_flags() -> dict | None:
+    """The arguments of `hosts.connect`, or None for a process on its own."""
+    if "coordinator" not in flags.FLAGS:
+        return None
+    found = {
+        "coordinator": flags.FLAGS.coordinator,
+        "processes": flags.FLAGS.processes,
+        "process": flags.FLAGS.process_id,
+    }
+    return found if flags.FLAGS.distributed or any(value is not None for value in found.values()) else None
 
 
 def _keep_programs() -> None:
@@ -58,6 +89,8 @@ def _reason(error: BaseException) -> str:
     return f"{lines[0]}; see --help"
 
 
-def _exit(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+def _exit(message: str, at_once: bool = False) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    if at_once:  # JAX would wait at exit for the other processes, which wait for this one.
+        os._exit(2)
     sys.exit(2)

@@ -29,9 +29,12 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
                 "tfds_dir": "",
                 "tokenizer": "",  # A SentencePiece file to share; "" for one of the run's own. Trained if not there.
                 "tokenizer_sentences": 250_000,
+                "streams": 8,  # The corpus is dealt out to so many, or the most that divide that and the batch size.
             },
             "steps": 100_000,
-            "batch_size": 256,
+            "batch_size": 256,  # Rows, over all devices.
+            "accumulate": 1,  # In so many parts a batch goes through the model.
+            "remat": False,  # Compute activations anew in the backward pass, for memory.
             "optimizer": {
                 "schedule": "rsqrt",
                 "learning_rate": 0.0016,
@@ -50,6 +53,14 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
             "keep_checkpoints": 3,
         }
     )
+
+
+def lm1b_config(model: str) -> ml_collections.ConfigDict:
+    """A run of the paper's ladder on an accelerator: bfloat16 products, one tokenizer for all four models."""
+    config = train_config(model)
+    config.model.dtype = "bfloat16"
+    config.data.tokenizer = "runs/lm1b/tokenizer.model"
+    return config
 
 
 def decoding_config() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one error type that a user can cause."""
+"""What ends a program early: an error of the user's, or a signal."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """Bad input: the message names the value and the remedy, on one line."""
+
+
+class Interrupted(Exception):
+    """The user or the scheduler stopped the run; it saved, and goes on where the same command is given again."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

@@ -6,7 +6,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from spectr_jax import cli
-from spectr_jax.errors import unknown
+from spectr_jax.errors import UserError, unknown
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config; fields: spectr_jax/config.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)
@@ -14,15 +14,20 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, 
 
 def main():
     # Once flags are parsed: `--help` need not wait for JAX.
+    import jax
+
     from spectr_jax.experiments import auto, latency, tokens_per_call, trees
 
     experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto)}
     name = _CONFIG.value.get("experiment", "none")
     if name not in experiments:
         raise unknown("experiment", name, experiments)
+    if jax.process_count() > 1 and name != tokens_per_call.NAME:
+        raise UserError(f"experiment {name!r} times calls and runs in one process; drop --coordinator and --distributed")
     experiments[name](_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
+    cli.define_process_flags()
     cli.run(main)

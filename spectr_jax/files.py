@@ -9,8 +9,12 @@ from typing import Any
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     """Writes a file, or leaves the old one if the write is cut short."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

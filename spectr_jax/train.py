@@ -1,4 +1,4 @@
-"""Trains one model: `python -m spectr_jax.train --config=configs/lm1b.py:draft_6m --workdir=runs/lm1b/draft_6m`."""
+"""Trains one model: `python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m`."""
 
 import pathlib
 
@@ -12,11 +12,15 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the s
 
 
 def main():
-    from spectr_jax.training.loop import train  # Once flags are parsed: `--help` need not wait for JAX.
+    # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.training.last_words import last_words
+    from spectr_jax.training.loop import train
 
-    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    with last_words(_WORKDIR.value):
+        train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
+    cli.define_process_flags()
     cli.run(main)

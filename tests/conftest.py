@@ -3,11 +3,15 @@
 import contextlib
 import gc
 import os
+import tempfile
 
 # Most of the tests' time is compilation. Set before JAX is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
-# Entry points that tests start leave nothing in the user's cache folder.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax
 import pytest
@@ -51,3 +55,24 @@ def count_compilations():
             jax.monitoring.unregister_event_duration_listener(listen)
 
     return count
+
+
+@pytest.fixture(scope="session")
+def array_records():
+    """Writes sentences as TFDS's lm1b, with TFDS's own writer of array records, without TensorFlow."""
+
+    def write(folder, train, test=("held out",), shards=1):
+        import tensorflow_datasets as tfds
+
+        place = folder / "lm1b" / "1.1.0"
+        place.mkdir(parents=True)
+        identity = tfds.core.dataset_info.DatasetIdentity("lm1b", tfds.core.Version("1.1.0"), str(place), "lm1b")
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+        info = tfds.core.DatasetInfo(builder=identity, features=features, description="sentences")
+        writer = tfds.core.SequentialWriter(info, -(-len(train) // shards), file_format="array_record")
+        writer.initialize_splits(["train", "test"])
+        writer.add_examples({"train": [{"text": line} for line in train], "test": [{"text": line} for line in test]})
+        writer.close_all()
+        return sorted(place.glob("lm1b-train*"))
+
+    return write

@@ -13,6 +13,7 @@ from spectr_jax.data.corpus import Sentences
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
 
 PACKING_BINS = 64
+PREFETCHED_BATCHES = 4
 
 
 def encode(sentence: str, tokenizer: Tokenizer, length: int) -> dict[str, np.ndarray]:
@@ -31,27 +32,47 @@ def training_batches(
     batch: int,
     length: int,
     seed: int,
+    streams: int = 1,
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
     """An endless, shuffled pipeline of packed batches; each epoch is shuffled anew.
 
-    Its iterator has `get_state` and `set_state`, so a run can go on where it stopped.
+    Sentence i belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch takes as many rows
+    from each. So the batches depend on the number of streams, and not on that of processes, which read their own streams.
 
     Args:
       sentences: the corpus.
       tokenizer: pieces.
-      batch: rows of this process.
+      batch: rows over all processes, a multiple of `streams`.
       length: tokens a row.
       seed: of the shuffle.
-      process: index of this process; it reads every `processes`-th sentence, so no two read the same one.
+      streams: how many, a multiple of `processes`.
+      process: index of this process.
       processes: how many there are.
 
     Returns:
-      A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch, length].
+      A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes, length]. `positions_of` and
+      `go_to` read and set the place of its iterator.
     """
-    dataset = grain.MapDataset.source(sentences).seed(seed).shuffle()[process::processes].repeat()
-    return _packed(dataset, tokenizer, batch, length)
+    corpus = grain.MapDataset.source(sentences)
+    share = streams // processes
+    mine = []
+    for stream in range(process * share, (process + 1) * share):
+        shuffled = corpus[stream::streams].seed(seed + stream).shuffle()
+        mine.append(_packed(shuffled.repeat(), tokenizer, batch // streams, length, threads=0))
+    joined = grain.experimental.ZipIterDataset(mine).map(_join)
+    return grain.experimental.ThreadPrefetchIterDataset(joined, prefetch_buffer_size=PREFETCHED_BATCHES)
+
+
+def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
+    """The place in each stream of this process, as JSON values."""
+    return iterator.get_state()["parents"]
+
+
+def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> None:
+    """Sets the place in each stream of this process."""
+    iterator.set_state({"parents": positions})
 
 
 def evaluation_batches(sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int) -> grain.IterDataset:
@@ -59,8 +80,9 @@ def evaluation_batches(sentences: Sentences, tokenizer: Tokenizer, *, batch: int
     return _packed(grain.MapDataset.source(sentences), tokenizer, batch, length)
 
 
-def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, batch: int, length: int) -> grain.IterDataset:
-    encoded = dataset.map(lambda sentence: encode(sentence, tokenizer, length)).to_iter_dataset()
+def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, batch: int, length: int, threads: int = 1) -> grain.IterDataset:
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
+    encoded = dataset.map(lambda sentence: encode(sentence, tokenizer, length)).to_iter_dataset(options)
     rows = grain.experimental.FirstFitPackIterDataset(
         encoded,
         length_struct={"inputs": length, "targets": length},
@@ -68,6 +90,10 @@ def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, batch: int, length:
         shuffle_bins=False,
     )
     return rows.map(_rename).batch(batch, drop_remainder=False)
+
+
+def _join(parts: tuple[dict[str, np.ndarray], ...]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _rename(row: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -42,16 +42,24 @@ class TextSentences:
 
 
 class TfdsSentences:
-    """A TFDS data source of `{"text": bytes}` examples, read without TensorFlow (array_record files)."""
+    """A TFDS data source of `{"text": bytes}` examples, read without TensorFlow (array_record files).
 
-    def __init__(self, source: Sequence[dict]):
-        self._source = source
+    Reading raises `UserError` where a file is missing, cut short or corrupt.
+    """
+
+    def __init__(self, spec: str, source: Sequence[dict]):
+        self._spec, self._source = spec, source
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int, /) -> str:
-        return self._source[index]["text"].decode("utf-8")
+        try:
+            return self._source[index]["text"].decode("utf-8")
+        except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file or prepare the corpus again"
+            ) from error
 
 
 def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
@@ -69,7 +77,7 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
       UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.
     """
     if spec.startswith(TFDS_PREFIX):
-        sentences: Sentences = TfdsSentences(_tfds_source(spec, tfds_dir))
+        sentences: Sentences = TfdsSentences(spec, _tfds_source(spec, tfds_dir))
     else:
         sentences = TextSentences(b"".join(_with_newline(read_text(path)) for path in _text_files(spec)))
     if not len(sentences):
@@ -121,10 +129,14 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
 
     try:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
-        return builder.as_data_source(split=split)
+        source = builder.as_data_source(split=split)
+        missing = [path for path in builder.info.splits[split].filepaths if not path.exists()]
+        if missing:
+            raise FileNotFoundError(f"{len(missing)} of its files are missing, the first is {missing[0]}")
+        return source
     except (tfds.core.DatasetNotFoundError, ValueError, KeyError, AssertionError, FileNotFoundError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it "
-            f"with `tfds build {name} --file_format=array_record`, which needs TensorFlow once"
+            f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it: "
+            + ("scripts/prepare_lm1b.sh" if name == "lm1b" else f"`tfds build {name} --file_format=array_record`")
         ) from error

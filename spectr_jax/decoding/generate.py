@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
+from spectr_jax import sharding
 from spectr_jax.decoding import drafting, scoring, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
@@ -92,6 +94,7 @@ def generate(
     max_new_tokens: int,
     policy: Policy | None = None,
     observe: Callable[[Call], Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Generation:
     """Continues prompts with texts of the target's law.
 
@@ -108,19 +111,23 @@ def generate(
       policy: temperature 1 by default.
       observe: a function of one `Call` for one text, which returns arrays to be summed over the calls. Static: give the
         same function object each time.
+      mesh: spreads the texts over its devices, which then decode on their own, with a copy of the models each; B is a
+        multiple of their number. The texts are the same without it. Several processes give the same arguments.
 
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad policy, a missing draft.
     """
-    return _generate(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe))
+    return _generate(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh))
 
 
-def lower(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy=None, observe=None):
+def lower(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy=None, observe=None, mesh=None):
     """The program of the same call of `generate`, lowered and not run: a `jax.stages.Lowered`."""
-    return _generate.lower(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe))
+    return _generate.lower(
+        *_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh)
+    )
 
 
-def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe) -> tuple:
+def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh) -> tuple:
     """The arguments of `_generate`, checked."""
     policy = policy or Policy()
     tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
@@ -131,23 +138,37 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
     # One program serves prompts of many lengths.
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
     models = freeze(target), freeze(draft) if drafts else None
-    return method, max_new_tokens, observe, *models, key, padded, lengths, policy
+    if mesh is not None:
+        if len(tokens) % mesh.size:
+            raise UserError(f"{len(tokens)} prompts do not divide over {mesh.size} devices; give a multiple")
+        models = sharding.replicate(mesh, models)
+    return method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policy
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _generate(method: Method, max_new_tokens: int, observe, mesh: Mesh | None, target, draft, key, prompts_BxT, *rest):
+    """`_decode` on all texts, or on each device its share of them; every text has its key by now."""
+    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(prompts_BxT))) if key.ndim == 0 else key
+    decode = functools.partial(_decode, method, max_new_tokens, observe)
+    if mesh is not None:
+        rows, copy = sharding.ROWS, PartitionSpec()
+        specs = (copy, copy, rows, rows, rows, copy)
+        decode = jax.shard_map(decode, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+    return decode(target, draft, keys_B, prompts_BxT, *rest)
+
+
+def _decode(
     method: Method,
     max_new_tokens: int,
     observe,
     frozen_target: Frozen,
     frozen_draft: Frozen | None,
-    key,
+    keys_B,
     prompts_BxT,
     prompt_lengths_B,
     policy: Policy,
 ) -> Generation:
     target, draft = frozen_target.merge(), frozen_draft.merge() if frozen_draft else None
-    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(prompts_BxT))) if key.ndim == 0 else key
     if method.exit_layer:
         draft = EarlyExit(target, method.exit_layer)
     limits_B = prompt_lengths_B + max_new_tokens

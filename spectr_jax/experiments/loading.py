@@ -20,6 +20,7 @@ EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
 EMBEDDED_PREFIX = "embedded:"
 RANDOM_PREFIX = "random:"
+BEST = "@best"
 HEAD_SCALE = 1.5
 """Of random weights: sharpens their laws until two models agree as the embedded pair does, in 0.7 of their drafts."""
 
@@ -36,8 +37,9 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
     """Loads a model for decoding.
 
     Args:
-      spec: `embedded:NAME`, a .safetensors file with its tokenizer.model beside it, or a training workdir; `random:NAME` for
-        a shape of the ladder with weights that were never trained, to measure time with.
+      spec: `embedded:NAME`, a .safetensors file with its tokenizer.model beside it, or a training workdir (its newest
+        checkpoint; with `@best` behind it, the one that did best on held-out sentences); `random:NAME` for a shape of the
+        ladder with weights that were never trained, to measure time with.
       dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
         `models.quantized`.
 
@@ -55,11 +57,11 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
         return _from_file(EMBEDDED / f"{name}.safetensors", dtype)
     if spec.startswith(RANDOM_PREFIX):
         return _random(spec, dtype)
-    path = pathlib.Path(spec).expanduser()
+    path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
     if path.is_file():
         return _from_file(path, dtype)
     if (path / "config.json").is_file():
-        return load_run(path, dtype)
+        return load_run(path, dtype, best=spec.endswith(BEST))
     raise UserError(
         f"no model at {spec!r}; give embedded:NAME, random:NAME, a .safetensors file or the workdir of a training run"
     )
@@ -77,8 +79,8 @@ def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained
     return loaded_target, loaded
 
 
-def load_run(workdir: pathlib.Path, dtype: str = "float32") -> Trained:
-    """The newest checkpoint of a training run."""
+def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
+    """The newest checkpoint of a training run, or the one that did best on held-out sentences."""
     try:
         config = json.loads((workdir / "config.json").read_text())
         shape = TransformerConfig(**{**config["model"], "dtype": dtype, "dropout": 0.0})
@@ -92,7 +94,10 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32") -> Trained:
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
     checkpoints = Checkpoints(workdir / "checkpoints")
     try:
-        params = checkpoints.restore_params(like)
+        found = checkpoints.best() if best else None
+        if best and found is None:
+            raise UserError(f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out for the newest one")
+        params = checkpoints.restore_params(like, found[0] if found else None)
     finally:
         checkpoints.close()
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.

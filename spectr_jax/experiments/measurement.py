@@ -10,6 +10,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from spectr_jax import hosts, sharding
 from spectr_jax.config import check_positive, config_hash
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
@@ -48,6 +49,8 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for fields of `decoding_config` that cannot be used."""
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
     check_dtype(config.dtype)
+    if config.batch_size % jax.device_count():
+        raise UserError(f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple")
     check_policy(Policy(config.temperature, config.top_k, config.top_p))
 
 
@@ -104,11 +107,15 @@ def measure(
     batches: int | None = None,
     observe: Callable | None = None,
 ) -> Measurement:
-    """Decodes all prompts, or the first `batches` of them; each prompt has a key of its own, whatever the batch size."""
+    """Decodes all prompts, or the first `batches` of them, over all devices; each prompt has a key of its own, whatever
+    the batch size."""
     tokens = calls = 0
     observed: dict[str, np.ndarray] = {}
     size = config.batch_size
-    models = freeze(target.model), freeze(draft.model) if draft else None
+    mesh = sharding.make_mesh() if jax.device_count() > 1 else None
+    target_model, draft_model = freeze(target.model), freeze(draft.model) if draft else None
+    if mesh is not None:
+        target_model, draft_model = sharding.replicate(mesh, (target_model, draft_model))
     started = time.monotonic()
     for batch in range(len(prompts.tokens))[:batches]:
         indices = np.arange(batch * size, (batch + 1) * size)
@@ -116,13 +123,16 @@ def measure(
         generation = generate(
             keys,
             method,
-            *models,
+            target_model,
+            draft_model,
             prompts.tokens[batch],
             prompts.lengths[batch],
             config.max_new_tokens,
             policy_of(config),
-            observe,
+            observe=observe,
+            mesh=mesh,
         )
+        generation = hosts.fetch(generation)
         real = indices < prompts.real
         tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
         calls += int(np.sum(np.asarray(generation.target_calls)[real]))

@@ -8,6 +8,7 @@ import ml_collections
 import numpy as np
 import tqdm
 
+from spectr_jax import hosts
 from spectr_jax.config import check_fields, check_positive, config_hash, eval_config, to_json
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.experiments import acceptance, measurement, paper, report
@@ -46,7 +47,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
     seconds = time.monotonic()
     measured: list[list[Measurement]] = [[] for _ in rows]
-    with tqdm.tqdm(total=len(rows) * (len(config.seeds) + 2), unit="run", dynamic_ncols=True) as bar:
+    with tqdm.tqdm(
+        total=len(rows) * (len(config.seeds) + 2), unit="run", dynamic_ncols=True, disable=not hosts.is_first()
+    ) as bar:
         for row in rows:
             bar.set_description(f"compiling {_label(row)}")
             measured_row(row, seed=0, batches=1)
@@ -71,6 +74,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "config_hash": config_hash(config),
         **report.provenance(),
     }
+    if not hosts.is_first():
+        return result
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(workdir / f"{NAME}.md", markdown(result))
     write_json(workdir / f"{NAME}.json", result)

@@ -181,13 +181,16 @@ class Transformer(nnx.Module):
         return self._logits(hidden[-1]), None if cache is None else Cache(rows, cache.lengths)
 
     def exits(
-        self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None
+        self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None, remat=False
     ) -> list[jax.Array]:
-        """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences; consumes `dropout_key`."""
-        hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, dropout_key, max(after))
+        """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences; consumes `dropout_key`.
+
+        With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
+        """
+        hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, dropout_key, max(after), remat)
         return [self._logits(hidden[layer - 1]) for layer in after]
 
-    def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers):
+    def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers, remat=False):
         """What the first `layers` blocks leave, each [B, N, E], and the cache's rows."""
         config = self.config
         count = config.layers if layers is None else layers
@@ -206,7 +209,8 @@ class Transformer(nnx.Module):
         x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
         hidden, new_rows = [], []
         for block, rows, key in zip(self.blocks[:count], layer_rows[:count], keys[:count], strict=True):
-            x_BxNxE, rows = block(x_BxNxE, mask_BxNxT, rows, starts_B, key)
+            run = nnx.remat(Block.__call__) if remat else Block.__call__
+            x_BxNxE, rows = run(block, x_BxNxE, mask_BxNxT, rows, starts_B, key)
             hidden.append(x_BxNxE)
             new_rows.append(rows)
         return hidden, (*new_rows, *layer_rows[count:])

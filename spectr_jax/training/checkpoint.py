@@ -1,82 +1,169 @@
 """Checkpoints of a run: the only file that knows Orbax.
 
 A checkpoint holds three things: `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and `data`,
-the JSON state of the data iterator.
+the JSON place in each stream of the data. It is written beside its place and renamed, so a step is whole or not there.
 """
 
+import contextlib
 import pathlib
+import shutil
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from spectr_jax import hosts
 from spectr_jax.errors import UserError
 from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.training.step import TrainState
 
-# What Orbax raises for files that are missing, cut short or of another tree.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
+# What Orbax raises for files that are missing, cut short or of another tree, and for a disk that takes no more.
+_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, ocp.errors.InvalidLayoutError)
+METRIC = "eval_bits_per_character"
+TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `directory`; keeps the newest `keep`."""
+    """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the lowest `METRIC`."""
 
     def __init__(self, directory: pathlib.Path, keep: int = 3):
         self.directory = directory
+        policies = ocp.training.preservation_policies
+        best = policies.BestN(get_metric_fn=lambda metrics: -metrics[METRIC], n=1, keep_checkpoints_without_metrics=False)
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
         )
+
+    def clean(self) -> None:
+        """Removes what a run left that died while it wrote; for the one run that writes here."""
+        if hosts.is_first():
+            for path in self.directory.glob(f"*{TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """The complete steps, oldest first."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""
-        latest = self._checkpointer.latest
-        return None if latest is None else latest.step
+        return max(self.steps(), default=None)
 
-    def save(self, state: TrainState, data_state: dict) -> None:
-        """Saves the state and the data position, and waits until both are on disk."""
-        step = int(state.step)
-        if step == self.latest_step():
-            return
-        rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
-        self._checkpointer.save_checkpointables(
-            step, {"params": named_leaves(state.params), "rest": named_leaves(rest), "data": data_state}
-        )
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest `METRIC` and its value, or None if there is none that was evaluated."""
+        evaluated = [
+            (checkpoint.metrics[METRIC], checkpoint.step)
+            for checkpoint in self._checkpointer.checkpoints
+            if checkpoint.metrics and METRIC in checkpoint.metrics
+        ]
+        value, step = min(evaluated, default=(0.0, None))
+        return None if step is None else (step, value)
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict]:
-        """The newest checkpoint.
-
-        Args:
-          like: a state of abstract arrays *with shardings*, which say where the parts go.
-
-        Returns:
-          The state and the data position.
+    def save(self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None) -> None:
+        """Starts to save the state, the place in the data and `metrics`; the last save is complete before this one starts.
 
         Raises:
-          UserError: there is none, or it is damaged or of another model.
+          UserError: the last save failed, or this one at its start.
+        """
+        step = int(state.step)
+        if step in self.steps():
+            return
+        rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
+        checkpointables = {"params": named_leaves(state.params), "rest": named_leaves(rest), "data": positions}
+        try:
+            self._checkpointer.save_checkpointables_async(step, checkpointables, metrics=metrics)
+        except _FAILURES as error:
+            raise self._not_saved(error) from error
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk; raises `UserError` if it failed."""
+        try:
+            self._checkpointer.wait()
+        except _FAILURES as error:
+            raise self._not_saved(error) from error
+
+    def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
+        """The newest checkpoint that can be read.
+
+        Those that cannot go to a folder beside, so that the run can write their steps again.
+
+        Args:
+          like: a state of abstract arrays *with shardings*, which say where the parts go; of any number of devices.
+
+        Returns:
+          The state, the place in the data, and the steps that could not be read.
+
+        Raises:
+          UserError: there is none, or all are damaged or of another model; then nothing is moved.
         """
         rest = {"step": like.step, "opt_state": like.opt_state, "key": like.key}
-        loaded = self._load({"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None})
+        wanted = {"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None}
+        damaged: list[int] = []
+        for step in reversed(self.steps()):
+            try:
+                loaded = self._load(step, wanted)
+            except UserError:
+                if not self.steps()[0] < step:
+                    raise
+                damaged.append(step)
+            else:
+                break
+        else:
+            raise self._none()
+        self._set_aside(damaged)
         rest = with_leaves(rest, loaded["rest"])
-        return TrainState(params=with_leaves(like.params, loaded["params"]), **rest), loaded["data"]
+        return TrainState(params=with_leaves(like.params, loaded["params"]), **rest), loaded["data"], damaged
 
-    def restore_params(self, like: Any) -> Any:
-        """The parameters alone of the newest checkpoint, in the structure of `like`; raises as `restore` does."""
-        return with_leaves(like, self._load({"params": named_leaves(like)})["params"])
+    def restore_params(self, like: Any, step: int | None = None) -> Any:
+        """The parameters alone of a checkpoint (None: the newest), in the structure of `like`.
 
-    def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        step = self.latest_step()
+        Raises:
+          UserError: as `restore` does; nothing is moved.
+        """
+        step = self.latest_step() if step is None else step
         if step is None:
-            raise UserError(f"no complete checkpoint in {str(self.directory)!r}; train there first, or fix the path")
+            raise self._none()
+        return with_leaves(like, self._load(step, {"params": named_leaves(like)})["params"])
+
+    def close(self) -> None:
+        """Waits for what is being saved; a failure of it is not told again."""
+        with contextlib.suppress(*_FAILURES):
+            self._checkpointer.close()
+
+    def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._checkpointer.load_checkpointables(step, wanted)
-        except _DAMAGE as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        except _FAILURES as error:
             raise UserError(
-                f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model ({reason}); "
+                f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model ({_reason(error)}); "
                 "remove that step to use an earlier one, or fix the path"
             ) from error
 
-    def close(self) -> None:
-        self._checkpointer.close()
+    def _set_aside(self, steps: list[int]) -> None:
+        if not steps:
+            return
+        if hosts.is_first():
+            for step in steps:
+                target = self.directory.with_name("damaged") / str(step)
+                shutil.rmtree(target, ignore_errors=True)
+                target.parent.mkdir(exist_ok=True)
+                (self.directory / str(step)).rename(target)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged checkpoints are aside")
+        self._checkpointer.reload()
+
+    def _none(self) -> UserError:
+        return UserError(f"no complete checkpoint in {str(self.directory)!r}; train there first, or fix the path")
+
+    def _not_saved(self, error: BaseException) -> UserError:
+        self._checkpointer.reload()  # It counts a step from the start of its save on.
+        return UserError(
+            f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); make room there, and give the "
+            f"same command: the run goes on from step {self.latest_step() or 0}, which is whole"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

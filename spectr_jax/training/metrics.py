@@ -1,8 +1,14 @@
 """The record of a run: metrics.jsonl and the loss curve."""
 
+import contextlib
 import json
 import pathlib
+import time
+from collections.abc import Iterator
 from typing import Any
+
+import jax
+import numpy as np
 
 from spectr_jax.files import write_whole
 
@@ -19,6 +25,57 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+class Window:
+    """The steps since the last record and the time that they took, evaluation and checkpoints left out."""
+
+    def __init__(self):
+        self.metrics: list[dict[str, jax.Array]] = []
+        self.clear()
+
+    def add(self, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of one step, as `train_step` returns them; does not wait for the device."""
+        self.metrics.append(metrics)
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self.metrics = []
+        self._started, self._aside, self._waited = time.monotonic(), 0.0, 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time inside as waited for the input pipeline."""
+        started = time.monotonic()
+        yield
+        self._waited += time.monotonic() - started
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leaves the time inside out."""
+        started = None
+        if self.metrics:
+            jax.block_until_ready(self.metrics[-1])
+            started = time.monotonic()
+        yield
+        if started is not None:
+            self._aside += time.monotonic() - started
+        else:
+            self._started = time.monotonic()
+
+    def means(self) -> dict[str, Any]:
+        """Means over the tokens of the window, with tokens per second and the share of the time waited for data."""
+        rows = jax.device_get(self.metrics)
+        seconds = time.monotonic() - self._started - self._aside
+        tokens = np.array([row["tokens"] for row in rows], np.float64)
+        losses = [name for name in ("loss", "exit_loss") if name in rows[0]]
+        return {
+            **{name: float(np.average([row[name] for row in rows], weights=tokens)) for name in losses},
+            "grad_norm": float(rows[-1]["grad_norm"]),
+            "tokens_per_second": round(float(tokens.sum()) / seconds, 1),
+            "waiting_for_data": round(self._waited / seconds, 4),
+            "tokens": int(tokens.sum()),
+        }
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:

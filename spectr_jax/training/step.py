@@ -1,6 +1,7 @@
 """One step of training and one of evaluation, as pure functions of a `TrainState`."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,23 +36,37 @@ def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, key: 
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
 
 
-class EarlyExitLoss(NamedTuple):
-    """An option of training: a second loss behind the first `layer` layers, for self-speculation. Layer 0 is none."""
+class StepOptions(NamedTuple):
+    """What is static in a step, besides model and optimizer.
 
-    layer: int = 0
-    weight: float = 0.0
+    Attributes:
+      exit_layer: a second loss behind the first so many layers, for self-speculation; 0 for none.
+      exit_weight: of that loss.
+      accumulate: in how many parts the rows of a batch go through the model; their gradients are summed.
+      remat: compute each block's activations anew in the backward pass, for memory.
+    """
+
+    exit_layer: int = 0
+    exit_weight: float = 0.0
+    accumulate: int = 1
+    remat: bool = False
 
 
-def summed_loss(model, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, exit_layer: int = 0):
+def summed_loss(
+    model,
+    batch: dict[str, jax.Array],
+    dropout_key: jax.Array | None = None,
+    exit_layer: int = 0,
+    remat: bool = False,
+):
     """Cross-entropy summed over the tokens of a packed batch; `dropout_key` is consumed.
 
     Returns:
       Nats of the model, nats behind its first `exit_layer` layers (0 if that is 0), and the number of tokens.
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
-    logits = model.exits(
-        batch["inputs"], batch["positions"], causal(batch["segments"]), after=after, dropout_key=dropout_key
-    )
+    mask = causal(batch["segments"])
+    logits = model.exits(batch["inputs"], batch["positions"], mask, after=after, dropout_key=dropout_key, remat=remat)
     real = batch["segments"] > 0
     nats = [jnp.sum(real * optax.softmax_cross_entropy_with_integer_labels(each, batch["targets"])) for each in logits]
     return nats[0], nats[1] if exit_layer else jnp.zeros(()), jnp.sum(real)
@@ -60,7 +75,7 @@ def summed_loss(model, batch: dict[str, jax.Array], dropout_key: jax.Array | Non
 def train_step(
     graphdef,
     optimizer: optax.GradientTransformation,
-    early_exit: EarlyExitLoss,
+    options: StepOptions,
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
@@ -69,27 +84,43 @@ def train_step(
     Args:
       graphdef: of the model, from `nnx.split`.
       optimizer: with the schedule in it.
-      early_exit: static.
+      options: static.
       state: donated by the caller.
       batch: `inputs`, `targets`, `segments`, `positions`, int32 [B, N].
 
     Returns:
-      The new state, and scalars `loss` and `exit_loss` (nats per token), `grad_norm`, `tokens`.
+      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and `exit_loss` where there is an exit.
     """
+    tokens = jnp.sum(batch["segments"] > 0)
+    step_key = jax.random.fold_in(state.key, state.step)
 
-    def objective(params):
-        dropout_key = jax.random.fold_in(state.key, state.step)
-        nats, exit_nats, tokens = summed_loss(nnx.merge(graphdef, params), batch, dropout_key, early_exit.layer)
-        count = jnp.maximum(tokens, 1)
-        return (nats + early_exit.weight * exit_nats) / count, (nats / count, exit_nats / count, tokens)
+    def objective(params, part, key):
+        nats, exit_nats, _ = summed_loss(nnx.merge(graphdef, params), part, key, options.exit_layer, options.remat)
+        losses = jnp.stack([nats, exit_nats]) / jnp.maximum(tokens, 1)
+        return losses[0] + options.exit_weight * losses[1], losses
 
-    (_, (loss, exit_loss, tokens)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+    def add_part(sums, numbered):
+        index, part = numbered
+        (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(
+            state.params, part, jax.random.fold_in(step_key, index)
+        )
+        return jax.tree.map(jnp.add, sums, (losses, grads)), None
+
+    parts = jax.tree.map(functools.partial(_split_rows, parts=options.accumulate), batch)
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(2), state.params))
+    (losses, grads), _ = jax.lax.scan(add_part, zeros, (jnp.arange(options.accumulate), parts))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss, "exit_loss": exit_loss, "grad_norm": optax.tree.norm(grads), "tokens": tokens}
+    exits = {"exit_loss": losses[1]} if options.exit_layer else {}
+    metrics = {"loss": losses[0], **exits, "grad_norm": optax.tree.norm(grads), "tokens": tokens}
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
 def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0):
     """Summed nats, those behind `exit_layer`, and the number of tokens of one batch, without dropout."""
     return summed_loss(nnx.merge(graphdef, params), batch, exit_layer=exit_layer)
+
+
+def _split_rows(rows_BxN: jax.Array, parts: int) -> jax.Array:
+    """[parts, B / parts, N], every `parts`-th row in a part: so each device has as many rows of each, its own."""
+    return jnp.swapaxes(rows_BxN.reshape(-1, parts, *rows_BxN.shape[1:]), 0, 1)

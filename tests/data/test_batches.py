@@ -1,9 +1,11 @@
+import collections
 import itertools
+import json
 
 import numpy as np
 import pytest
 
-from spectr_jax.data.batches import encode, evaluation_batches, training_batches
+from spectr_jax.data.batches import encode, evaluation_batches, go_to, positions_of, training_batches
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 
@@ -54,18 +56,44 @@ def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
     assert filled > 0.85
 
 
-def test_an_epoch_has_every_sentence_once_over_all_processes(sentences, tokenizer):
-    found = []
-    for process in range(2):
-        dataset = training_batches(sentences, tokenizer, batch=2, length=96, seed=3, process=process, processes=2)
-        mine = []
-        for batch in dataset:
-            mine += [tokenizer.decode(targets) for _, targets in _sentences_of(batch)]
-            if len(mine) > 260:
-                break
-        found.append(set(mine[:150]))  # Packing delays a sentence by a few rows; well within the first epoch.
-    assert not found[0] & found[1]
-    assert len(found[0]) == len(found[1]) == 150
+@pytest.mark.parametrize("streams", [1, 3, 4])
+def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
+    """Of each stream: wherever its rows end with a packed batch, each sentence of its share was seen n or n + 1 times, in
+    another order each time, although the pipeline starts anew every 17 batches."""
+    numbers = {tokenizer.decode(tokenizer.encode(sentence)): index for index, sentence in enumerate(sentences)}
+    options = {"batch": streams, "length": 96, "seed": 3, "streams": streams}  # A row from each stream.
+    seen: list[list[int]] = [[] for _ in range(streams)]
+    whole: list[list[int]] = [[] for _ in range(streams)]
+    iterator = iter(training_batches(sentences, tokenizer, **options))
+    for step in range(400):
+        batch = next(iterator)
+        positions = json.loads(json.dumps(positions_of(iterator)))
+        for stream, position in enumerate(positions):
+            row = {name: array[stream : stream + 1] for name, array in batch.items()}
+            seen[stream] += [numbers[tokenizer.decode(targets)] for _, targets in _sentences_of(row)]
+            if position["next_row"] == 0:
+                assert len(seen[stream]) == position["parent"]["next_index"]
+                whole[stream] = list(seen[stream])
+        if step % 17 == 0:
+            iterator = iter(training_batches(sentences, tokenizer, **options))
+            go_to(iterator, positions)
+    shares = []
+    for found in whole:
+        times = collections.Counter(found)
+        assert min(times.values()) >= 2 and max(times.values()) - min(times.values()) <= 1
+        shares += list(times)
+    assert sorted(shares) == list(range(len(sentences)))
+    half = len(sentences) // streams
+    assert whole[0][:half] != whole[0][half : 2 * half]
+
+
+def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
+    options = {"batch": 8, "length": 96, "seed": 3, "streams": 4}
+    whole = training_batches(sentences, tokenizer, **options)
+    halves = [training_batches(sentences, tokenizer, **options, process=index, processes=2) for index in range(2)]
+    for expected, *parts in itertools.islice(zip(whole, *halves, strict=False), 20):
+        for name, array in expected.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
 def test_shuffle_is_seeded(sentences, tokenizer):
@@ -86,7 +114,7 @@ def test_position_can_be_restored(sentences, tokenizer):
         for _ in range(taken):
             next(first)
         second = start()
-        second.set_state(first.get_state())
+        go_to(second, positions_of(first))
         for expected in whole[taken : taken + 15]:
             batch = next(second)
             for name, array in expected.items():

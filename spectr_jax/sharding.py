@@ -8,6 +8,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.errors import UserError
 
+ROWS = PartitionSpec(("data", "fsdp"))
+"""Rows of a batch, or texts, over all devices."""
+
 
 def make_mesh(fsdp: int = 1) -> Mesh:
     """All devices as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters."""
@@ -15,11 +18,6 @@ def make_mesh(fsdp: int = 1) -> Mesh:
     if fsdp < 1 or devices % fsdp:
         raise UserError(f"mesh.fsdp={fsdp} does not divide the {devices} devices; choose a divisor")
     return jax.make_mesh((devices // fsdp, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over all devices."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
@@ -36,6 +34,12 @@ def state_sharding(mesh: Mesh, abstract: Any) -> Any:
     return jax.tree.map(rule, abstract)
 
 
-def put_batch(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This process's rows of a batch as arrays of the whole mesh."""
-    return {name: jax.make_array_from_process_local_data(batch_sharding(mesh), rows) for name, rows in batch.items()}
+def put_rows(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This process's rows of a batch, its share of them in order, as arrays of the whole mesh."""
+    place = NamedSharding(mesh, ROWS)
+    return {name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()}
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """Arrays that every process has, on every device of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,70 @@
+"""Several processes as one run: how they meet, and how they share small things."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from spectr_jax.errors import UserError
+
+HEARTBEAT_SECONDS = 30
+"""How long the others wait for a process that is silent, before they end as well."""
+
+
+def connect(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+    """Joins this process to the others; call it before JAX is used.
+
+    Args:
+      coordinator: HOST:PORT of process 0; None to ask the environment (TPU pods, Slurm, Open MPI), as for the others.
+      processes: how many there are.
+      process: the index of this one.
+
+    Raises:
+      UserError: the values do not fit together, nothing was found in the environment, or nobody answers.
+    """
+    given = {"coordinator": coordinator, "processes": processes, "process_id": process}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise UserError(f"--{missing[0]} is missing; give --coordinator, --processes and --process_id together, or none")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise UserError(f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as host0:1234")
+    if processes is not None and process is not None and not 0 <= process < processes:
+        raise UserError(f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} has its own")
+    try:
+        jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    except (RuntimeError, ValueError) as error:
+        where = f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
+        raise UserError(
+            f"no other processes were found {where} ({str(error).splitlines()[0]}); start all of them, with --coordinator, "
+            "--processes and --process_id where the environment does not tell"
+        ) from error
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files and talks."""
+    return jax.process_index() == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """The JSON values of all processes, by process; each of them must call this."""
+    if jax.process_count() == 1:
+        return [value]
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(content)))
+    padded = np.pad(content, (0, int(sizes.max()) - len(content)))
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(np.asarray(rows), sizes, strict=True)]
+
+
+def from_first(value: Any) -> Any:
+    """The JSON value of the first process; each process must call this."""
+    return gather(value if is_first() else None)[0]
+
+
+def fetch(tree: Any) -> Any:
+    """The arrays of a pytree as NumPy arrays, whole, wherever their parts are; each process must call this."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)

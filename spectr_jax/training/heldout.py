@@ -1,0 +1,68 @@
+"""Held-out sentences, and what a model makes of them."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+
+from spectr_jax import sharding
+from spectr_jax.data import batches
+from spectr_jax.data.corpus import Sentences
+from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.errors import UserError
+
+
+class Heldout(NamedTuple):
+    """This process's rows of each packed batch, and the characters of all sentences; a line end counts as one."""
+
+    batches: list[dict[str, np.ndarray]]
+    characters: int
+
+
+def pack_heldout(config: ml_collections.ConfigDict, sentences: Sentences, tokenizer: Tokenizer) -> Heldout:
+    """The first held-out sentences that fit the context whole, in full batches (the last one is padded).
+
+    Args:
+      config: of a training run; a batch is what the run puts through the model at once.
+      sentences: to take them from.
+      tokenizer: pieces.
+
+    Raises:
+      UserError: none fits.
+    """
+    length, rows = config.model.context, config.batch_size // config.accumulate
+    first = (sentences[index] for index in range(min(config.data.heldout_sentences, len(sentences))))
+    kept = [sentence for sentence in first if len(tokenizer.encode(sentence)) < length]
+    if not kept:
+        raise UserError(f"no held-out sentence of {config.data.heldout!r} fits {length} tokens; raise model.context")
+    share = rows // jax.process_count()
+    mine = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    packed = []
+    for batch in batches.evaluation_batches(kept, tokenizer, batch=rows, length=length):
+        missing = rows - len(batch["inputs"])
+        packed.append({name: np.pad(array, ((0, missing), (0, 0)))[mine] for name, array in batch.items()})
+    return Heldout(packed, sum(len(sentence) + 1 for sentence in kept))
+
+
+def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> dict[str, float]:
+    """Nats per token and bits per character: exact means over the real tokens, however they are spread over devices.
+
+    Args:
+      eval_step: (params, batch) -> summed nats, summed nats behind an early exit (0 for none), tokens.
+      params: on the mesh.
+      heldout: from `pack_heldout`.
+      mesh: to put the batches on.
+    """
+    sums = np.zeros(3)
+    for batch in heldout.batches:
+        sums += [float(total) for total in eval_step(params, sharding.put_rows(mesh, batch))]
+    nats, exit_nats, tokens = sums
+    return {
+        "eval_nats_per_token": float(nats / tokens),
+        "eval_bits_per_character": float(nats / math.log(2) / heldout.characters),
+        **({"eval_exit_nats_per_token": float(exit_nats / tokens)} if exit_nats else {}),
+    }

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM: the run ends after a step that all processes agree on, and saves."""
+
+import os
+import signal
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """A context in which the first signal is only noted; a second Ctrl-C ends the process at once.
+
+    Of several processes any one may get the signal. There JAX's preemption service takes SIGTERM, tells the others and
+    finds the step to stop at; Ctrl-C is passed on as SIGTERM.
+    """
+
+    def __init__(self):
+        self._noted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self):
+        alone = jax.process_count() == 1
+        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS[: None if alone else 1]}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after `step`; every process asks once a step, and all get the same answer."""
+        if jax.process_count() == 1:
+            return self._noted
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def _note(self, number, frame):
+        if self._noted:
+            raise KeyboardInterrupt
+        self._noted = True
+        os.write(2, b"\nstopping after this step; once more to stop at once, without saving\n")
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)

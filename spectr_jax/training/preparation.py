@@ -1,0 +1,113 @@
+"""Before the first step: is the config sound, is the workdir this run's, and which tokenizer has it?"""
+
+import json
+import math
+import pathlib
+
+import ml_collections
+from flax.traverse_util import flatten_dict
+
+from spectr_jax import hosts
+from spectr_jax.config import check_fields, check_positive, to_json, train_config
+from spectr_jax.data.corpus import Sentences, sample_sentences
+from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
+from spectr_jax.errors import UserError
+from spectr_jax.files import write_whole
+from spectr_jax.training.optimizer import learning_rate
+
+# These may change between two starts of a run; all else would make it another run.
+FREE_FIELDS = (
+    *("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("mesh.fsdp", "accumulate", "remat"),
+)
+
+
+def check_train_config(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for a config that no run can use."""
+    check_fields(config, train_config())
+    check_positive(
+        config,
+        *("steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "mesh.fsdp"),
+        *("model.layers", "model.width", "model.mlp", "model.heads", "model.context", "data.heldout_sentences"),
+        *("accumulate", "data.streams"),
+    )
+    model = config.model
+    if model.width % (2 * model.heads):
+        raise UserError(f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change one")
+    if model.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
+    if not 0.0 <= model.dropout < 1.0:
+        raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
+    if not 0 <= config.early_exit.layer < model.layers:
+        raise UserError(
+            f"early_exit.layer={config.early_exit.layer} is not one of the layers 1..{model.layers - 1} before the last of "
+            f"model.layers={model.layers}; 0 is for none"
+        )
+    if not config.early_exit.weight >= 0:
+        raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
+    learning_rate(config.optimizer, config.steps)
+
+
+def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
+    """How many streams the corpus is dealt out to, whatever the number of processes.
+
+    Raises:
+      UserError: the rows of a batch, or the streams, cannot be dealt out evenly.
+    """
+    if config.batch_size % (devices * config.accumulate):
+        raise UserError(
+            f"batch_size={config.batch_size} does not divide over {devices} devices in accumulate={config.accumulate} "
+            f"parts; give a multiple of {devices * config.accumulate}"
+        )
+    streams = math.gcd(config.batch_size, config.data.streams)
+    if streams % processes:
+        raise UserError(
+            f"{streams} streams (data.streams={config.data.streams}, batch_size={config.batch_size}) do not divide over "
+            f"{processes} processes; make both multiples of {processes}"
+        )
+    return streams
+
+
+def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
+    """Raises `UserError` if `workdir` holds a run of another config; creates it if need be."""
+    path = workdir / "config.json"
+    if path.exists():
+        ours = flatten_dict(to_json(config), sep=".")
+        try:
+            # A field that is newer than the run had its default.
+            defaults = flatten_dict(to_json(train_config()), sep=".")
+            theirs = {**defaults, **flatten_dict(json.loads(path.read_text()), sep=".")}
+        except ValueError as error:
+            raise UserError(f"{str(path)!r} is not JSON ({error}); choose a new --workdir") from error
+        for name in sorted(ours.keys() | theirs.keys()):
+            if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
+                raise UserError(
+                    f"workdir {str(workdir)!r} was made with {name}={theirs.get(name)!r}, the config has "
+                    f"{ours.get(name)!r}; choose a new --workdir or restore the field"
+                )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"workdir {str(workdir)!r} cannot be made ({error.strerror}); choose another") from error
+
+
+def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, sentences: Sentences) -> Tokenizer:
+    """The run's tokenizer, trained by the first process if it does not exist; the run keeps a copy."""
+    own = workdir / "tokenizer.model"
+    shared = pathlib.Path(config.data.tokenizer).expanduser() if config.data.tokenizer else own
+    if hosts.is_first() and not shared.exists():
+        print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
+        sample = sample_sentences(sentences, config.data.tokenizer_sentences, config.seed)
+        train_tokenizer(sample, shared, config.model.vocab_size)
+    hosts.from_first(None)  # The others wait for the file.
+    tokenizer = Tokenizer(shared)
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise UserError(
+            f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is {config.model.vocab_size}; "
+            "change one of them"
+        )
+    if own.exists() and own.read_bytes() != tokenizer.proto:
+        raise UserError(f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; restore it")
+    if hosts.is_first() and not own.exists():
+        write_whole(own, tokenizer.proto)
+    return tokenizer

@@ -1,0 +1,55 @@
+"""How much of the hardware a run uses: model FLOPs utilisation, as in PaLM (Chowdhery et al., 2022, appendix B)."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.models.transformer import TransformerConfig, parameter_count
+
+# Dense bfloat16 FLOP/s of one device, by what its `device_kind` starts with, as the makers publish them.
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+    "TPU v2": 23e12,  # A device is one of a chip's two cores.
+    "TPU v3": 61e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def flops_per_token(config: TransformerConfig) -> int:
+    """Of one training step, forward and backward: 6 a parameter, but for the embedding, and 12 a layer, unit of width and
+    token of the context for attention."""
+    parameters = parameter_count(config) - config.vocab_size * config.width
+    return 6 * parameters + 12 * config.layers * config.width * config.context
+
+
+@functools.cache
+def peak_flops() -> float:
+    """FLOP/s of all devices of the run: the published figure; where there is none, that of a product timed here."""
+    kind = jax.devices()[0].device_kind
+    published = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    if published is not None:
+        return published * jax.device_count()
+    # Devices of one CPU are its cores cut up: they share what one product gets.
+    return _product_flops() * (jax.process_count() if jax.default_backend() == "cpu" else jax.device_count())
+
+
+def _product_flops(size: int = 1536, tries: int = 5) -> float:
+    x = jnp.ones((size, size), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    seconds = []
+    for _ in range(tries):
+        started = time.perf_counter()
+        product(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)

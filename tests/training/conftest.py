@@ -1,0 +1,113 @@
+"""A small corpus whose sentences end in their numbers, and runs on it: in this process, or as a user starts them."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from spectr_jax.config import train_config
+from spectr_jax.training.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+WORDS = ["draft", "target", "token", "law", "plan", "tree", "chain", "model"]
+BASE = {
+    "steps": 12,
+    "batch_size": 8,
+    "log_every": 1,
+    "eval_every": 6,
+    "checkpoint_every": 4,
+    "model.width": 16,
+    "model.mlp": 32,
+    "model.vocab_size": 320,
+    "model.context": 32,
+    "model.dtype": "float32",
+    "optimizer.learning_rate": 0.01,
+    "optimizer.warmup_steps": 4,
+    "data.tokenizer": "",
+}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with train.txt and heldout.txt."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 600), ("heldout", 40)):
+        lines = [" ".join(rng.choice(WORDS, rng.integers(3, 12))) + f" {index}." for index in range(count)]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fields(corpus):
+    """The flat fields of a small run, with changes."""
+
+    def make(**changes):
+        data = {"data.train": str(corpus / "train.txt"), "data.heldout": str(corpus / "heldout.txt")}
+        return {**BASE, **data, **changes}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def config(fields):
+    """The config of a small run, with changes."""
+
+    def make(**changes):
+        made = train_config("draft_2m")
+        made.update_from_flattened_dict(fields(**changes))
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def command(fields):
+    """The command line of a small run, with changes."""
+
+    def make(workdir, *flags, **changes):
+        given = [f"--config.{name}={value}" for name, value in fields(**changes).items()]
+        entry = [sys.executable, "-m", "spectr_jax.train", "--config=configs/lm1b/draft_2m.py"]
+        return [*entry, *given, f"--workdir={workdir}", *flags]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def start(command):
+    """Starts the command line of a small run; stdout and stderr come together."""
+
+    def popen(*args, env=None, **changes):
+        return subprocess.Popen(
+            command(*args, **changes), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
+
+    return popen
+
+
+@pytest.fixture(scope="session")
+def losses():
+    """{step: loss} of a workdir."""
+
+    def read(workdir):
+        return {record["step"]: record["loss"] for record in read_metrics(workdir / "metrics.jsonl") if "loss" in record}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def wait_for_step(losses):
+    """Waits until a run that was started has logged a step."""
+
+    def wait(workdir, step, process):
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline and process.poll() is None:
+            if (workdir / "metrics.jsonl").exists() and max(losses(workdir), default=0) >= step:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} was not reached; exit status {process.poll()}: {process.communicate()[0]}")
+
+    return wait

@@ -1,0 +1,147 @@
+"""What can go wrong in a run: each ends in a clear message, with the last good step intact."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+from spectr_jax.errors import UserError
+from spectr_jax.experiments.loading import load_trained
+from spectr_jax.training.loop import train
+
+
+def _saved(workdir):
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def _largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=os.path.getsize)
+
+
+def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, losses, tmp_path):
+    """kill -9 at some step: then the losses and the parameters of a run in one go, to the last bit."""
+    changes = {"steps": 60, "checkpoint_every": 10, "eval_every": 30}
+    whole = train(config(**changes), tmp_path / "whole")
+    process = start(tmp_path / "killed", **changes)
+    wait_for_step(tmp_path / "killed", 23, process)
+    process.send_signal(signal.SIGKILL)
+    log = process.communicate()[0]
+    assert "the run was killed, or ended because another of its processes was; give the same command" in log
+    assert max(losses(tmp_path / "killed")) < 60
+    resumed = train(config(**changes), tmp_path / "killed")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    for ours, theirs in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save(start, wait_for_step, losses, tmp_path, number):
+    process = start(tmp_path, steps=100_000)
+    wait_for_step(tmp_path, 10, process)
+    process.send_signal(number)
+    log = process.communicate(timeout=120)[0]
+    assert process.returncode == 75, log
+    step = max(losses(tmp_path))
+    assert f"stopped and saved at step {step} of 100000; the same command goes on from there" in log
+    assert _saved(tmp_path)[-1] == step
+
+
+def test_a_loss_that_is_not_finite(config, tmp_path):
+    changes = {"steps": 40, "checkpoint_every": 1, "optimizer.clip_norm": 0.0, "optimizer.warmup_steps": 30}
+    with pytest.raises(UserError, match=r"the loss is .* at step \d+; lower optimizer.learning_rate=10000000.0") as caught:
+        train(config(**changes, **{"optimizer.learning_rate": 1e7}), tmp_path)
+    assert f"(last good checkpoint: {_saved(tmp_path)[-1]})" in str(caught.value)
+    params = jax.tree.leaves(load_trained(str(tmp_path)).model)
+    assert params and all(np.isfinite(leaf).all() for leaf in params)
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated", "no metadata"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(config, losses, tmp_path, capfd, damage):
+    whole = train(config(), tmp_path)
+    curve = losses(tmp_path)
+    newest = tmp_path / "checkpoints/12"
+    if damage == "gone":
+        _largest(newest / "params").unlink()
+    elif damage == "truncated":
+        _largest(newest / "rest").write_bytes(b"")
+    else:
+        (newest / "data").rename(tmp_path / "away")
+    resumed = train(config(), tmp_path)
+    assert f"checkpoint 12 cannot be read and was moved to '{tmp_path}/damaged'" in capfd.readouterr().out
+    assert (tmp_path / "damaged/12").is_dir() and _saved(tmp_path)[-1] == 12
+    assert losses(tmp_path) == curve
+    for ours, theirs in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated", "foreign"])
+def test_no_checkpoint_that_can_be_read(config, tmp_path, damage):
+    """Then nothing is moved."""
+    train(config(steps=4), tmp_path)
+    largest = _largest(tmp_path / "checkpoints/4/params")
+    if damage == "gone":
+        largest.unlink()
+    elif damage == "truncated":
+        largest.write_bytes(largest.read_bytes()[: os.path.getsize(largest) // 2])
+    else:  # The parameters of a model of another shape.
+        stored = json.loads((tmp_path / "config.json").read_text())
+        stored["model"]["width"] = 32
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged or of another model"):
+        load_trained(str(tmp_path))
+    if damage != "foreign":
+        with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged or of another model"):
+            train(config(), tmp_path)
+    assert _saved(tmp_path) == [4] and not (tmp_path / "damaged").exists()
+
+
+def test_a_half_written_checkpoint_is_none(config, tmp_path):
+    """What a run leaves that died while it wrote: a folder that was not renamed yet."""
+    train(config(steps=4), tmp_path)
+    (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/4.orbax-checkpoint-tmp")
+    with pytest.raises(UserError, match="no complete checkpoint in"):
+        load_trained(str(tmp_path))
+    state = train(config(steps=4), tmp_path)
+    assert int(state.step) == 4 and [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+def test_a_full_disk(config, command, losses, tmp_path):
+    """No file can grow above 60 kB: the checkpoint fails, the one before is whole; with room the run goes on."""
+    changes = {"model.width": 64, "steps": 4}
+    train(config(**changes), tmp_path)
+    before = losses(tmp_path)
+    changes["steps"] = 8
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+
+    result = subprocess.run(command(tmp_path, **changes), capture_output=True, text=True, preexec_fn=limit)
+    assert result.returncode == 2, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: a checkpoint could not be saved in") and "make room" in last
+    assert "goes on from step 4, which is whole" in last
+    assert _saved(tmp_path) == [4]
+    assert int(train(config(**changes), tmp_path).step) == 8
+    assert {step: losses(tmp_path)[step] for step in before} == before and len(losses(tmp_path)) == 8
+
+
+def test_a_shard_that_is_gone(config, corpus, tmp_path, array_records):
+    """Told before the run starts; while it runs, the sentence is named, and the last checkpoint is there."""
+    files = array_records(tmp_path, (corpus / "train.txt").read_text().splitlines(), shards=2)
+    changes = {"data.train": "tfds:lm1b:train", "data.tfds_dir": str(tmp_path), "checkpoint_every": 2}
+    train(config(**changes, steps=8), tmp_path / "run")
+    content = files[-1].read_bytes()
+    files[-1].unlink()
+    with pytest.raises(UserError, match=rf"1 of its files are missing, the first is {files[-1]}"):
+        train(config(**changes, steps=400), tmp_path / "run")
+    files[-1].write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"sentence \d+ of 'tfds:lm1b:train' cannot be read .* restore the file"):
+        train(config(**changes, steps=400), tmp_path / "run")
+    assert _saved(tmp_path / "run")[-1] >= 8
+    files[-1].write_bytes(content)
+    assert int(train(config(**changes, steps=10), tmp_path / "run").step) == 10

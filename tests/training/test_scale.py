@@ -1,0 +1,155 @@
+"""One device, eight, two processes: the same run."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spectr_jax.errors import UserError
+from spectr_jax.training import preparation
+from spectr_jax.training.loop import train
+from spectr_jax.training.metrics import read_metrics
+
+pytestmark = pytest.mark.xdist_group("scale")  # The runs that all compare with are made once.
+
+# Without dropout, so that the parts of an accumulated batch are the batch.
+CHANGES = {"steps": 20, "batch_size": 16, "eval_every": 10, "checkpoint_every": 10, "model.dropout": 0.0}
+VARIANTS = {
+    "data 8": {},
+    "fsdp 8": {"mesh.fsdp": 8},
+    "fsdp 2, two parts, remat": {"mesh.fsdp": 2, "accumulate": 2, "remat": True},
+}
+ON_EIGHT = """
+import json, pathlib, sys
+import jax
+from spectr_jax.config import train_config
+from spectr_jax.training.loop import train
+assert jax.device_count() == 8
+sharded = {}
+for workdir, fields in json.loads(sys.stdin.read()):
+    config = train_config("draft_2m")
+    config.update_from_flattened_dict(fields)
+    state = train(config, pathlib.Path(workdir))
+    kernel = state.params["blocks"][0]["up"]["kernel"][...]
+    sharded[workdir] = kernel.size // kernel.addressable_shards[0].data.size
+print(json.dumps(sharded))
+"""
+
+
+def _devices(count):
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={count}"}
+
+
+@pytest.fixture(scope="module")
+def one(config, tmp_path_factory):
+    """The run on one device, and the same cut off at step 10."""
+    folder = tmp_path_factory.mktemp("one")
+    train(config(**CHANGES), folder / "whole")
+    train(config(**{**CHANGES, "steps": 10}), folder / "half")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def eight(one, fields, tmp_path_factory):
+    """The variants on eight devices, and the rest of the half run there."""
+    folder = tmp_path_factory.mktemp("eight")
+    runs = [(str(folder / name), fields(**{**CHANGES, **changes})) for name, changes in VARIANTS.items()]
+    runs.append((str(one / "half"), fields(**{**CHANGES, "mesh.fsdp": 2})))
+    result = subprocess.run(
+        [sys.executable, "-c", ON_EIGHT], input=json.dumps(runs), env=_devices(8), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return folder, json.loads(result.stdout.splitlines()[-1])
+
+
+def _same(ours, theirs):
+    for name in ("loss", "grad_norm", "eval_nats_per_token", "eval_bits_per_character"):
+        values = [
+            [record[name] for record in read_metrics(run / "metrics.jsonl") if name in record] for run in (ours, theirs)
+        ]
+        assert len(values[0]) == len(values[1]) > 0
+        np.testing.assert_allclose(*values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eight_devices_are_one(one, eight, losses, variant):
+    """Loss, gradient norm and held-out loss to 1e-5, for 20 steps in which the loss falls."""
+    folder, sharded = eight
+    assert losses(one / "whole")[20] < losses(one / "whole")[1] - 0.3
+    _same(folder / variant, one / "whole")
+    assert sharded[str(folder / variant)] == VARIANTS[variant].get("mesh.fsdp", 1)
+
+
+def test_a_run_goes_on_on_other_devices(one, eight):
+    """Ten steps on one device, ten on eight."""
+    assert len(read_metrics(one / "half/metrics.jsonl")) == 22
+    _same(one / "half", one / "whole")
+
+
+def _free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def _two(start, workdir, **changes):
+    port = _free_port()
+    flags = [(f"--coordinator=localhost:{port}", "--processes=2", f"--process_id={index}") for index in range(2)]
+    return [start(workdir, *each, env=_devices(4), **changes) for each in flags]
+
+
+def test_two_processes_are_one_run(one, start, wait_for_step, losses, tmp_path):
+    """Two processes of four devices: the losses of one; SIGTERM to one of them stops and saves both; when one is killed
+    the other ends by itself, and the last checkpoint is whole."""
+    workdir = tmp_path / "run"
+    processes = _two(start, workdir, **CHANGES)
+    logs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], logs
+    _same(workdir, one / "whole")
+
+    processes = _two(start, workdir, **{**CHANGES, "steps": 100_000})
+    wait_for_step(workdir, 25, processes[0])
+    processes[1].terminate()
+    logs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [75, 75], logs
+    stopped = max(losses(workdir))
+    assert all(f"stopped and saved at step {stopped} of 100000" in log for log in logs)
+
+    processes = _two(start, workdir, **{**CHANGES, "steps": 100_000})
+    wait_for_step(workdir, stopped + 15, processes[0])
+    processes[1].kill()
+    logs = [process.communicate(timeout=120)[0] for process in processes]
+    assert all(process.returncode < 0 for process in processes)
+    assert f"going on from step {stopped}" in logs[0]
+    for log in logs:
+        assert f"give the same command again (all of them): it goes on from the newest checkpoint in '{workdir}'" in log
+    logged = max(losses(workdir))
+    assert logged >= stopped + 15
+    steps = logged + 5
+    alone = start(workdir, **{**CHANGES, "steps": steps})  # One process goes on where two were.
+    log = alone.communicate()[0]
+    assert alone.returncode == 0, log
+    assert list(losses(workdir)) == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "processes", "message"),
+    [
+        (
+            {"batch_size": 12},
+            8,
+            1,
+            "batch_size=12 does not divide over 8 devices in .* give a multiple of 8",
+        ),
+        ({"accumulate": 3}, 1, 1, "batch_size=8 does not divide over .* in accumulate=3 parts; give a multiple of 3"),
+        ({"batch_size": 48, "data.streams": 4}, 8, 3, r"4 streams \(data.streams=4, batch_size=48\) do not divide over 3"),
+    ],
+)
+def test_what_cannot_be_dealt_out_evenly(config, changes, devices, processes, message):
+    with pytest.raises(UserError, match=message):
+        preparation.count_streams(config(**changes), devices, processes)
