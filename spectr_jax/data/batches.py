@@ -10,19 +10,15 @@ import grain
 import numpy as np
 
 from spectr_jax.data.corpus import Sentences
-from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
+from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 
 PACKING_BINS = 64
 PREFETCHED_BATCHES = 4
 
 
-def encode(sentence: str, tokenizer: Tokenizer, length: int) -> dict[str, np.ndarray]:
-    """One sentence as `inputs` and `targets`, cut to `length` tokens (a cut sentence has no EOS)."""
-    pieces = tokenizer.encode(sentence)
-    return {
-        "inputs": np.asarray([BOS, *pieces], np.int32)[:length],
-        "targets": np.asarray([*pieces, EOS], np.int32)[:length],
-    }
+def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
+    """The targets of one sentence, cut to `length` tokens (a cut sentence has no EOS)."""
+    return np.asarray([*tokenizer.encode(sentence), EOS], np.int32)[:length]
 
 
 def training_batches(
@@ -82,24 +78,20 @@ def evaluation_batches(sentences: Sentences, tokenizer: Tokenizer, *, batch: int
 
 def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, batch: int, length: int, threads: int = 1) -> grain.IterDataset:
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-    encoded = dataset.map(lambda sentence: encode(sentence, tokenizer, length)).to_iter_dataset(options)
+    encoded = dataset.map(lambda sentence: {"targets": encode(sentence, tokenizer, length)}).to_iter_dataset(options)
     rows = grain.experimental.FirstFitPackIterDataset(
-        encoded,
-        length_struct={"inputs": length, "targets": length},
-        num_packing_bins=PACKING_BINS,
-        shuffle_bins=False,
+        encoded, length_struct={"targets": length}, num_packing_bins=PACKING_BINS, shuffle_bins=False
     )
-    return rows.map(_rename).batch(batch, drop_remainder=False)
+    return rows.batch(batch, drop_remainder=False).map(_with_inputs)
 
 
 def _join(parts: tuple[dict[str, np.ndarray], ...]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _rename(row: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {
-        "inputs": row["inputs"],
-        "targets": row["targets"],
-        "segments": row["inputs_segment_ids"],
-        "positions": row["inputs_positions"],
-    }
+def _with_inputs(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs are the targets one later, with BOS before the first of each sentence."""
+    targets, segments, positions = (packed[name] for name in ("targets", "targets_segment_ids", "targets_positions"))
+    before = np.where(positions == 0, BOS, np.roll(targets, 1, axis=1))
+    inputs = np.where(segments > 0, before, PAD).astype(np.int32)
+    return {"inputs": inputs, "targets": targets, "segments": segments, "positions": positions}

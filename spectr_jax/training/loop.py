@@ -1,6 +1,5 @@
 """A training run: data, steps, evaluation, checkpoints, and the record of it in the workdir."""
 
-import functools
 import math
 import pathlib
 from typing import Any
@@ -9,7 +8,6 @@ import grain
 import jax
 import ml_collections
 import tqdm
-from flax import nnx
 from jax.sharding import Mesh
 
 from spectr_jax import hosts, sharding
@@ -18,14 +16,15 @@ from spectr_jax.data import batches
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.files import write_json
-from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
+from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.checkpoint import METRIC, Checkpoints
 from spectr_jax.training.heldout import Heldout, evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.metrics import MetricsLog, Window, plot_curves
-from spectr_jax.training.optimizer import learning_rate, make_optimizer
-from spectr_jax.training.step import StepOptions, TrainState, eval_step, init_state, train_step
+from spectr_jax.training.optimizer import learning_rate
+from spectr_jax.training.programs import make_programs
+from spectr_jax.training.step import TrainState
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
@@ -78,26 +77,9 @@ class _Run:
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, heldout: Heldout):
         self.config, self.workdir, self.mesh, self.heldout = config, workdir, mesh, heldout
-        optimizer = make_optimizer(config.optimizer, config.steps)
-        model_config = TransformerConfig(**config.model)
+        self.programs = make_programs(config, mesh)
         self.learning_rate = learning_rate(config.optimizer, config.steps)
-        self.flops_per_token = throughput.flops_per_token(model_config)
-
-        def init(key):
-            params_key, run_key = jax.random.split(key)
-            return init_state(Transformer(model_config, rngs=nnx.Rngs(params_key)), optimizer, run_key)
-
-        graphdef, _ = abstract(model_config)
-        shapes = jax.eval_shape(init, jax.random.key(config.seed))
-        shardings = sharding.state_sharding(mesh, shapes)
-        self.like = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
-        )
-        self.init = jax.jit(init, out_shardings=shardings)
-        options = StepOptions(config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat)
-        step = functools.partial(train_step, graphdef, optimizer, options)
-        self.step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        self.eval_step = jax.jit(functools.partial(eval_step, graphdef, exit_layer=options.exit_layer))
+        self.flops_per_token = throughput.flops_per_token(TransformerConfig(**config.model))
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
 
     def go(self, data: grain.DatasetIterator) -> TrainState:
@@ -112,7 +94,7 @@ class _Run:
                 for step in range(first + 1, config.steps + 1):
                     with window.waiting_for_data():
                         batch = sharding.put_rows(self.mesh, next(data))
-                    state, metrics = self.step(state, batch)
+                    state, metrics = self.programs.step(state, batch)
                     window.add(metrics)
                     bar.update()
                     stopping = interruption.requested(step)
@@ -140,8 +122,8 @@ class _Run:
     def _start(self, data: grain.DatasetIterator) -> TrainState:
         self.checkpoints.clean()
         if self.checkpoints.latest_step() is None:
-            return self.init(jax.random.key(self.config.seed))
-        state, positions, damaged = self.checkpoints.restore(self.like)
+            return self.programs.init(jax.random.key(self.config.seed))
+        state, positions, damaged = self.checkpoints.restore(self.programs.like)
         share = len(positions) // jax.process_count()
         batches.go_to(data, positions[jax.process_index() * share :][:share])
         if hosts.is_first():
@@ -161,7 +143,7 @@ class _Run:
         return f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
 
     def _evaluate(self, step: int, state: TrainState, log: MetricsLog | None) -> dict[str, float]:
-        scores = evaluate(self.eval_step, state.params, self.heldout, self.mesh)
+        scores = evaluate(self.programs.evaluate, state.params, self.heldout, self.mesh)
         if log:
             log.write({"step": step, **scores})
             plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png")

@@ -38,12 +38,19 @@ def test_no_text_is_out_of_vocabulary(tokenizer):
     assert tokenizer.vocab_size == 320
 
 
-def test_targets_are_inputs_one_later(tokenizer):
-    example = encode("the draft", tokenizer, 64)
-    assert example["inputs"][0] == BOS and example["targets"][-1] == EOS
-    np.testing.assert_array_equal(example["inputs"][1:], example["targets"][:-1])
-    cut = encode("the draft", tokenizer, 2)
-    assert len(cut["inputs"]) == len(cut["targets"]) == 2
+def test_targets_are_inputs_one_later(sentences, tokenizer):
+    (batch,) = evaluation_batches(sentences[:5], tokenizer, batch=4, length=64)
+    for inputs, targets in _sentences_of(batch):
+        assert inputs[0] == BOS and targets[-1] == EOS
+        np.testing.assert_array_equal(inputs[1:], targets[:-1])
+    padding = batch["segments"] == 0
+    assert padding.any() and not batch["inputs"][padding].any() and not batch["targets"][padding].any()
+
+
+def test_long_sentences_are_cut(tokenizer):
+    pieces = tokenizer.encode("the draft")
+    np.testing.assert_array_equal(encode("the draft", tokenizer, 64), [*pieces, EOS])
+    np.testing.assert_array_equal(encode("the draft", tokenizer, len(pieces)), pieces)
 
 
 def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
