@@ -42,4 +42,12 @@ def put_rows(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
     """Arrays that every process has, on every device of the mesh."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def put(leaf):
+        if jax.process_count() == 1 or leaf.sharding == place:
+            return jax.device_put(leaf, place)
+        on_host = np.asarray(leaf)  # A device of one process cannot always send to those of another.
+        return jax.make_array_from_callback(leaf.shape, place, lambda index: on_host[index])
+
+    return jax.tree.map(put, tree)

@@ -30,8 +30,8 @@ from spectr_jax.training.step import TrainState
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
     """Trains until `config.steps`, from the newest checkpoint in `workdir` if there is one.
 
-    Writes config.json, tokenizer.model, metrics.jsonl, loss.png and checkpoints/. Of several processes (`hosts.connect`)
-    each calls this, with the same arguments and a workdir that all of them see.
+    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file, lock. Of several processes
+    (`hosts.connect`) each calls this, with the same arguments and a workdir that all of them see.
 
     Raises:
       UserError: a bad config, a workdir of another config, an empty or corrupt corpus, a loss that is not finite, a
@@ -40,36 +40,33 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     """
     preparation.check_train_config(config)
     preparation.claim_workdir(config, workdir)
-    try:
-        return _train(config, workdir)
-    except OSError as error:
-        raise UserError(
-            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command: the "
-            "run goes on from its newest checkpoint"
-        ) from error
-
-
-def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
     mesh = sharding.make_mesh(config.mesh.fsdp)
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     tfds_dir = config.data.tfds_dir or None
     sentences = open_sentences(config.data.train, tfds_dir)
     heldout_sentences = open_sentences(config.data.heldout, tfds_dir)
-    tokenizer = preparation.open_tokenizer(config, workdir, sentences)
-    heldout = pack_heldout(config, heldout_sentences, tokenizer)
-    dataset = batches.training_batches(
-        sentences,
-        tokenizer,
-        batch=config.batch_size,
-        length=config.model.context,
-        seed=config.seed,
-        streams=streams,
-        process=jax.process_index(),
-        processes=jax.process_count(),
-    )
-    if hosts.is_first():
-        write_json(workdir / "config.json", to_json(config))
-    return _Run(config, workdir, mesh, heldout).go(iter(dataset))
+    try:
+        with preparation.locked(workdir):
+            tokenizer = preparation.open_tokenizer(config, workdir, sentences)
+            heldout = pack_heldout(config, heldout_sentences, tokenizer)
+            dataset = batches.training_batches(
+                sentences,
+                tokenizer,
+                batch=config.batch_size,
+                length=config.model.context,
+                seed=config.seed,
+                streams=streams,
+                process=jax.process_index(),
+                processes=jax.process_count(),
+            )
+            if hosts.is_first():
+                write_json(workdir / "config.json", to_json(config))
+            return _Run(config, workdir, mesh, heldout).go(iter(dataset))
+    except OSError as error:
+        raise UserError(
+            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command: the "
+            "run goes on from its newest checkpoint"
+        ) from error
 
 
 class _Run:

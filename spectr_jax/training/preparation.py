@@ -1,8 +1,11 @@
 """Before the first step: is the config sound, is the workdir this run's, and which tokenizer has it?"""
 
+import contextlib
+import fcntl
 import json
 import math
 import pathlib
+from collections.abc import Iterator
 
 import ml_collections
 from flax.traverse_util import flatten_dict
@@ -89,6 +92,26 @@ def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> N
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"workdir {str(workdir)!r} cannot be made ({error.strerror}); choose another") from error
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """A context in which no other run writes to `workdir`; a process that dies in it leaves no lock.
+
+    Raises:
+      UserError: one does already.
+    """
+    if not hosts.is_first():
+        yield
+        return
+    with (workdir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process trains in {str(workdir)!r}; wait for it, or choose another --workdir"
+            ) from error
+        yield
 
 
 def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, sentences: Sentences) -> Tokenizer:

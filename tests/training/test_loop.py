@@ -17,7 +17,7 @@ from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract, causal
-from spectr_jax.training import throughput
+from spectr_jax.training import preparation, throughput
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
@@ -39,6 +39,7 @@ def test_a_run_learns_and_leaves_its_record(config, losses, tmp_path):
         "metrics.jsonl",
         "loss.png",
         "checkpoints",
+        "lock",
     }
     assert load_trained(str(tmp_path / "run")).model.vocab_size == 320
 
@@ -78,6 +79,14 @@ def test_stopping_and_going_on_is_the_same_run(config, losses, tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for ours, theirs in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
+    with preparation.locked(tmp_path), pytest.raises(UserError, match="another process trains in"):
+        train(config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    with preparation.locked(tmp_path):
+        pass
 
 
 def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):

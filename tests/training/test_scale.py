@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -39,6 +40,24 @@ for workdir, fields in json.loads(sys.stdin.read()):
 print(json.dumps(sharded))
 """
 
+DECODING = """
+import sys
+from spectr_jax import hosts
+folder, prompts, *flags = sys.argv[1:]
+if flags:
+    hosts.connect(flags[0], 2, int(flags[1]))
+from spectr_jax.config import eval_config
+from spectr_jax.decoding import get_method
+from spectr_jax.experiments.loading import load_trained
+from spectr_jax.experiments.measurement import measure, read_prompts
+config = eval_config()
+config.update({"prompts": prompts, "num_prompts": 13, "batch_size": 8, "max_new_tokens": 9})
+target, draft = load_trained(folder + "/whole"), load_trained(folder + "/draft")
+prompts = read_prompts(config, target.tokenizer)
+done = measure(get_method("otm_block", tree="2,1"), target, draft, prompts, config, seed=3)
+print(done.tokens, done.calls)
+"""
+
 
 def _devices(count):
     flags = os.environ.get("XLA_FLAGS", "")
@@ -47,10 +66,11 @@ def _devices(count):
 
 @pytest.fixture(scope="module")
 def one(config, tmp_path_factory):
-    """The run on one device, and the same cut off at step 10."""
+    """The run on one device, and the same cut off at step 10, twice."""
     folder = tmp_path_factory.mktemp("one")
     train(config(**CHANGES), folder / "whole")
     train(config(**{**CHANGES, "steps": 10}), folder / "half")
+    shutil.copytree(folder / "half", folder / "draft")
     return folder
 
 
@@ -103,9 +123,9 @@ def _two(start, workdir, **changes):
     return [start(workdir, *each, env=_devices(4), **changes) for each in flags]
 
 
-def test_two_processes_are_one_run(one, start, wait_for_step, losses, tmp_path):
-    """Two processes of four devices: the losses of one; SIGTERM to one of them stops and saves both; when one is killed
-    the other ends by itself, and the last checkpoint is whole."""
+def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tmp_path):
+    """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves both; when one is killed the
+    other ends by itself, and one process goes on alone: all that is still one run."""
     workdir = tmp_path / "run"
     processes = _two(start, workdir, **CHANGES)
     logs = [process.communicate()[0] for process in processes]
@@ -131,10 +151,23 @@ def test_two_processes_are_one_run(one, start, wait_for_step, losses, tmp_path):
     logged = max(losses(workdir))
     assert logged >= stopped + 15
     steps = logged + 5
-    alone = start(workdir, **{**CHANGES, "steps": steps})  # One process goes on where two were.
-    log = alone.communicate()[0]
-    assert alone.returncode == 0, log
-    assert list(losses(workdir)) == list(range(1, steps + 1))
+    train(config(**{**CHANGES, "steps": steps}), workdir)
+    train(config(**{**CHANGES, "steps": steps}), tmp_path / "whole")
+    assert len(losses(workdir)) == steps
+    np.testing.assert_allclose(list(losses(workdir).values()), list(losses(tmp_path / "whole").values()), atol=1e-4)
+
+
+def test_decoding_spreads_over_devices_and_processes(one, corpus):
+    """The same texts on one device, on eight, and on two processes of four; the models come from workdirs."""
+    command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
+    port = f"localhost:{_free_port()}"
+    runs = [(1, []), (8, []), (4, [port, "0"]), (4, [port, "1"])]
+    processes = [
+        subprocess.Popen([*command, *flags], env=_devices(count), stdout=subprocess.PIPE, text=True) for count, flags in runs
+    ]
+    answers = [process.communicate()[0].splitlines()[-1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(set(answers)) == 1 and int(answers[0].split()[0]) > 13
 
 
 @pytest.mark.parametrize(
