@@ -46,7 +46,7 @@ def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
     places = sharding.state_sharding(mesh, shapes)
     return Programs(
         init=jax.jit(init, out_shardings=places),
-        # The state comes out where it went in, or the second step would be another program.
+        # The state comes out where it went in, whatever XLA would prefer: one program for all steps.
         step=jax.jit(
             functools.partial(train_step, graphdef, optimizer, options), donate_argnums=0, out_shardings=(places, None)
         ),

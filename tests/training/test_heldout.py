@@ -1,0 +1,59 @@
+"""Held-out figures against the sentences one by one."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax import sharding
+from spectr_jax.data.corpus import open_sentences
+from spectr_jax.data.tokenizer import BOS, EOS, train_tokenizer
+from spectr_jax.errors import UserError
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.training.heldout import evaluate, pack_heldout
+from spectr_jax.training.step import eval_step
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus, tmp_path_factory):
+    lines = (corpus / "train.txt").read_text().splitlines()
+    return train_tokenizer(lines, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 320)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 16])
+def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
+    """Whatever is padding and whichever sentences share a row; those that do not fit are left out."""
+    run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})
+    sentences = open_sentences(run.data.heldout)
+    model = Transformer(TransformerConfig(**run.model), rngs=nnx.Rngs(0))
+    heldout = pack_heldout(run, sentences, tokenizer)
+    assert all(batch["inputs"].shape == (rows, 28) for batch in heldout.batches)
+    score = jax.jit(functools.partial(eval_step, nnx.split(model)[0]))
+    ours = evaluate(score, nnx.state(model), heldout, sharding.make_mesh())
+    nats = tokens = characters = left_out = 0
+    for index in range(len(sentences)):
+        pieces = tokenizer.encode(sentences[index])
+        if len(pieces) + 1 > 28:
+            left_out += 1
+            continue
+        count = len(pieces) + 1
+        inputs = np.zeros((1, 28), np.int32)
+        inputs[0, :count] = [BOS, *pieces]
+        logits, _ = model.extend(inputs, np.arange(28)[None], np.tri(28, dtype=bool)[None])
+        law = jax.nn.log_softmax(logits[0, :count])
+        nats -= float(jnp.sum(law[np.arange(count), [*pieces, EOS]]))
+        tokens += count
+        characters += len(sentences[index]) + 1
+    assert 0 < left_out < len(sentences)
+    assert ours["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert ours["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
+
+
+def test_no_sentence_fits(config, tokenizer):
+    run = config(**{"model.context": 2})
+    with pytest.raises(UserError, match="no held-out sentence of .* fits 2 tokens; raise model.context"):
+        pack_heldout(run, open_sentences(run.data.heldout), tokenizer)
