@@ -55,5 +55,5 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
 
 def test_no_sentence_fits(config, tokenizer):
     run = config(**{"model.context": 2})
-    with pytest.raises(UserError, match="no held-out sentence of .* fits 2 tokens; raise model.context"):
+    with pytest.raises(UserError, match=r"no held-out sentence of .* fits 2 tokens; raise model.context"):
         pack_heldout(run, open_sentences(run.data.heldout), tokenizer)
