@@ -7,6 +7,7 @@ the JSON place in each stream of the data. It is written beside its place and re
 import contextlib
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -72,17 +73,13 @@ class Checkpoints:
             return
         rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
         checkpointables = {"params": named_leaves(state.params), "rest": named_leaves(rest), "data": positions}
-        try:
+        with self._explained():
             self._checkpointer.save_checkpointables_async(step, checkpointables, metrics=metrics)
-        except _FAILURES as error:
-            raise self._not_saved(error) from error
 
     def wait(self) -> None:
         """Waits until the last save is on disk; raises `UserError` if it failed."""
-        try:
+        with self._explained():
             self._checkpointer.wait()
-        except _FAILURES as error:
-            raise self._not_saved(error) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
         """The newest checkpoint that can be read.
@@ -157,12 +154,20 @@ class Checkpoints:
     def _none(self) -> UserError:
         return UserError(f"no complete checkpoint in {str(self.directory)!r}; train there first, or fix the path")
 
-    def _not_saved(self, error: BaseException) -> UserError:
-        self._checkpointer.reload()  # It counts a step from the start of its save on.
-        return UserError(
-            f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); make room there, and give the "
-            f"same command: the run goes on from step {self.latest_step() or 0}, which is whole"
-        )
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Failures to save become `UserError`, but for those of JAX itself, which the run explains."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            raise
+        except _FAILURES as error:
+            self._checkpointer.reload()  # It counts a step from the start of its save on.
+            others = " or see why another process ended" if jax.process_count() > 1 else ""
+            raise UserError(
+                f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); make room there{others}, "
+                f"and give the same command again: the run goes on from step {self.latest_step() or 0}, which is whole"
+            ) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -64,9 +64,19 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             return _Run(config, workdir, mesh, heldout).go(iter(dataset))
     except OSError as error:
         raise UserError(
-            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command: the "
-            "run goes on from its newest checkpoint"
+            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: it "
+            "goes on from the newest checkpoint"
         ) from error
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        if "RESOURCE_EXHAUSTED" in reason:
+            raise UserError(f"out of memory ({reason}); raise accumulate, set remat=True, or lower batch_size") from error
+        if jax.process_count() > 1:
+            raise UserError(
+                f"another process of the run has probably ended ({reason}); see its log, and give the same command again "
+                f"(all of them): it goes on from the newest checkpoint in {str(workdir)!r}"
+            ) from error
+        raise
 
 
 class _Run:

@@ -12,6 +12,7 @@ import pytest
 
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
+from spectr_jax.training import loop
 from spectr_jax.training.loop import train
 
 
@@ -128,6 +129,18 @@ def test_a_full_disk(config, command, losses, tmp_path):
     assert _saved(tmp_path) == [4]
     assert int(train(config(**changes), tmp_path).step) == 8
     assert {step: losses(tmp_path)[step] for step in before} == before and len(losses(tmp_path)) == 8
+
+
+def test_out_of_memory(config, tmp_path, monkeypatch):
+    def step(state, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+
+    made = loop.make_programs
+    monkeypatch.setattr(loop, "make_programs", lambda *args: made(*args)._replace(step=step))
+    with pytest.raises(
+        UserError, match=r"out of memory \(RESOURCE_.*99 bytes.\); raise accumulate, set remat=True, or lower"
+    ):
+        train(config(), tmp_path)
 
 
 def test_a_shard_that_is_gone(config, corpus, tmp_path, array_records):
