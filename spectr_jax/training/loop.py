@@ -64,8 +64,8 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             return _Run(config, workdir, mesh, heldout).go(iter(dataset))
     except OSError as error:
         raise UserError(
-            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: it "
-            "goes on from the newest checkpoint"
+            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: "
+            "it goes on from the newest checkpoint"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0][:200]
