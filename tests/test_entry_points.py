@@ -24,6 +24,17 @@ CASES = [
     ),
     (("spectr_jax.train", "--config=configs/none.py"), "", "the config file cannot be loaded"),
     (("spectr_jax.train",), "", "Flag --config must have a value"),
+    (
+        TRAIN,
+        "--coordinator=localhost:1234",
+        "--processes is missing; give --coordinator, --processes and --process_id together",
+    ),
+    (
+        (*TRAIN, "--coordinator=localhost:1234", "--processes=2"),
+        "--process_id=2",
+        "--process_id=2 is not in 0..1; each of --processes=2 has its own",
+    ),
+    (TRAIN, "--distributed", "no other processes were found in the environment (TPU pod, Slurm, Open MPI)"),
     (EVAL, "--config.methods=('spectre',)", "unknown method 'spectre'; did you mean 'spectr'?"),
     (EVAL, "--config.num_drafts=(0,)", "config field 'num_drafts' is 0; give at least 1"),
     (EVAL, "--config.draft_lengths=(4,-1)", "config field 'draft_lengths' is -1; give at least 1"),
