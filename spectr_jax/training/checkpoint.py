@@ -19,8 +19,10 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.training.step import TrainState
 
-# What Orbax raises for files that are missing, cut short or of another tree, and for a disk that takes no more.
-_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, ocp.errors.InvalidLayoutError)
+# What Orbax raises for files that are missing, cut short or of another tree.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
+# And for a disk that takes no more.
+_FAILURES = (*_DAMAGE, RuntimeError)
 METRIC = "eval_bits_per_character"
 TEMPORARY = ".orbax-checkpoint-tmp"
 
@@ -45,11 +47,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first."""
+        """The complete steps, oldest first, and one that is being saved."""
         return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
     def latest_step(self) -> int | None:
-        """The newest complete step, or None."""
+        """The newest of `steps`, or None."""
         return max(self.steps(), default=None)
 
     def best(self) -> tuple[int, float] | None:
@@ -132,7 +134,7 @@ class Checkpoints:
     def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._checkpointer.load_checkpointables(step, wanted)
-        except _FAILURES as error:
+        except _DAMAGE as error:
             raise UserError(
                 f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model ({_reason(error)}); "
                 "remove that step to use an earlier one, or fix the path"
