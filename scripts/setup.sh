@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with the locked versions, if it is not up to date: scripts/setup.sh [requirements file]
+# For an accelerator: JAX='jax[cuda13]' or JAX='jax[tpu]' in the environment, of this script or of those that call it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=${1:-requirements.txt}
@@ -9,9 +10,13 @@ python=${PYTHON:-python3}
   exit 2
 }
 stamp=.venv/$(basename "$wanted").installed
-if ! cat requirements.txt "$wanted" requirements.lock | cmp -s - "$stamp"; then
+wanted_now() {
+  cat requirements.txt "$wanted" requirements.lock
+  echo "${JAX:-}"
+}
+if ! wanted_now | cmp -s - "$stamp"; then
   echo "installing $wanted into .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$wanted" -c requirements.lock
-  cat requirements.txt "$wanted" requirements.lock >"$stamp"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$wanted" ${JAX:+"$JAX"} -c requirements.lock
+  wanted_now >"$stamp"
 fi
