@@ -16,21 +16,21 @@ def _config(folder, **changes):
     config = auto_config()
     config.update({"target": str(folder / "target.safetensors"), "draft": str(folder / "draft.safetensors")})
     config.update({"prompts": str(folder / "prompts.txt"), "num_prompts": 4, "batch_size": 2, "max_new_tokens": 5})
-    config.update({"methods": ("block", "gsd"), "num_drafts": (2,), "draft_lengths": (2,), "size": 2, "tries": 2})
+    config.update({"methods": ("block", "gsd"), "num_drafts": (2,), "draft_lengths": (2,), "size": 2, "tries": 1})
     config.update({"prompt_tokens": 4, **changes})
     return config
 
 
 def test_the_table_and_the_answer_are_written(toy, tmp_path):
-    result = auto.run(_config(toy.folder), tmp_path)
+    result = auto.run(_config(toy.folder, methods=("block",)), tmp_path)
     assert json.loads((tmp_path / "auto.json").read_text()) == result
     methods = [row["method"] for row in result["rows"]]
-    assert methods[0] == "baseline" and sorted(methods[1:]) == ["block", "gsd"]
+    assert methods[0] == "baseline" and set(methods[1:]) == {"block"}
     assert all(row["measured_per_second"] > 0 and row["tokens_per_second"] > 0 for row in result["rows"])
     assert result["answer"].startswith("Use ") and result["answer"] in (tmp_path / "auto.md").read_text()
     speeds = [row["tokens_per_second"] for row in result["predicted"]]
     assert speeds == sorted(speeds, reverse=True)
-    assert len(speeds) == 1 + 2 + 2  # Chains of 1 and 2; gsd on trees of 1 and 2.
+    assert len(speeds) == 1 + 2  # Chains of 1 and 2.
 
 
 def _given(target, accepted=0.8, level=1.0):

@@ -90,9 +90,8 @@ def eight(one, fields, tmp_path_factory):
 
 def _same(ours, theirs):
     for name in ("loss", "grad_norm", "eval_nats_per_token", "eval_bits_per_character"):
-        values = [
-            [record[name] for record in read_metrics(run / "metrics.jsonl") if name in record] for run in (ours, theirs)
-        ]
+        records = [read_metrics(run / "metrics.jsonl") for run in (ours, theirs)]
+        values = [[record[name] for record in run if name in record and record["step"] <= 20] for run in records]
         assert len(values[0]) == len(values[1]) > 0
         np.testing.assert_allclose(*values, atol=1e-5, rtol=1e-5)
 
@@ -128,11 +127,6 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves both; when one is killed the
     other ends by itself, and one process goes on alone: all that is still one run."""
     workdir = tmp_path / "run"
-    processes = _two(start, workdir, **CHANGES)
-    logs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], logs
-    _same(workdir, one / "whole")
-
     processes = _two(start, workdir, **{**CHANGES, "steps": 100_000})
     wait_for_step(workdir, 40, processes[0])  # By then each stream has packed a second lot of rows, and is elsewhere.
     processes[1].terminate()
@@ -140,6 +134,7 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     assert [process.returncode for process in processes] == [75, 75], logs
     stopped = max(losses(workdir))
     assert all(f"stopped and saved at step {stopped} of 100000" in log for log in logs)
+    _same(workdir, one / "whole")
 
     processes = _two(start, workdir, **{**CHANGES, "steps": 100_000})
     wait_for_step(workdir, stopped + 15, processes[0])
