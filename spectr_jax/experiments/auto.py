@@ -14,16 +14,15 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from spectr_jax.config import auto_config, check_fields, check_positive, config_hash, to_json
+from spectr_jax.config import auto_config, check_fields, check_positive
 from spectr_jax.decoding import Method, generate, get_method, prediction, tree_search
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, report
 from spectr_jax.experiments.call_times import PHASES, call_seconds, phase_seconds, token_seconds
-from spectr_jax.experiments.loading import Trained, load_pair
+from spectr_jax.experiments.loading import Trained
 from spectr_jax.experiments.node_acceptance import observe_carriers, observe_nodes, observe_winners, shares
-from spectr_jax.files import write_json, write_whole
 from spectr_jax.models.frozen import freeze
 
 NAME = "auto"
@@ -87,10 +86,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_auto_config(config)
-    measurement.claim_workdir(config, workdir, NAME)
-    target, (draft,) = load_pair(config.target, (config.draft,), config.dtype)
-    prompts = measurement.read_prompts(config, target.tokenizer)
-    measurement.check_contexts(config, prompts, [target, draft])
+    target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
 
     started = time.monotonic()
 
@@ -110,16 +106,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "together": times.together,
         "target_ms": {str(count): times.target(count) * 1e3 for count in _counts(config.size)},
         "prompts": prompts.real,
-        "seconds": round(time.monotonic() - started, 1),
-        "config": to_json(config),
-        "config_hash": config_hash(config),
-        **report.provenance(),
+        **report.about(config, started),
     }
     result["answer"] = answer(tried)
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / f"{NAME}.md", markdown(result))
-    write_json(workdir / f"{NAME}.json", result)
-    print(markdown(result))
+    report.write(workdir, NAME, result, markdown(result))
     return result
 
 
@@ -265,8 +255,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch {config['batch_size']}, "
         f"{config['dtype']}, temperature {config['temperature']}; tokens/s with the call on the prompt, over the batch. In "
         "a batch texts end at different times, which the prediction leaves out.",
-        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
-        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+        report.made_by(result),
     ]
     return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
 

@@ -12,13 +12,12 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from spectr_jax.config import check_fields, check_positive, config_hash, latency_config, to_json
+from spectr_jax.config import check_fields, check_positive, latency_config
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, paper, profile, report
 from spectr_jax.experiments.call_times import PHASES, call_runs, phase_seconds
 from spectr_jax.experiments.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
-from spectr_jax.files import write_json, write_whole
 
 NAME = "latency"
 
@@ -45,16 +44,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "cells": measure_cells(config, models),
         "phases": measure_phases(config, target, draft),
         "profile": profile_call(config, target, draft),
-        "seconds": round(time.monotonic() - started, 1),
-        "config": to_json(config),
-        "config_hash": config_hash(config),
-        **report.provenance(),
+        **report.about(config, started),
     }
-    workdir.mkdir(parents=True, exist_ok=True)
+    report.write(workdir, NAME, result, markdown(result))
     plot(result, workdir / f"{NAME}.png")
-    write_whole(workdir / f"{NAME}.md", markdown(result))
-    write_json(workdir / f"{NAME}.json", result)
-    print(markdown(result))
     return result
 
 
@@ -150,8 +143,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{config['methods'][0]}`, K = {config['num_drafts']}, L = {config['lengths'][-1]}, one text: time inside "
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the call on the prompt "
         "and the loop itself; rows below 0.5 % are left out.",
-        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
-        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+        report.made_by(result),
     ]
     return "\n\n".join(parts) + "\n"
 

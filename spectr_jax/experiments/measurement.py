@@ -17,7 +17,7 @@ from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from spectr_jax.decoding import Method, Policy, generate
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained
+from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained, load_pair
 from spectr_jax.models.frozen import freeze
 
 
@@ -85,6 +85,21 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Pro
         lengths[index] = len(pieces) + 1
     split = (batches, config.batch_size)
     return Prompts(tokens.reshape(*split, -1), lengths.reshape(split), config.num_prompts)
+
+
+def open_run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str, drafts: tuple[str, ...]
+) -> tuple[Trained, list[Trained], Prompts]:
+    """The target, the drafts and the prompts of a table `name`.
+
+    Raises:
+      UserError: anything wrong with them or with the workdir.
+    """
+    claim_workdir(config, workdir, name)
+    target, loaded = load_pair(config.target, drafts, config.dtype)
+    prompts = read_prompts(config, target.tokenizer)
+    check_contexts(config, prompts, [target, *loaded])
+    return target, loaded, prompts
 
 
 def check_contexts(config: ml_collections.ConfigDict, prompts: Prompts, models: list[Trained]) -> None:

@@ -5,9 +5,40 @@ import pathlib
 import platform
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
+import ml_collections
+
+from spectr_jax.config import config_hash, to_json
+from spectr_jax.files import write_json, write_whole
+
+
+def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
+    """What stands at the end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
+    return {
+        "seconds": round(time.monotonic() - started, 1),
+        "config": to_json(config),
+        "config_hash": config_hash(config),
+        **provenance(),
+    }
+
+
+def made_by(result: dict[str, Any]) -> str:
+    """The sentence that ends the notes of a table with what `about` returned in it."""
+    return (
+        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
+        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s."
+    )
+
+
+def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -> None:
+    """Writes a table as NAME.json and, with its notes, as the Markdown `text` in NAME.md, and prints that."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(workdir / f"{name}.md", text)
+    write_json(workdir / f"{name}.json", result)
+    print(text)
 
 
 def provenance() -> dict[str, Any]:

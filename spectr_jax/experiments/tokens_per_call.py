@@ -9,12 +9,11 @@ import numpy as np
 import tqdm
 
 from spectr_jax import hosts
-from spectr_jax.config import check_fields, check_positive, config_hash, eval_config, to_json
+from spectr_jax.config import check_fields, check_positive, eval_config
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.experiments import acceptance, measurement, paper, report
-from spectr_jax.experiments.loading import Trained, load_pair, shape_name
+from spectr_jax.experiments.loading import Trained, shape_name
 from spectr_jax.experiments.measurement import Measurement
-from spectr_jax.files import write_json, write_whole
 
 NAME = "tokens_per_call"
 
@@ -36,16 +35,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_eval_config(config)
-    measurement.claim_workdir(config, workdir, NAME)
-    target, drafts = load_pair(config.target, tuple(config.drafts), config.dtype)
+    target, drafts, prompts = measurement.open_run(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
-    prompts = measurement.read_prompts(config, target.tokenizer)
-    measurement.check_contexts(config, prompts, [target, *drafts])
 
     def measured_row(row: Row, *args, **kwargs) -> Measurement:
         return measurement.measure(row.method, target, row.draft, prompts, config, *args, **kwargs)
 
-    seconds = time.monotonic()
+    started = time.monotonic()
     measured: list[list[Measurement]] = [[] for _ in rows]
     with tqdm.tqdm(
         total=len(rows) * (len(config.seeds) + 2), unit="run", dynamic_ncols=True, disable=not hosts.is_first()
@@ -69,18 +65,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
         "rows": [_summary(*row, baseline=measured[0]) for row in zip(rows, measured, nodes, strict=True)],
         "prompts": prompts.real,
-        "seconds": round(time.monotonic() - seconds, 1),
-        "config": to_json(config),
-        "config_hash": config_hash(config),
-        **report.provenance(),
+        **report.about(config, started),
     }
-    if not hosts.is_first():
-        return result
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / f"{NAME}.md", markdown(result))
-    write_json(workdir / f"{NAME}.json", result)
-    plot(result, workdir / f"{NAME}.png")
-    print(markdown(result))
+    if hosts.is_first():
+        report.write(workdir, NAME, result, markdown(result))
+        plot(result, workdir / f"{NAME}.png")
     return result
 
 
@@ -137,8 +126,7 @@ def markdown(result: dict[str, Any]) -> str:
         "otm_block decides on whole paths, and can be above alpha*.",
         f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
-        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
-        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+        report.made_by(result),
     ]
     return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
 

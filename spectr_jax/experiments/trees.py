@@ -14,17 +14,16 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from spectr_jax.config import check_fields, check_positive, config_hash, to_json, trees_config
+from spectr_jax.config import check_fields, check_positive, trees_config
 from spectr_jax.decoding import Method, get_method, tree_search
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import drawing, measurement, report, tree_figures
 from spectr_jax.experiments.call_times import call_seconds
-from spectr_jax.experiments.loading import Trained, load_pair, shape_name
+from spectr_jax.experiments.loading import Trained, shape_name
 from spectr_jax.experiments.measurement import Measurement
 from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes, shares
-from spectr_jax.files import write_json, write_whole
 
 NAME = "trees"
 RACES = ("gsd", "ersd")
@@ -69,10 +68,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_trees_config(config)
-    measurement.claim_workdir(config, workdir, NAME)
-    target, (draft,) = load_pair(config.target, (config.draft,), config.dtype)
-    prompts = measurement.read_prompts(config, target.tokenizer)
-    measurement.check_contexts(config, prompts, [target, draft])
+    target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
     if config.exit_layer >= target.model.layers:
         raise UserError(f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0")
     if max(config.sizes) > target.model.vocab_size:
@@ -100,10 +96,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             for name, (tree, speed) in fastest.items()
         },
         "prompts": prompts.real,
-        "seconds": round(time.monotonic() - started, 1),
-        "config": to_json(config),
-        "config_hash": config_hash(config),
-        **report.provenance(),
+        **report.about(config, started),
     }
     result["answer"] = answer(result["rows"])
     workdir.mkdir(parents=True, exist_ok=True)
@@ -115,9 +108,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         accepted = [mean[tree.path(node)] for node in range(size + 1)]
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted=accepted, title=title)
-    write_whole(workdir / f"{NAME}.md", markdown(result))
-    write_json(workdir / f"{NAME}.json", result)
-    print(markdown(result))
+    report.write(workdir, NAME, result, markdown(result))
     return result
 
 
@@ -337,7 +328,6 @@ def markdown(result: dict[str, Any]) -> str:
         ),
         f"KL(target, draft) = {result['kl_bits']:.2f} bits. Target `{config['target']}`, draft `{config['draft']}`, prompts "
         f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} of the target's layers.",
-        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
-        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s.",
+        report.made_by(result),
     ]
     return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
