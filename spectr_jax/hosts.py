@@ -58,9 +58,10 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(np.asarray(rows), sizes, strict=True)]
 
 
-def from_first(value: Any) -> Any:
-    """The JSON value of the first process; each process must call this."""
-    return gather(value if is_first() else None)[0]
+def wait_for_all(what: str) -> None:
+    """Returns when all processes have come to `what`; each of them must call this."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
 
 
 def fetch(tree: Any) -> Any:

@@ -3,11 +3,9 @@
     scripts/prepare_lm1b.sh                                        # once
     python -m spectr_jax.train --config=configs/lm1b/draft_20m.py --workdir=runs/lm1b/draft_20m
 
-The recipe of Flax's LM1B example: AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of
-256 rows of 128 tokens; bfloat16 products. One tokenizer for all four, trained by whichever run comes first. For a GPU or a
-TPU slice, any number of hosts. Time, estimated and not measured: 3.3e17 FLOPs, 16 minutes of an H100 at
-a third of its peak, but at least the two hours that one process needs to pack 3.2 billion tokens (450,000 tokens/s on a core
-of 2026; several hosts share that).
+The recipe is `lm1b_config`'s. For a GPU or a TPU slice, any number of hosts. Time, estimated and not measured: 3.3e17 FLOPs,
+16 minutes of an H100 at a third of its peak, but at least the two hours that one process needs to pack 3.2 billion
+tokens (450,000 tokens/s on a core of 2026; several hosts share that).
 """
 
 from spectr_jax.config import lm1b_config

@@ -58,7 +58,8 @@ class TfdsSentences:
             return self._source[index]["text"].decode("utf-8")
         except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file or prepare the corpus again"
+                f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file, or remove the corpus and "
+                "prepare it again"
             ) from error
 
 
@@ -130,13 +131,23 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
     try:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
         source = builder.as_data_source(split=split)
-        missing = [path for path in builder.info.splits[split].filepaths if not path.exists()]
-        if missing:
-            raise FileNotFoundError(f"{len(missing)} of its files are missing, the first is {missing[0]}")
-        return source
     except (tfds.core.DatasetNotFoundError, ValueError, KeyError, AssertionError, FileNotFoundError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it: "
-            + ("scripts/prepare_lm1b.sh" if name == "lm1b" else f"`tfds build {name} --file_format=array_record`")
+            f"{_preparation(name)}"
         ) from error
+    missing = [path for path in builder.info.splits[split].filepaths if not path.exists()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} files of the TFDS corpus {spec!r} are missing, the first is {str(missing[0])!r}; restore them, "
+            f"or remove {str(builder.data_path)!r} and prepare it again: {_preparation(name)}"
+        )
+    return source
+
+
+def _preparation(name: str) -> str:
+    """How a TFDS data set is made ready, which needs TensorFlow once."""
+    if name == "lm1b":
+        return "scripts/prepare_lm1b.sh"
+    return f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"

@@ -50,7 +50,9 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
     check_dtype(config.dtype)
     if config.batch_size % jax.device_count():
-        raise UserError(f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple")
+        raise UserError(
+            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple or hide some"
+        )
     check_policy(Policy(config.temperature, config.top_k, config.top_p))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from spectr_jax import hosts
@@ -149,8 +148,7 @@ class Checkpoints:
                 shutil.rmtree(target, ignore_errors=True)
                 target.parent.mkdir(exist_ok=True)
                 (self.directory / str(step)).rename(target)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints are aside")
+        hosts.wait_for_all("damaged checkpoints are aside")
         self._checkpointer.reload()
 
     def _none(self) -> UserError:

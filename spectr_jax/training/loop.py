@@ -157,8 +157,10 @@ class _Run:
         return scores
 
     def _is_best(self, scores: dict[str, float] | None) -> bool:
+        if scores is None:
+            return False
         best = self.checkpoints.best()
-        return scores is not None and (best is None or scores[METRIC] < best[1])
+        return best is None or scores[METRIC] < best[1]
 
     def _check_finite(self, step: int, window: Window) -> None:
         for back, metrics in enumerate(reversed(window.metrics)):

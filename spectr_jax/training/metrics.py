@@ -53,15 +53,10 @@ class Window:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Leaves the time inside out."""
-        started = None
-        if self.metrics:
-            jax.block_until_ready(self.metrics[-1])
-            started = time.monotonic()
+        jax.block_until_ready(self.metrics[-1:])  # The steps until now are no part of it.
+        started = time.monotonic()
         yield
-        if started is not None:
-            self._aside += time.monotonic() - started
-        else:
-            self._started = time.monotonic()
+        self._aside += time.monotonic() - started
 
     def means(self) -> dict[str, Any]:
         """Means over the tokens of the window, with tokens per second and the share of the time waited for data."""

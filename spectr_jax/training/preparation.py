@@ -122,7 +122,7 @@ def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, sen
         print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
         sample = sample_sentences(sentences, config.data.tokenizer_sentences, config.seed)
         train_tokenizer(sample, shared, config.model.vocab_size)
-    hosts.from_first(None)  # The others wait for the file.
+    hosts.wait_for_all("the tokenizer is there")
     tokenizer = Tokenizer(shared)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
