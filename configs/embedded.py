@@ -10,20 +10,25 @@ environment variable gives the C library's heap huge pages, which saves time on 
 
 from spectr_jax.config import train_config
 
-STEPS = {"draft_2m": 3_000, "draft_6m": 2_600}
+STEPS = {"draft_2m": 2_500, "draft_6m": 2_500, "draft_20m": 650}
+BATCH_SIZE = {"draft_2m": 32, "draft_6m": 32, "draft_20m": 64}
+LEARNING_RATE = {"draft_2m": 0.04, "draft_6m": 0.025, "draft_20m": 0.018}
 
 
 def get_config(model: str = "draft_6m"):
     config = train_config(model)
     config.data.train = "../shared/corpus/train-*.txt.xz"
     config.data.heldout = "../shared/corpus/heldout-*.txt.xz"
-    config.data.tokenizer = "runs/embedded/tokenizer.model"
+    config.data.tokenizer = "spectr_jax/embedded/tokenizer.model"
     config.model.dropout = 0.0
-    config.batch_size = 32
+    config.model.dtype = "bfloat16"
+    config.batch_size = BATCH_SIZE[model]
     config.steps = STEPS[model]
+    config.optimizer.name = "muon"
     config.optimizer.schedule = "cosine"
-    config.optimizer.learning_rate = 0.004 if model == "draft_2m" else 0.002
-    config.optimizer.warmup_steps = 200
-    config.eval_every = 500
-    config.checkpoint_every = 250
+    config.optimizer.learning_rate = LEARNING_RATE[model]
+    config.optimizer.warmup_steps = 50
+    config.log_every = 25
+    config.eval_every = 250
+    config.checkpoint_every = 100
     return config

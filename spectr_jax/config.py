@@ -36,6 +36,7 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
             "accumulate": 1,  # In so many parts a batch goes through the model.
             "remat": False,  # Compute activations anew in the backward pass, for memory.
             "optimizer": {
+                "name": "adamw",  # or "muon"
                 "schedule": "rsqrt",
                 "learning_rate": 0.0016,
                 "warmup_steps": 1_000,

@@ -1,5 +1,6 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and what names their content."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -20,3 +21,8 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes indented JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def digest(content: bytes) -> str:
+    """The SHA-256 of a file's content, as of a tokenizer: two models share a vocabulary if these are equal."""
+    return hashlib.sha256(content).hexdigest()

@@ -1,10 +1,10 @@
-"""From sentences to packed batches, with Grain.
+"""From sentences, or rows packed before, to batches, with Grain.
 
 Several sentences share one row of a batch; `segments` numbers them (0 is padding) so that none attends to another, and
 `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the pieces and EOS.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -16,13 +16,21 @@ PACKING_BINS = 64
 PREFETCHED_BATCHES = 4
 
 
+class Rows(Protocol):
+    """Random access to packed targets, [length] each: `data.packed.PackedRows`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+
 def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
     """The targets of one sentence, cut to `length` tokens (a cut sentence has no EOS)."""
     return np.asarray([*tokenizer.encode(sentence), EOS], np.int32)[:length]
 
 
 def training_batches(
-    sentences: Sentences,
+    corpus: Sentences | Rows,
     tokenizer: Tokenizer,
     *,
     batch: int,
@@ -34,11 +42,12 @@ def training_batches(
 ) -> grain.IterDataset:
     """An endless, shuffled pipeline of packed batches; each epoch is shuffled anew.
 
-    Sentence i belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch takes as many rows
-    from each. So the batches depend on the number of streams, and not on that of processes, which read their own streams.
+    Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch
+    takes as many rows from each. So the batches depend on the number of streams, and not on that of processes, which read
+    their own streams.
 
     Args:
-      sentences: the corpus.
+      corpus: sentences; or `PackedRows`, uint16 [length] each, which are shuffled as they are.
       tokenizer: pieces.
       batch: rows over all processes, a multiple of `streams`.
       length: tokens a row.
@@ -51,12 +60,17 @@ def training_batches(
       A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes, length]. `positions_of` and
       `go_to` read and set the place of its iterator.
     """
-    corpus = grain.MapDataset.source(sentences)
+    source = grain.MapDataset.source(corpus)
+    packed_before = not isinstance(corpus[0], str)
     share = streams // processes
     mine = []
     for stream in range(process * share, (process + 1) * share):
-        shuffled = corpus[stream::streams].seed(seed + stream).shuffle()
-        mine.append(_packed(shuffled.repeat(), tokenizer, batch // streams, length, threads=0))
+        shuffled = source[stream::streams].seed(seed + stream).shuffle().repeat()
+        if packed_before:
+            rows = shuffled.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        else:
+            rows = _packed(shuffled, tokenizer, length, threads=0)
+        mine.append(rows.batch(batch // streams))
     joined = grain.experimental.ZipIterDataset(mine).map(_join)
     return grain.experimental.ThreadPrefetchIterDataset(joined, prefetch_buffer_size=PREFETCHED_BATCHES)
 
@@ -73,25 +87,33 @@ def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> N
 
 def evaluation_batches(sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int) -> grain.IterDataset:
     """All sentences once, in order, packed; the last batch may have fewer rows."""
-    return _packed(grain.MapDataset.source(sentences), tokenizer, batch, length)
+    rows = _packed(grain.MapDataset.source(sentences), tokenizer, length)
+    return rows.batch(batch, drop_remainder=False).map(_batch_of)
 
 
-def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, batch: int, length: int, threads: int = 1) -> grain.IterDataset:
+def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1) -> grain.IterDataset:
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
     encoded = dataset.map(lambda sentence: {"targets": encode(sentence, tokenizer, length)}).to_iter_dataset(options)
     rows = grain.experimental.FirstFitPackIterDataset(
         encoded, length_struct={"targets": length}, num_packing_bins=PACKING_BINS, shuffle_bins=False
     )
-    return rows.batch(batch, drop_remainder=False).map(_with_inputs)
+    return rows.map(lambda row: row["targets"])
 
 
-def _join(parts: tuple[dict[str, np.ndarray], ...]) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def _join(parts: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
+    return _batch_of(np.concatenate(parts))
 
 
-def _with_inputs(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Inputs are the targets one later, with BOS before the first of each sentence."""
-    targets, segments, positions = (packed[name] for name in ("targets", "targets_segment_ids", "targets_positions"))
-    before = np.where(positions == 0, BOS, np.roll(targets, 1, axis=1))
-    inputs = np.where(segments > 0, before, PAD).astype(np.int32)
-    return {"inputs": inputs, "targets": targets, "segments": segments, "positions": positions}
+def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
+    """The batch of packed targets [B, length]. A sentence begins behind each EOS; PAD is behind the last one alone, and a
+    sentence that was cut, without EOS, fills its row. Inputs are the targets one later, with BOS first in each sentence."""
+    targets = targets.astype(np.int32)
+    places = np.arange(targets.shape[1])
+    real = targets != PAD
+    first = np.roll(targets == EOS, 1, axis=1)
+    first[:, 0] = True
+    segments = np.where(real, np.cumsum(first, axis=1), 0)
+    positions = np.where(real, places - np.maximum.accumulate(np.where(first, places, 0), axis=1), 0)
+    inputs = np.where(real, np.where(first, BOS, np.roll(targets, 1, axis=1)), PAD)
+    as_int32 = {"inputs": inputs, "targets": targets, "segments": segments, "positions": positions}
+    return {name: array.astype(np.int32) for name, array in as_int32.items()}

@@ -12,6 +12,7 @@ import numpy as np
 from spectr_jax.errors import UserError
 
 TFDS_PREFIX = "tfds:"
+PACKED_PREFIX = "packed:"
 
 
 class Sentences(Protocol):
@@ -77,6 +78,8 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     Raises:
       UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.
     """
+    if spec.startswith(PACKED_PREFIX):
+        raise UserError(f"{spec!r} is packed for training, and text is needed here; give the text that it was made from")
     if spec.startswith(TFDS_PREFIX):
         sentences: Sentences = TfdsSentences(spec, _tfds_source(spec, tfds_dir))
     else:

@@ -11,9 +11,10 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError, unknown
+from spectr_jax.files import digest
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
-from spectr_jax.models.weights import digest, load_weights
+from spectr_jax.models.weights import load_weights
 from spectr_jax.training.checkpoint import Checkpoints
 
 EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"

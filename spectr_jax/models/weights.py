@@ -1,7 +1,6 @@
 """A model in one file: safetensors with the shape of the model, and what it was trained on, in the metadata."""
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from typing import Any
@@ -13,6 +12,7 @@ import safetensors.flax
 from flax import nnx
 
 from spectr_jax.errors import UserError
+from spectr_jax.files import digest
 from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
 
 FORMAT = "spectr_jax/1"
@@ -68,11 +68,6 @@ def from_arrays(config: TransformerConfig, arrays: dict[str, jax.Array], source:
         raise UserError(f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again")
     typed = {name: jnp.asarray(array, config.dtype) for name, array in arrays.items()}
     return nnx.merge(graphdef, with_leaves(state, typed))
-
-
-def digest(tokenizer_proto: bytes) -> str:
-    """The SHA-256 of a tokenizer: two models share a vocabulary if these are equal."""
-    return hashlib.sha256(tokenizer_proto).hexdigest()
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from spectr_jax import hosts, sharding
 from spectr_jax.config import to_json
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import open_sentences
+from spectr_jax.data.packed import open_corpus
 from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.files import write_json
 from spectr_jax.models.transformer import TransformerConfig
@@ -43,14 +44,14 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     mesh = sharding.make_mesh(config.mesh.fsdp)
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     tfds_dir = config.data.tfds_dir or None
-    sentences = open_sentences(config.data.train, tfds_dir)
+    corpus = open_corpus(config.data.train, tfds_dir)
     heldout_sentences = open_sentences(config.data.heldout, tfds_dir)
     try:
         with preparation.locked(workdir):
-            tokenizer = preparation.open_tokenizer(config, workdir, sentences)
+            tokenizer = preparation.open_tokenizer(config, workdir, corpus)
             heldout = pack_heldout(config, heldout_sentences, tokenizer)
             dataset = batches.training_batches(
-                sentences,
+                corpus,
                 tokenizer,
                 batch=config.batch_size,
                 length=config.model.context,

@@ -1,10 +1,17 @@
-"""AdamW and its learning-rate schedules."""
+"""AdamW or Muon, and their learning-rate schedules."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import ml_collections
 import optax
 
 from spectr_jax.errors import unknown
+
+OPTIMIZERS = ("adamw", "muon")
+MUON_RMS = 0.2
+"""The root mean square of Muon's updates before the learning rate, as of AdamW's."""
 
 
 def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
@@ -28,9 +35,41 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
 
 def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
-    """AdamW behind clipping by global norm (0 for none), as `config` (the `optimizer` part of a train config) says."""
+    """The optimizer of `config` (the `optimizer` part of a train config), behind clipping by global norm (0 for none).
+
+    By `config.name`:
+
+    - `adamw`: the recipe of Flax's LM1B example;
+    - `muon`: orthogonalised momentum for the kernels of the blocks, AdamW (with Nesterov's momentum) for all else (Jordan et
+      al., 2024), with updates scaled to the size of AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one learning rate
+      serves both.
+    """
+    rate = learning_rate(config, steps)
+    adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    if config.name == "adamw":
+        optimizer = optax.adamw(rate, **adam, weight_decay=config.weight_decay)
+    elif config.name == "muon":
+        optimizer = optax.contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=config.weight_decay,
+            eps=config.eps,
+            consistent_rms=MUON_RMS,
+            muon_weight_dimension_numbers=_kernels_of_blocks,
+        )
+    else:
+        raise unknown("optimizer.name", config.name, OPTIMIZERS)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    adamw = optax.adamw(
-        learning_rate(config, steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
-    )
-    return optax.chain(clip, adamw)
+    return optax.chain(clip, optimizer)
+
+
+def _kernels_of_blocks(params: Any) -> Any:
+    """Which parameters Muon updates, and their axes: matrices between hidden layers, neither embedding nor head."""
+
+    def dimensions(path, leaf):
+        inner = jax.tree_util.keystr(path, simple=True, separator="/").startswith("blocks/") and leaf.ndim == 2
+        return optax.contrib.MuonDimensionNumbers(0, 1) if inner else None
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)

@@ -12,10 +12,11 @@ from flax.traverse_util import flatten_dict
 
 from spectr_jax import hosts
 from spectr_jax.config import check_fields, check_positive, to_json, train_config
-from spectr_jax.data.corpus import Sentences, sample_sentences
+from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
+from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.files import write_whole
+from spectr_jax.files import digest, write_whole
 from spectr_jax.training.optimizer import learning_rate
 
 # These may change between two starts of a run; all else would make it another run.
@@ -114,13 +115,19 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, sentences: Sentences) -> Tokenizer:
-    """The run's tokenizer, trained by the first process if it does not exist; the run keeps a copy."""
+def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows) -> Tokenizer:
+    """The run's tokenizer, trained by the first process if it does not exist; the run keeps a copy.
+
+    Raises:
+      UserError: it is not of the model's vocabulary, not the one that the run had before, or not the packed corpus's.
+    """
     own = workdir / "tokenizer.model"
     shared = pathlib.Path(config.data.tokenizer).expanduser() if config.data.tokenizer else own
-    if hosts.is_first() and not shared.exists():
+    if isinstance(corpus, PackedRows):
+        _check_packed(config, corpus, shared)
+    elif hosts.is_first() and not shared.exists():
         print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
-        sample = sample_sentences(sentences, config.data.tokenizer_sentences, config.seed)
+        sample = sample_sentences(corpus, config.data.tokenizer_sentences, config.seed)
         train_tokenizer(sample, shared, config.model.vocab_size)
     hosts.wait_for_all("the tokenizer is there")
     tokenizer = Tokenizer(shared)
@@ -134,3 +141,16 @@ def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, sen
     if hosts.is_first() and not own.exists():
         write_whole(own, tokenizer.proto)
     return tokenizer
+
+
+def _check_packed(config: ml_collections.ConfigDict, rows: PackedRows, tokenizer: pathlib.Path) -> None:
+    if rows.length != config.model.context:
+        raise UserError(
+            f"{config.data.train!r} has rows of {rows.length} tokens, model.context is {config.model.context}; pack it "
+            "again with that --length, or change the model"
+        )
+    if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
+        raise UserError(
+            f"{str(tokenizer)!r} is not the tokenizer that {config.data.train!r} was packed with; give data.tokenizer="
+            f"{str(pathlib.Path(config.data.train.removeprefix(PACKED_PREFIX)) / 'tokenizer.model')!r}"
+        )

@@ -5,8 +5,9 @@ import safetensors.numpy
 from flax import nnx
 
 from spectr_jax.errors import UserError
+from spectr_jax.files import digest
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import digest, load_weights, save_weights
+from spectr_jax.models.weights import load_weights, save_weights
 
 SHAPE = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=11, context=16, dropout=0.1)
 

@@ -13,15 +13,18 @@ from flax import nnx
 from spectr_jax import sharding
 from spectr_jax.config import train_config
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.data.packed import pack
+from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract, causal
+from spectr_jax.models.weights import named_leaves
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
+from spectr_jax.training.programs import make_programs
 from spectr_jax.training.step import StepOptions, eval_step, init_state, summed_loss, train_step
 
 
@@ -203,3 +206,45 @@ def test_unknown_fields(config, tmp_path):
         UserError, match=r"unknown config field 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'"
     ):
         train(wrong, tmp_path)
+
+
+def test_a_packed_corpus_trains_with_its_own_tokenizer_alone(config, corpus, losses, tmp_path):
+    sentences = open_sentences(str(corpus / "train.txt"))
+    tokenizer = train_tokenizer(sentences, tmp_path / "tokenizer.model", 320)
+    pack(sentences, tokenizer, tmp_path / "packed", length=32)
+    packed = {"data.train": f"packed:{tmp_path}/packed", "data.tokenizer": str(tmp_path / "packed/tokenizer.model")}
+    whole = train(config(**packed), tmp_path / "run")
+    train(config(steps=7, **packed), tmp_path / "parts")
+    resumed = train(config(**packed), tmp_path / "parts")
+    assert losses(tmp_path / "run")[12] < losses(tmp_path / "run")[1]
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    other = tmp_path / "other.model"
+    train_tokenizer(list(sentences)[:300], other, 320)
+    for tokenizer_path in (other, tmp_path / "none.model", ""):
+        with pytest.raises(UserError, match=r"is not the tokenizer that .* was packed with; give data.tokenizer="):
+            train(config(**{**packed, "data.tokenizer": str(tokenizer_path)}), tmp_path / "refused")
+    with pytest.raises(UserError, match=r"has rows of 32 tokens, model.context is 24"):
+        train(config(**packed, **{"model.context": 24}), tmp_path / "refused")
+
+
+def test_muon_moves_the_kernels_of_blocks_in_all_directions_alike(config, tmp_path):
+    """And the head as AdamW does, if with Nesterov's momentum."""
+    start = make_programs(config(), sharding.make_mesh()).init(jax.random.key(0)).params
+    moved = {}
+    for name in ("adamw", "muon"):
+        options = {"optimizer.name": name, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "steps": 2}
+        made = config(**options, **{"optimizer.warmup_steps": 1, "eval_every": 9})
+        ended = train(made, tmp_path / name).params
+        moved[name] = jax.tree.map(lambda after, before: np.asarray(after - before), ended, start)
+    updates = {name: named_leaves(tree) for name, tree in moved.items()}
+    for path, update in updates["muon"].items():
+        if not (path.startswith("blocks/") and update.ndim == 2):
+            continue
+        ours, theirs = (np.linalg.svd(updates[name][path], compute_uv=False) for name in ("muon", "adamw"))
+        assert np.median(ours) / ours[0] > 0.6 > np.median(theirs) / theirs[0]
+        assert np.sqrt(np.mean(update**2)) == pytest.approx(0.2 * 0.01, rel=0.35)
+    ours, theirs = (updates[name]["head/kernel/value"] for name in ("muon", "adamw"))
+    assert np.mean(np.sign(ours) == np.sign(theirs)) > 0.9
+    assert np.sqrt(np.mean(ours**2)) == pytest.approx(np.sqrt(np.mean(theirs**2)), rel=0.3)
+    with pytest.raises(UserError, match=r"optimizer.name 'sgd'"):
+        train(config(**{"optimizer.name": "sgd"}), tmp_path / "sgd")
