@@ -14,7 +14,7 @@ from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
-from spectr_jax.models.weights import load_weights
+from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.checkpoint import Checkpoints
 
 EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
@@ -38,9 +38,9 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
     """Loads a model for decoding.
 
     Args:
-      spec: `embedded:NAME`, a .safetensors file with its tokenizer.model beside it, or a training workdir (its newest
-        checkpoint; with `@best` behind it, the one that did best on held-out sentences); `random:NAME` for a shape of the
-        ladder with weights that were never trained, to measure time with.
+      spec: `embedded:NAME`, a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it, or a
+        training workdir (its newest checkpoint; with `@best` behind it, the one that did best on held-out sentences);
+        `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with.
       dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
         `models.quantized`.
 
@@ -59,7 +59,7 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
     if spec.startswith(RANDOM_PREFIX):
         return _random(spec, dtype)
     path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
-    if path.is_file():
+    if path.is_file() or weight_files(path):
         return _from_file(path, dtype)
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))

@@ -1,6 +1,7 @@
-"""A model in one file: safetensors with the shape of the model, and what it was trained on, in the metadata."""
+"""A model in one file or a few: safetensors with the shape of the model, and what it was trained on, in the metadata."""
 
 import dataclasses
+import glob
 import json
 import pathlib
 from typing import Any
@@ -11,52 +12,101 @@ import safetensors
 import safetensors.flax
 from flax import nnx
 
-from spectr_jax.errors import UserError
+from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest
+from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
 
 FORMAT = "spectr_jax/1"
+STORED = ("bfloat16", "int8")
+SUFFIX = ".safetensors"
+SCALE = ":scale"
 
 
-def save_weights(path: pathlib.Path, model: Transformer, tokenizer_proto: bytes, notes: dict[str, Any]) -> None:
-    """Writes the parameters in bfloat16, atomically.
+def save_weights(
+    path: pathlib.Path,
+    model: Transformer,
+    tokenizer_proto: bytes,
+    notes: dict[str, Any],
+    dtype: str = "bfloat16",
+    part_bytes: int | None = None,
+) -> list[pathlib.Path]:
+    """Writes the parameters, each file whole or not at all.
 
     Args:
-      path: a .safetensors file; the tokenizer belongs beside it, as `tokenizer.model`.
+      path: of the model, without the suffix; the tokenizer belongs beside it, as `tokenizer.model`.
       model: what to write.
       tokenizer_proto: of the tokenizer, whose digest goes with the weights.
       notes: JSON values on the training.
+      dtype: "bfloat16", or "int8": matrices as int8 with a float32 scale for each output (for each token, of the embedding).
+      part_bytes: the most bytes of parameters in a file; None for one file, whatever its size.
+
+    Returns:
+      The files: PATH.safetensors, or PATH-00001-of-00003.safetensors and so on.
+
+    Raises:
+      UserError: an array is larger than `part_bytes`, or the dtype is not one of these.
     """
+    if dtype not in STORED:
+        raise unknown("stored dtype", dtype, STORED)
     metadata = {
         "format": FORMAT,
         "model": json.dumps(dataclasses.asdict(model.config)),
         "tokenizer_sha256": digest(tokenizer_proto),
         "notes": json.dumps(notes),
     }
-    arrays = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in named_leaves(nnx.state(model, nnx.Param)).items()}
-    partial = path.with_name(path.name + ".partial")
-    safetensors.flax.save_file(arrays, partial, metadata)
-    partial.replace(path)
+    arrays: dict[str, jax.Array] = {}
+    for name, leaf in named_leaves(nnx.state(model, nnx.Param)).items():
+        if dtype == "int8" and leaf.ndim == 2:
+            arrays[name], arrays[name + SCALE] = _quantized(name, jnp.asarray(leaf, jnp.float32))
+        else:
+            arrays[name] = jnp.asarray(leaf, jnp.bfloat16)
+    parts = _parts(arrays, part_bytes)
+    numbers = [f"-{number:05d}-of-{len(parts):05d}" for number in range(1, len(parts) + 1)]
+    files = [path.with_name(path.name + number * (len(parts) > 1) + SUFFIX) for number in numbers]
+    for file, part in zip(files, parts, strict=True):
+        partial = file.with_name(file.name + ".partial")
+        safetensors.flax.save_file(part, partial, metadata)
+        partial.replace(file)
+    for old in {_whole(path), *_found_parts(path)} - set(files):
+        old.unlink(missing_ok=True)
+    return files
+
+
+def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a model: `path` itself, PATH.safetensors, or its parts in order; none if there is no such model."""
+    whole = _whole(path)
+    return [whole] if whole.is_file() else _found_parts(path)
 
 
 def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transformer, str]:
     """Reads a model for decoding: parameters and activations in `dtype`, no dropout.
 
+    Args:
+      path: of the model, with or without the suffix of its one file.
+      dtype: "float32" or "bfloat16", whatever the files hold.
+
     Returns:
       The model and the digest of its tokenizer.
 
     Raises:
-      UserError: the file is missing, truncated or not ours.
+      UserError: a file is missing, truncated or not ours.
     """
+    arrays: dict[str, jax.Array] = {}
+    metadata: dict[str, str] = {}
     try:
-        with safetensors.safe_open(path, framework="flax") as file:
-            metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise UserError(f"{str(path)!r} is a safetensors file of another program; give one that spectr_jax wrote")
+        for file in _all_files(path):
+            with safetensors.safe_open(file, framework="flax") as part:
+                metadata = part.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise UserError(f"{str(file)!r} is a safetensors file of another program; give one that spectr_jax wrote")
+            arrays.update(safetensors.flax.load_file(file))
         config = TransformerConfig(**{**json.loads(metadata["model"]), "dtype": dtype, "dropout": 0.0})
-        arrays = safetensors.flax.load_file(path)
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
         raise UserError(f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it again") from error
+    scales = {name.removesuffix(SCALE): arrays.pop(name) for name in list(arrays) if name.endswith(SCALE)}
+    for name, scale in scales.items():
+        arrays[name] = arrays[name].astype(jnp.float32) * scale
     return from_arrays(config, arrays, str(path)), metadata["tokenizer_sha256"]
 
 
@@ -79,3 +129,44 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
     """The inverse of `named_leaves`, for a tree of the structure of `like`."""
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in named_leaves(like)])
+
+
+def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 and float32 scales of a kernel [inputs, outputs] by output, of an embedding [tokens, width] by token."""
+    if name.startswith("embed/"):
+        return quantized(matrix)
+    whole, scale = quantized(matrix.T)
+    return whole.T, scale.T
+
+
+def _parts(arrays: dict[str, jax.Array], part_bytes: int | None) -> list[dict[str, jax.Array]]:
+    """The arrays in order, as many to a part as fit."""
+    parts: list[dict[str, jax.Array]] = [{}]
+    size = 0
+    for name, array in arrays.items():
+        if part_bytes and array.nbytes > part_bytes:
+            raise UserError(f"{name!r} has {array.nbytes} bytes, more than part_bytes={part_bytes}; allow larger parts")
+        if part_bytes and size + array.nbytes > part_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = array
+        size += array.nbytes
+    return parts
+
+
+def _whole(path: pathlib.Path) -> pathlib.Path:
+    return path if path.suffix == SUFFIX else path.with_name(path.name + SUFFIX)
+
+
+def _found_parts(path: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path.parent.glob(f"{glob.escape(path.name)}-?????-of-?????{SUFFIX}"))
+
+
+def _all_files(path: pathlib.Path) -> list[pathlib.Path]:
+    files = weight_files(path)
+    if not files:
+        raise FileNotFoundError("there is no such file")
+    wanted = 1 if files == [_whole(path)] else int(files[0].stem[-5:])
+    if len(files) != wanted:
+        raise FileNotFoundError(f"{len(files)} of {wanted} parts are there")
+    return files

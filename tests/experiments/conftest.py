@@ -27,5 +27,5 @@ def toy(tmp_path_factory):
     (folder / "prompts.txt").write_text("\n".join(prompts))
     proto = train_tokenizer(prompts * 20, folder / "tokenizer.model", 283).proto
     for seed, name in enumerate(("target", "draft")):
-        save_weights(folder / f"{name}.safetensors", Transformer(shape, rngs=nnx.Rngs(seed)), proto, {})
+        save_weights(folder / name, Transformer(shape, rngs=nnx.Rngs(seed)), proto, {})
     return Toy(folder, shape, prompts)

@@ -6,15 +6,16 @@ from flax import nnx
 
 from spectr_jax.errors import UserError
 from spectr_jax.files import digest
+from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import load_weights, save_weights
+from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 
 SHAPE = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=11, context=16, dropout=0.1)
 
 
 @pytest.fixture
 def path(tmp_path):
-    save_weights(tmp_path / "model.safetensors", Transformer(SHAPE, rngs=nnx.Rngs(0)), b"pieces", {"tokens": 7})
+    save_weights(tmp_path / "model", Transformer(SHAPE, rngs=nnx.Rngs(0)), b"pieces", {"tokens": 7})
     return tmp_path / "model.safetensors"
 
 
@@ -52,3 +53,41 @@ def test_parameters_of_another_shape(path):
     safetensors.numpy.save_file({"x": np.zeros(3)}, path, metadata)
     with pytest.raises(UserError, match="do not fit its own model shape"):
         load_weights(path)
+
+
+def test_int8_in_parts(tmp_path):
+    """Within half a step of each row's scale, and products in int8 are then of the stored integers themselves."""
+    model = Transformer(SHAPE, rngs=nnx.Rngs(0))
+    files = save_weights(tmp_path / "model", model, b"pieces", {}, dtype="int8", part_bytes=2_000)
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(array.nbytes for array in safetensors.numpy.load_file(file).values()) <= 2_000 for file in files)
+    stored = {name: array for file in files for name, array in safetensors.numpy.load_file(file).items()}
+    loaded, tokenizer_digest = load_weights(tmp_path / "model")
+    assert tokenizer_digest == digest(b"pieces")
+    wanted, ours = named_leaves(nnx.state(model)), named_leaves(nnx.state(loaded))
+    for name, leaf in wanted.items():
+        if leaf.ndim == 1:
+            np.testing.assert_array_equal(ours[name], leaf.astype("bfloat16").astype("float32"))
+            continue
+        assert stored[name].dtype == np.int8
+        axis = 1 if name.startswith("embed/") else 0
+        largest = np.max(np.abs(leaf), axis=axis, keepdims=True)
+        assert np.all(np.abs(ours[name] - leaf) <= largest / 127 * 0.5001)
+    again = quantize(loaded)
+    np.testing.assert_array_equal(again.blocks[0].up.kernel[...].T, stored["blocks/0/up/kernel/value"])
+
+
+def test_parts_of_an_older_export_are_removed_and_missing_ones_named(tmp_path):
+    model = Transformer(SHAPE, rngs=nnx.Rngs(0))
+    first = save_weights(tmp_path / "model", model, b"pieces", {}, part_bytes=2_000)
+    second = save_weights(tmp_path / "model", model, b"pieces", {}, part_bytes=4_000)
+    assert weight_files(tmp_path / "model") == second and not any(file.exists() for file in first)
+    second[1].unlink()
+    with pytest.raises(UserError, match=rf"{len(second) - 1} of {len(second)} parts are there"):
+        load_weights(tmp_path / "model")
+    (whole,) = save_weights(tmp_path / "model", model, b"pieces", {})
+    assert weight_files(tmp_path / "model") == [whole] == list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="more than part_bytes=10; allow larger parts"):
+        save_weights(tmp_path / "model", model, b"pieces", {}, part_bytes=10)
+    with pytest.raises(UserError, match="'int4'"):
+        save_weights(tmp_path / "model", model, b"pieces", {}, dtype="int4")
