@@ -1,5 +1,6 @@
 """SpecTr Tables 2 and 4: tokens decoded per serial call of the target, by draft model, method, K and L."""
 
+import functools
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from spectr_jax import hosts
 from spectr_jax.config import check_fields, check_positive, eval_config
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.experiments import acceptance, measurement, paper, report
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import Trained, shape_name
 from spectr_jax.experiments.measurement import Measurement
 
@@ -31,35 +33,39 @@ class Row(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and PNG.
 
+    What it has measured is in a journal there until it is done: the same command goes on after a stop.
+
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_eval_config(config)
     target, drafts, prompts = measurement.open_run(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
+    journal = Journal(workdir, NAME, config)
 
     def measured_row(row: Row, *args, **kwargs) -> Measurement:
         return measurement.measure(row.method, target, row.draft, prompts, config, *args, **kwargs)
 
-    started = time.monotonic()
+    started = time.monotonic() - journal.seconds
     measured: list[list[Measurement]] = [[] for _ in rows]
-    with tqdm.tqdm(
-        total=len(rows) * (len(config.seeds) + 2), unit="run", dynamic_ncols=True, disable=not hosts.is_first()
-    ) as bar:
+    total = len(rows) * (len(config.seeds) + 2)
+    with tqdm.tqdm(total=total, unit="run", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
         for row in rows:
             bar.set_description(f"compiling {_label(row)}")
-            measured_row(row, seed=0, batches=1)
+            if not all(_name(row, seed) in journal for seed in config.seeds):
+                measured_row(row, seed=0, batches=1)
             bar.update()
         # Seeds outside: the rows that are compared ran close together in time.
         for seed in config.seeds:
             for row, results in zip(rows, measured, strict=True):
                 bar.set_description(f"seed {seed}, {_label(row)}")
-                results.append(measured_row(row, seed))
+                results.append(journal.measurement(_name(row, seed), functools.partial(measured_row, row, seed)))
                 bar.update()
         nodes = []
         for row in rows:  # The first seed again: what is observed would count in the time.
             bar.set_description(f"acceptance of {_label(row)}")
-            nodes.append(measured_row(row, config.seeds[0], observe=acceptance.observe))
+            take = functools.partial(measured_row, row, config.seeds[0], observe=acceptance.observe)
+            nodes.append(journal.measurement(_name(row, "acceptance"), take))
             bar.update()
     result = {
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
@@ -70,6 +76,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     if hosts.is_first():
         report.write(workdir, NAME, result, markdown(result))
         plot(result, workdir / f"{NAME}.png")
+    journal.remove()
     return result
 
 
@@ -180,6 +187,11 @@ def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline:
         "tokens_per_second": float(np.median(speeds)),
         "speedup": float(np.median(speeds / baseline_speeds)),
     }
+
+
+def _name(row: Row, run: int | str) -> str:
+    """Of a measurement in the journal."""
+    return f"{row.draft.name if row.draft else 'no draft'}, {_label(row)}, {run}"
 
 
 def _label(row: Row) -> str:

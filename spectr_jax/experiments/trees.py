@@ -4,6 +4,7 @@ First the acceptance of the pair is measured: by child index for drafts without 
 and for i.i.d. drafts how many of k carry the accepted token. From these follow the trees, and what theory expects of them.
 """
 
+import functools
 import itertools
 import pathlib
 import time
@@ -21,6 +22,7 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import drawing, measurement, report, tree_figures
 from spectr_jax.experiments.call_times import call_seconds
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import Trained, shape_name
 from spectr_jax.experiments.measurement import Measurement
 from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes, shares
@@ -64,6 +66,8 @@ class Acceptance(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures acceptance and every row, and writes the table, the figures and the best trees to `workdir`.
 
+    What it has measured is in a journal there until it is done: the same command goes on after a stop.
+
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
@@ -76,25 +80,23 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
         )
 
-    started = time.monotonic()
+    journal = Journal(workdir, NAME, config)
+    started = time.monotonic() - journal.seconds
 
     def measured(method: Method, *args, **kwargs) -> Measurement:
         own = None if method.exit_layer else draft
         return measurement.measure(method, target, own, prompts, config, *args, **kwargs)
 
-    acceptance = measure_acceptance(config, measured)
-    fastest = fastest_trees(config, acceptance, target, draft)
-    rows = table_rows(config, acceptance, {name: tree for name, (tree, _) in fastest.items()})
+    acceptance = measure_acceptance(config, measured, journal)
+    fastest = journal.value("fastest trees", lambda: fastest_trees(config, acceptance, target, draft))
+    rows = table_rows(config, acceptance, {name: Tree(tuple(each["parents"])) for name, each in fastest.items()})
     result = {
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft.model.config)} drafts for {target.name}",
-        "rows": _measure_rows(config, rows, measured),
+        "rows": _measure_rows(config, rows, measured, journal),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
         "kl_bits": acceptance.kl,
-        "fastest_trees": {
-            name: {"parents": list(tree.parents), "predicted_tokens_per_second": speed}
-            for name, (tree, speed) in fastest.items()
-        },
+        "fastest_trees": fastest,
         "prompts": prompts.real,
         **report.about(config, started),
     }
@@ -109,6 +111,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted=accepted, title=title)
     report.write(workdir, NAME, result, markdown(result))
+    journal.remove()
     return result
 
 
@@ -128,7 +131,7 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
 
 
-def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptance:
+def measure_acceptance(config: ml_collections.ConfigDict, measured, journal: Journal) -> Acceptance:
     """Runs GSD and ERSD on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an observer."""
     size = max(config.sizes)
     R: dict[str, list[float]] = {}
@@ -141,7 +144,10 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptanc
             tree = tree_search.tree_of(paths)
             numbers = {tree.path(node): node for node in range(1, size + 1)}
             method = get_method(name, tree=tree)
-            sums = [measured(method, seed, observe=observe_nodes).observed for seed in config.seeds]
+            sums = []
+            for seed in config.seeds:
+                take = functools.partial(measured, method, seed, observe=observe_nodes)
+                sums.append(journal.measurement(f"acceptance of {name}, {shape}, {seed}", take).observed)
             counts = np.array([each["nodes"] for each in sums])
             nodes[name, shape] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
             divergences.extend(each["kl"] / each["nodes"][0] for each in sums)
@@ -154,7 +160,8 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptanc
             run_nodes(name, "optimal", tree_search.optimal_order(R[name], size))
         bar.set_description("i.i.d. drafts")
         method = get_method("spectr", tree=tree_lib.batch(size))
-        counts = measured(method, config.seeds[0], observe=observe_carriers).observed
+        take = functools.partial(measured, method, config.seeds[0], observe=observe_carriers)
+        counts = journal.measurement("carriers", take).observed
         bar.update()
     carriers = {plan: shares(table) for plan, table in counts.items()}
     return Acceptance(R, nodes, carriers, float(np.mean(divergences)))
@@ -162,15 +169,16 @@ def measure_acceptance(config: ml_collections.ConfigDict, measured) -> Acceptanc
 
 def fastest_trees(
     config: ml_collections.ConfigDict, acceptance: Acceptance, target: Trained, draft: Trained
-) -> dict[str, tuple[Tree, float]]:
-    """For GSD and ERSD, the tree of most tokens a second by measured R and call times, and that speed over the batch."""
+) -> dict[str, dict[str, Any]]:
+    """For GSD and ERSD, the parents of the tree of most tokens a second by measured R and call times, and that speed over
+    the batch."""
     size, batch = max(config.sizes), config.batch_size
     counts = [2**power for power in range(size.bit_length() + 1)]
     draft_seconds, target_seconds = (call_seconds(each.model, batch, counts) for each in (draft, target))
     found = {}
     for name, R in acceptance.R.items():
         tree, speed = tree_search.fastest_tree(R, draft_seconds, target_seconds, size, config.draft_length)
-        found[name] = (tree, speed * batch)
+        found[name] = {"parents": list(tree.parents), "predicted_tokens_per_second": speed * batch}
     return found
 
 
@@ -230,19 +238,24 @@ def _spelled(branching: tuple[int, ...]) -> str:
     return ", ".join(str(children) if times == 1 else f"{children}x{times}" for children, times in runs)
 
 
-def _measure_rows(config: ml_collections.ConfigDict, rows: list[Row], measured) -> list[dict[str, Any]]:
+def _measure_rows(config: ml_collections.ConfigDict, rows: list[Row], measured, journal: Journal) -> list[dict[str, Any]]:
     baseline, results = rows[0].method, []
+
+    def measured_row(row: Row) -> dict[str, Any]:
+        for method in (baseline, row.method):
+            measured(method, 0, batches=1)  # Compiles.
+        # The baseline close by in time, for the ratio.
+        before = measured(baseline, 0, batches=2)
+        runs = [measured(row.method, seed) for seed in config.seeds]
+        return _summary(row, runs, [before, measured(baseline, 0, batches=2)])
+
     with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
         for index, row in enumerate(rows):
             if index % 8 == 7:
                 jax.clear_caches()  # A process may hold so many programs only.
-            bar.set_description(f"N={row.size} {row.method.name} {row.shape}")
-            for method in (baseline, row.method):
-                measured(method, 0, batches=1)  # Compiles.
-            # The baseline close by in time, for the ratio.
-            before = measured(baseline, 0, batches=2)
-            runs = [measured(row.method, seed) for seed in config.seeds]
-            results.append(_summary(row, runs, [before, measured(baseline, 0, batches=2)]))
+            name = f"N={row.size} {row.method.name} {row.shape}"
+            bar.set_description(name)
+            results.append(journal.value(name, functools.partial(measured_row, row)))
             bar.update()
     return results
 

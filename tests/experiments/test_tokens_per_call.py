@@ -69,6 +69,53 @@ def test_table_is_written_and_repeats(toy, tmp_path):
 
 
 @pytest.mark.xdist_group("table")
+def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
+    """Nothing is measured twice, and nothing comes out differently."""
+    config, measured = _config(toy.folder), []
+    whole = run(config, tmp_path / "whole")
+
+    def stopped(*args, batches=None, observe=None, **kwargs):
+        if batches is None:  # Else it compiles only.
+            if len(measured) in (4, 7):
+                measured.append(None)
+                raise KeyboardInterrupt
+            measured.append((args[0].name, args[5], observe is not None))
+        return measure(*args, batches=batches, observe=observe, **kwargs)
+
+    monkeypatch.setattr("spectr_jax.experiments.measurement.measure", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(config, tmp_path / "parts")
+        assert not (tmp_path / "parts/tokens_per_call.json").exists()
+    with (tmp_path / "parts/tokens_per_call.part.jsonl").open("a") as file:
+        file.write('{"name": "draft, otm')  # Killed while it wrote.
+    parts = run(config, tmp_path / "parts")
+    taken = [each for each in measured if each]
+    assert len(taken) == len(set(taken)) == 3 * (len(config.seeds) + 1)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
+        f"tokens_per_call.{kind}" for kind in ("json", "md", "png")
+    ]
+    for ours, theirs in zip(parts["rows"], whole["rows"], strict=True):
+        for name in ("tokens_per_call_by_seed", "acceptance", "optimal_acceptance", "nodes"):
+            assert ours[name] == theirs[name]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"config_hash": "other", "hardware": "abacus"}\n', "begun with another config or on other hardware.*abacus"),
+        ("{}}\n", "is damaged .*; remove it to begin again"),
+    ],
+)
+def test_a_journal_of_another_run_is_left_alone(toy, tmp_path, content, message):
+    path = tmp_path / "tokens_per_call.part.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        run(_config(toy.folder), tmp_path)
+    assert path.read_text() == content
+
+
+@pytest.mark.xdist_group("table")
 def test_batch_size_does_not_change_the_figures(toy):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, config.drafts, config.dtype)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from spectr_jax.config import trees_config
 from spectr_jax.decoding import generate, get_method, tree_search
 from spectr_jax.decoding.tree import Tree, batch, chain
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import tree_figures, trees
+from spectr_jax.experiments import measurement, tree_figures, trees
 from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.transport import race
@@ -43,8 +44,22 @@ def _config(folder, **changes):
     return config
 
 
-def test_the_table_and_the_figures_are_written(toy, tmp_path):
+def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
+    """Although it is stopped in the middle of its acceptance, and of its rows, and goes on."""
+    calls = itertools.count(1)
+
+    def stopped(*args, **kwargs):
+        if next(calls) in (9, 40):
+            raise KeyboardInterrupt
+        return measurement.measure(*args, **kwargs)
+
+    monkeypatch.setattr(trees, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": stopped}))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            trees.run(_config(toy.folder), tmp_path)
+    assert len((tmp_path / "trees.part.jsonl").read_text().splitlines()) > 20
     result = trees.run(_config(toy.folder), tmp_path)
+    assert not (tmp_path / "trees.part.jsonl").exists()
     assert json.loads((tmp_path / "trees.json").read_text()) == result
     methods = [row["method"] for row in result["rows"]]
     assert {"baseline", "speculative", "block", "spectr", "otm", "otm_block", "gbv", "gsd", "ersd"} == set(methods)

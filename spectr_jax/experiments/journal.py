@@ -1,0 +1,93 @@
+"""What a table has measured so far, on disk as it comes: a run that was stopped goes on behind it."""
+
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from spectr_jax import hosts
+from spectr_jax.config import config_hash
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import report
+from spectr_jax.experiments.measurement import Measurement
+
+
+class Journal:
+    """Values by name, in `workdir`/NAME.part.jsonl until the table is there.
+
+    Each process of a run reads it when it starts, and the first one writes; a line that was cut short does not count.
+
+    Attributes:
+      seconds: that the values took which earlier starts have left.
+
+    Raises:
+      UserError: the file is of another config, or of other hardware, whose times would not compare.
+    """
+
+    def __init__(self, workdir: pathlib.Path, name: str, config: ml_collections.ConfigDict):
+        self._path = workdir / f"{name}.part.jsonl"
+        head = {"config_hash": config_hash(config), "hardware": report.provenance()["hardware"]}
+        self._values: dict[str, Any] = {}
+        self.seconds = 0.0
+        lines = self._read()
+        if lines and lines[0] != head:
+            raise UserError(
+                f"{str(self._path)!r} is of a table that was begun with another config or on other hardware ({lines[0]}, "
+                f"here {head}); finish it as it was begun, choose a new --workdir, or remove it"
+            )
+        for line in lines[1:]:
+            self._values[line["name"]] = line["value"]
+            self.seconds += line["seconds"]
+        hosts.wait_for_all("the journal is read")
+        if hosts.is_first():
+            workdir.mkdir(parents=True, exist_ok=True)
+            if not lines:
+                self._path.write_text(json.dumps(head) + "\n")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def value(self, name: str, take: Callable[[], Any]) -> Any:
+        """The JSON value that was written under `name`; else what `take` returns, once it is written."""
+        if name not in self._values:
+            started = time.monotonic()
+            self._values[name] = take()
+            line = {"name": name, "value": self._values[name], "seconds": round(time.monotonic() - started, 3)}
+            if hosts.is_first():
+                with self._path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return self._values[name]
+
+    def measurement(self, name: str, take: Callable[[], Measurement]) -> Measurement:
+        """The same, for a measurement."""
+
+        def as_json() -> dict[str, Any]:
+            taken = take()
+            return {
+                **taken._asdict(),
+                "observed": {key: np.asarray(array).tolist() for key, array in taken.observed.items()},
+            }
+
+        value = self.value(name, as_json)
+        return Measurement(**{**value, "observed": {key: np.asarray(array) for key, array in value["observed"].items()}})
+
+    def remove(self) -> None:
+        """Once the table is there."""
+        if hosts.is_first():
+            self._path.unlink(missing_ok=True)
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        whole, _, _ = self._path.read_text().rpartition("\n")
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise UserError(f"{str(self._path)!r} is damaged ({error}); remove it to begin again") from error
+        if hosts.is_first() and lines:
+            self._path.write_text(whole + "\n")  # The next line must not be glued to one that was cut short.
+        return lines
