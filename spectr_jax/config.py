@@ -134,6 +134,21 @@ def latency_config() -> ml_collections.ConfigDict:
     )
 
 
+def quality_config() -> ml_collections.ConfigDict:
+    """How well models predict held-out sentences, in every precision that they decode in."""
+    return ml_collections.ConfigDict(
+        {
+            "experiment": "quality",
+            "models": ("embedded:draft_2m", "embedded:draft_6m"),
+            "dtypes": ("float32", "bfloat16", "int8"),
+            "heldout": "tfds:lm1b:test",
+            "tfds_dir": "",
+            "sentences": 2_000,  # The first ones.
+            "batch_size": 32,  # Rows of the models' context.
+        }
+    )
+
+
 def auto_config() -> ml_collections.ConfigDict:
     """A search for the fastest method on this machine, for one pair of models."""
     return ml_collections.ConfigDict(

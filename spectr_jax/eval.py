@@ -16,14 +16,14 @@ def main():
     # Once flags are parsed: `--help` need not wait for JAX.
     import jax
 
-    from spectr_jax.experiments import auto, latency, tokens_per_call, trees
+    from spectr_jax.experiments import auto, latency, quality, tokens_per_call, trees
 
-    experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto)}
+    experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto, quality)}
     name = _CONFIG.value.get("experiment", "none")
     if name not in experiments:
         raise unknown("experiment", name, experiments)
     if jax.process_count() > 1 and name != tokens_per_call.NAME:
-        raise UserError(f"experiment {name!r} times calls and runs in one process; drop --coordinator and --distributed")
+        raise UserError(f"experiment {name!r} runs in one process; drop --coordinator and --distributed")
     experiments[name](_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 

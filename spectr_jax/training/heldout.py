@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,22 +22,26 @@ class Heldout(NamedTuple):
     characters: int
 
 
-def pack_heldout(config: ml_collections.ConfigDict, sentences: Sentences, tokenizer: Tokenizer) -> Heldout:
+def pack_heldout(
+    sentences: Sentences, tokenizer: Tokenizer, *, first: int, rows: int, length: int, name: str = "the corpus"
+) -> Heldout:
     """The first held-out sentences that fit the context whole, in full batches (the last one is padded).
 
     Args:
-      config: of a training run; a batch is what the run puts through the model at once.
       sentences: to take them from.
       tokenizer: pieces.
+      first: so many are tried.
+      rows: of a batch, over all processes.
+      length: tokens a row, the context.
+      name: of the sentences, for the error.
 
     Raises:
       UserError: none fits.
     """
-    length, rows = config.model.context, config.batch_size // config.accumulate
-    first = (sentences[index] for index in range(min(config.data.heldout_sentences, len(sentences))))
-    kept = [sentence for sentence in first if len(tokenizer.encode(sentence)) < length]
+    tried = (sentences[index] for index in range(min(first, len(sentences))))
+    kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
     if not kept:
-        raise UserError(f"no held-out sentence of {config.data.heldout!r} fits {length} tokens; raise model.context")
+        raise UserError(f"no held-out sentence of {name!r} fits {length} tokens; raise model.context")
     share = rows // jax.process_count()
     mine = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
     packed = []

@@ -49,7 +49,14 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     try:
         with preparation.locked(workdir):
             tokenizer = preparation.open_tokenizer(config, workdir, corpus)
-            heldout = pack_heldout(config, heldout_sentences, tokenizer)
+            heldout = pack_heldout(
+                heldout_sentences,
+                tokenizer,
+                first=config.data.heldout_sentences,
+                rows=config.batch_size // config.accumulate,  # What goes through the model at once.
+                length=config.model.context,
+                name=config.data.heldout,
+            )
             dataset = batches.training_batches(
                 corpus,
                 tokenizer,

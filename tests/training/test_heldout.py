@@ -30,7 +30,7 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
     run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})
     sentences = open_sentences(run.data.heldout)
     model = Transformer(TransformerConfig(**run.model), rngs=nnx.Rngs(0))
-    heldout = pack_heldout(run, sentences, tokenizer)
+    heldout = pack_heldout(sentences, tokenizer, first=2_000, rows=rows, length=28)
     assert all(batch["inputs"].shape == (rows, 28) for batch in heldout.batches)
     score = jax.jit(functools.partial(eval_step, nnx.split(model)[0]))
     ours = evaluate(score, nnx.state(model), heldout, sharding.make_mesh())
@@ -54,6 +54,6 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
 
 
 def test_no_sentence_fits(config, tokenizer):
-    run = config(**{"model.context": 2})
+    run = config()
     with pytest.raises(UserError, match=r"no held-out sentence of .* fits 2 tokens; raise model.context"):
-        pack_heldout(run, open_sentences(run.data.heldout), tokenizer)
+        pack_heldout(open_sentences(run.data.heldout), tokenizer, first=9, rows=8, length=2)

@@ -111,7 +111,8 @@ def _nats(model, workdir):
     config = train_config("draft_2m")
     config.update(json.loads((workdir / "config.json").read_text()))
     sentences = open_sentences(config.data.heldout)
-    heldout = pack_heldout(config, sentences, Tokenizer(workdir / "tokenizer.model"))
+    tokenizer = Tokenizer(workdir / "tokenizer.model")
+    heldout = pack_heldout(sentences, tokenizer, first=40, rows=config.batch_size, length=config.model.context)
     graphdef, params = nnx.split(model)
     score = jax.jit(functools.partial(eval_step, graphdef))
     return evaluate(score, params, heldout, sharding.make_mesh())["eval_nats_per_token"]

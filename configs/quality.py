@@ -1,0 +1,15 @@
+"""Bits per character of the models on held-out sentences, in float32, bfloat16 and int8.
+
+    python -m spectr_jax.eval --config=configs/quality.py --workdir=results/quality
+
+The embedded pair on the open corpus that results/README.md names; --config.models and --config.heldout for others. Minutes
+on two CPU cores.
+"""
+
+from spectr_jax.config import quality_config
+
+
+def get_config():
+    config = quality_config()
+    config.heldout = "../shared/corpus/heldout-*.txt.xz"
+    return config

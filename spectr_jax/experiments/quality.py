@@ -1,0 +1,85 @@
+"""Bits per character of models on held-out sentences, in every precision that they decode in."""
+
+import functools
+import pathlib
+import time
+from typing import Any
+
+import jax
+import ml_collections
+from flax import nnx
+
+from spectr_jax import sharding
+from spectr_jax.config import check_fields, check_positive, quality_config
+from spectr_jax.data.corpus import open_sentences
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import measurement, report
+from spectr_jax.experiments.loading import load_trained
+from spectr_jax.models.transformer import parameter_count
+from spectr_jax.training.heldout import evaluate, pack_heldout
+from spectr_jax.training.step import eval_step
+
+NAME = "quality"
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
+
+    Raises:
+      UserError: anything wrong with the config, the models, the sentences or the workdir, before any long work.
+    """
+    check_fields(config, quality_config())
+    check_positive(config, "sentences", "batch_size")
+    for dtype in config.dtypes:
+        measurement.check_dtype(dtype)
+    if config.batch_size % jax.device_count():
+        raise UserError(f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple")
+    measurement.claim_workdir(config, workdir, NAME)
+    sentences = open_sentences(config.heldout, config.tfds_dir or None)
+    for spec in config.models:
+        load_trained(spec)
+    started = time.monotonic()
+    rows = []
+    for spec in config.models:
+        scores = {dtype: _scores(config, sentences, spec, dtype) for dtype in config.dtypes}
+        trained = load_trained(spec)
+        rows.append({"model": trained.name, "parameters": parameter_count(trained.model.config), "scores": scores})
+        print(_cells(rows[-1], config.dtypes), flush=True)
+    result = {"rows": rows, **report.about(config, started)}
+    report.write(workdir, NAME, result, markdown(result))
+    return result
+
+
+def _scores(config: ml_collections.ConfigDict, sentences, spec: str, dtype: str) -> dict[str, float]:
+    trained = load_trained(spec, dtype)
+    heldout = pack_heldout(
+        sentences,
+        trained.tokenizer,
+        first=config.sentences,
+        rows=config.batch_size,
+        length=trained.model.context,
+        name=config.heldout,
+    )
+    mesh = sharding.make_mesh()
+    graphdef, state = nnx.split(trained.model)
+    return evaluate(jax.jit(functools.partial(eval_step, graphdef)), sharding.replicate(mesh, state), heldout, mesh)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table with its provenance, as Markdown."""
+    config = result["config"]
+    header = ["Model", "Parameters", "Nats per token", *(f"Bits per character, {dtype}" for dtype in config["dtypes"])]
+    table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
+    notes = [
+        f"The first {config['sentences']:,} sentences of `{config['heldout']}` that fit the context; a line end, which EOS "
+        f"stands for, counts as one character. Nats per token in {config['dtypes'][0]}.",
+        f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
+        report.made_by(result),
+    ]
+    return f"# Held-out sentences\n\n{table}\n\n" + "\n\n".join(notes) + "\n"
+
+
+def _cells(row: dict[str, Any], dtypes) -> list[str]:
+    bits = [f"{row['scores'][dtype]['eval_bits_per_character']:.4f}" for dtype in dtypes]
+    nats = f"{row['scores'][dtypes[0]]['eval_nats_per_token']:.4f}"
+    return [row["model"], f"{row['parameters']:,}", nats, *bits]
