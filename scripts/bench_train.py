@@ -1,6 +1,6 @@
 """Times the training step of each size of the ladder, and the input pipeline on its own; writes results/training.
 
-    python scripts/bench_train.py [--data='corpus/train-*.txt.xz'] [--batch_sizes=32,32,16,8] [--workdir=results/training]
+    python scripts/bench_train.py [--data='corpus/train-*.txt.xz'] [--dtype=bfloat16] [--workdir=results/training]
 
 The sizes take turns in each round, after one that compiles; figures are medians over the rounds. The pipeline (read, encode,
 pack, batch, in one process) runs while nothing else does. Batches are packed from --data, by default prompts of ours.
@@ -32,6 +32,10 @@ _WORKDIR = flags.DEFINE_string("workdir", "results/training", "Where the table g
 _DATA = flags.DEFINE_string("data", str(EMBEDDED / "prompts.txt"), "A corpus, as in data.train of a training config.")
 _BATCHES = flags.DEFINE_list("batch_sizes", ["32", "32", "16", "8"], "Rows of a step, for each size of the ladder.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Of the factors of products: float32 or bfloat16.")
+_OPTIMIZER = flags.DEFINE_string("optimizer", "adamw", "adamw or muon.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", str(EMBEDDED / "tokenizer.model"), "A SentencePiece model of the ladder's size."
+)
 _REMAT = flags.DEFINE_bool("remat", False, "Compute activations anew in the backward pass.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.")
 _SECONDS = flags.DEFINE_float("seconds", 4.0, "About as long a size is timed in a round; at least two steps.")
@@ -41,7 +45,7 @@ _FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that share one copy of the para
 def main():
     if len(_BATCHES.value) != len(LADDER) or not all(size.isdigit() for size in _BATCHES.value):
         raise UserError(f"--batch_sizes={','.join(_BATCHES.value)} is not one number for each of {', '.join(LADDER)}")
-    sentences, tokenizer = open_sentences(_DATA.value), Tokenizer(EMBEDDED / "tokenizer.model")
+    sentences, tokenizer = open_sentences(_DATA.value), Tokenizer(_TOKENIZER.value)
     pipeline = pipeline_tokens_per_second(sentences, tokenizer)
     rows = step_rows(sentences, tokenizer)
     for row in rows:
@@ -75,6 +79,7 @@ def step_rows(sentences, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         config = train_config(name)
         config.update({"batch_size": size, "remat": _REMAT.value, "mesh": {"fsdp": _FSDP.value}})
         config.model.dtype = _DTYPE.value
+        config.optimizer.name = _OPTIMIZER.value
         iterator = iter(training_batches(sentences, tokenizer, batch=size, length=config.model.context, seed=0))
         batch = next(iterator)
         iterator.close()
@@ -135,7 +140,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    setting = f"{_DTYPE.value} factors, float32 parameters, dropout 0.1" + ", remat" * _REMAT.value
+    setting = f"{_DTYPE.value} factors, float32 parameters, dropout 0.1, {_OPTIMIZER.value}" + ", remat" * _REMAT.value
     return (
         "# Training step and input pipeline\n\n"
         f"{report.markdown_table(header, cells)}\n\n"

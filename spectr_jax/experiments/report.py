@@ -84,4 +84,4 @@ def _git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=20)
         return result.stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown" if arguments[0] == "rev-parse" else ""
+        return os.environ.get("SPECTR_JAX_COMMIT", "unknown") if arguments[0] == "rev-parse" else ""
