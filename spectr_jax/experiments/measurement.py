@@ -1,10 +1,12 @@
 """What the tables share: prompts, and one method decoding all of them."""
 
 import json
+import os
 import pathlib
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -19,6 +21,8 @@ from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained, load_pair
 from spectr_jax.models.frozen import freeze
+
+CORES_OF_A_COMPILATION = 4
 
 
 class Prompts(NamedTuple):
@@ -156,6 +160,18 @@ def measure(
         for name, values in (generation.observed or {}).items():
             observed[name] = observed.get(name, 0.0) + np.sum(np.asarray(values, np.float64)[real], axis=0)
     return Measurement(tokens, calls, time.monotonic() - started, observed)
+
+
+def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
+    """What the tasks return, in order; a few run at once where there are cores for it, since XLA compiles one program on one
+    core or a few. Several processes must run the same in the same order: there, one at a time."""
+    workers = 1 if jax.process_count() > 1 else max(1, (os.cpu_count() or 1) // CORES_OF_A_COMPILATION)
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            yield from pool.map(lambda task: task(), tasks)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:

@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -48,12 +49,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
     started = time.monotonic() - journal.seconds
     measured: list[list[Measurement]] = [[] for _ in rows]
-    total = len(rows) * (len(config.seeds) + 2)
+    compilations = _compilations(config, rows, journal, measured_row)
+    total = len(compilations) + len(rows) * (len(config.seeds) + 1)
     with tqdm.tqdm(total=total, unit="run", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
-        for row in rows:
-            bar.set_description(f"compiling {_label(row)}")
-            if not all(_name(row, seed) in journal for seed in config.seeds):
-                measured_row(row, seed=0, batches=1)
+        bar.set_description("compiling")
+        for _ in measurement.side_by_side(compilations):
             bar.update()
         # Seeds outside: the rows that are compared ran close together in time.
         for seed in config.seeds:
@@ -187,6 +187,17 @@ def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline:
         "tokens_per_second": float(np.median(speeds)),
         "speedup": float(np.median(speeds / baseline_speeds)),
     }
+
+
+def _compilations(config: ml_collections.ConfigDict, rows: list[Row], journal: Journal, measured_row) -> list[Callable]:
+    """Runs of one batch that compile what the table still needs."""
+    found: list[Callable] = []
+    for row in rows:
+        if not all(_name(row, seed) in journal for seed in config.seeds):
+            found.append(functools.partial(measured_row, row, 0, batches=1))
+        if _name(row, "acceptance") not in journal:
+            found.append(functools.partial(measured_row, row, 0, batches=1, observe=acceptance.observe))
+    return found
 
 
 def _name(row: Row, run: int | str) -> str:

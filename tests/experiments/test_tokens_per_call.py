@@ -73,6 +73,7 @@ def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and nothing comes out differently."""
     config, measured = _config(toy.folder), []
     whole = run(config, tmp_path / "whole")
+    monkeypatch.setattr("spectr_jax.experiments.measurement.CORES_OF_A_COMPILATION", 1)  # Some side by side.
 
     def stopped(*args, batches=None, observe=None, **kwargs):
         if batches is None:  # Else it compiles only.

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract, causal
-from spectr_jax.models.weights import named_leaves
+from spectr_jax.models.weights import named_leaves, weight_files
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
@@ -102,6 +104,12 @@ def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == {best["step"], 55, 60}
     kept = load_trained(f"{tmp_path}@best").model
     assert _nats(kept, tmp_path) == pytest.approx(best["eval_nats_per_token"], rel=1e-5)
+    command = [sys.executable, "-m", "spectr_jax.export", f"--workdir={tmp_path}@best", f"--out={tmp_path}/out"]
+    subprocess.run([*command, "--part_mb=0.0105"], check=True)
+    exported = load_trained(str(tmp_path / "out" / tmp_path.name)).model
+    assert len(weight_files(tmp_path / "out" / tmp_path.name)) > 1
+    for ours, theirs in zip(jax.tree.leaves(nnx.state(exported)), jax.tree.leaves(nnx.state(kept)), strict=True):
+        np.testing.assert_array_equal(ours, theirs.astype("bfloat16").astype("float32"))
     assert _nats(load_trained(str(tmp_path)).model, tmp_path) == pytest.approx(
         evaluated[-1]["eval_nats_per_token"], rel=1e-5
     )
