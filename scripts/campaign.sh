@@ -69,7 +69,7 @@ within() {
   local stage=$1 used=0 left begun status=0
   shift
   [ ! -e "$state/$stage.seconds" ] || used=$(<"$state/$stage.seconds")
-  left=$(awk "BEGIN {a = 60 * ${limit[$stage]} - $used; b = $end - 15 - $(date +%s); print int(a < b ? a : b)}")
+  left=$(awk "BEGIN {a = 60 * ${limit[$stage]} - $used; b = $end - 40 - $(date +%s); print int(a < b ? a : b)}")
   [ "$left" -gt 5 ] || return 75
   begun=$(date +%s)
   timeout --kill-after=60 --signal=TERM "$left" "$@" &
@@ -97,6 +97,7 @@ eval_in() { # STAGE CONFIG WORKDIR FLAG...
 
 pack() {
   [ ! -e "$packed/packed.json" ] || return 0
+  [ "$packed" = "$work/packed" ] || fail "'$packed' has no packed.json; pack it again, or remove it to have it packed here"
   rm -rf "$packed" # Half of one.
   # shellcheck disable=SC2086
   within pack "$PYTHON" -m spectr_jax.pack --data="$data/train-*" --out="$packed" ${FLAGS_pack:-}
@@ -108,18 +109,22 @@ speed() {
     --optimizer=muon --batch_sizes=256,256,256,256 --rounds=2 --seconds=3 --workdir="$results/training" ${FLAGS_speed:-}
 }
 steps_of() { # STAGE: the steps that fit its limit, with a tenth to spare, at most those of the config
-  [ -z "${STEPS:-}" ] || { echo "$STEPS" && return; }
-  [ -e "$state/$1.steps" ] || "$PYTHON" - "$results/training/training.json" "${model[$1]}" "${limit[$1]}" >"$state/$1.steps" <<'EOF'
+  local steps=${STEPS:-}
+  [ ! -e "$state/$1.steps" ] || steps=$(<"$state/$1.steps")
+  local measured=$results/training/training.json
+  [ -n "$steps" ] || [ -e "$measured" ] || fail "the time of a training step is not known; run the stage speed, or give STEPS"
+  [ -n "$steps" ] || steps=$("$PYTHON" - "$measured" "${model[$1]}" "${limit[$1]}" <<'EOF'
 import json, sys
 path, model, minutes = sys.argv[1:]
 seconds = next(row["step_seconds"] for row in json.load(open(path))["rows"] if row["model"] == model)
 print(min(10_000, int(0.9 * 60 * float(minutes) / seconds)))
 EOF
-  cat "$state/$1.steps"
+  ) || return
+  echo "$steps" | tee "$state/$1.steps"
 }
 train() { # STAGE
   local more="FLAGS_$1" steps
-  steps=$(steps_of "$1")
+  steps=$(steps_of "$1") || return
   # shellcheck disable=SC2086
   within "$1" "$PYTHON" -m spectr_jax.train --config="configs/campaign.py:${model[$1]}" --workdir="$runs/${model[$1]}" \
     --config.data.train="packed:$packed" --config.data.tokenizer="$packed/tokenizer.model" \
@@ -191,7 +196,7 @@ collect() { # What there is, finished or not.
 unfinished=()
 for stage in "${stages[@]}"; do
   [ "$stage" = collect ] || [ ! -e "$state/$stage.done" ] || continue
-  if [ "$(date +%s)" -ge $((end - 30)) ] && [ "$stage" != collect ]; then
+  if [ "$(date +%s)" -ge $((end - 60)) ] && [ "$stage" != collect ]; then
     unfinished+=("$stage")
     continue
   fi

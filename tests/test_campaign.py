@@ -75,6 +75,21 @@ def test_the_campaign_is_stopped_and_goes_on(tmp_path):
     assert {f"{name}.safetensors" for name in MODELS} | {"tokenizer.model"} <= {path.name for path in back}
 
 
+def test_a_packed_corpus_of_the_users_is_never_removed(tmp_path):
+    packed = tmp_path / "data/packed"
+    packed.mkdir(parents=True)
+    (tmp_path / "data/heldout-0.txt").write_text("A sentence.\n")
+    (packed / "train-00000.npy").write_text("rows")
+    for stage, message in (
+        ("pack", "has no packed.json; pack it again, or remove it"),
+        ("train_2m", "run the stage speed, or"),
+    ):
+        call = {**_command(tmp_path), "args": ["scripts/campaign.sh", f"{tmp_path}/data", f"{tmp_path}/work", stage]}
+        done = subprocess.run(**call)
+        assert done.returncode == 2 and message in done.stdout, done.stdout
+    assert (packed / "train-00000.npy").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
