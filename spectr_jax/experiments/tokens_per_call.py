@@ -1,11 +1,13 @@
 """SpecTr Tables 2 and 4: tokens decoded per serial call of the target, by draft model, method, K and L."""
 
 import functools
+import itertools
 import pathlib
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 import numpy as np
 import tqdm
@@ -48,28 +50,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         return measurement.measure(row.method, target, row.draft, prompts, config, *args, **kwargs)
 
     started = time.monotonic() - journal.seconds
-    measured: list[list[Measurement]] = [[] for _ in rows]
-    compilations = _compilations(config, rows, journal, measured_row)
-    total = len(compilations) + len(rows) * (len(config.seeds) + 1)
-    with tqdm.tqdm(total=total, unit="run", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
-        bar.set_description("compiling")
-        for _ in measurement.side_by_side(compilations):
-            bar.update()
-        # Seeds outside: the rows that are compared ran close together in time.
-        for seed in config.seeds:
-            for row, results in zip(rows, measured, strict=True):
-                bar.set_description(f"seed {seed}, {_label(row)}")
-                results.append(journal.measurement(_name(row, seed), functools.partial(measured_row, row, seed)))
-                bar.update()
-        nodes = []
-        for row in rows:  # The first seed again: what is observed would count in the time.
-            bar.set_description(f"acceptance of {_label(row)}")
-            take = functools.partial(measured_row, row, config.seeds[0], observe=acceptance.observe)
-            nodes.append(journal.measurement(_name(row, "acceptance"), take))
-            bar.update()
+    summaries: list[dict[str, Any]] = []
+    baseline, groups = rows[0], itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))
+    with tqdm.tqdm(total=len(rows) - 1, unit="row", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
+        for _, group in groups:
+            compared = [baseline, *group]
+            found = _measure_group(config, compared, journal, measured_row, bar)
+            summaries += found[1 if summaries else 0 :]
+            jax.clear_caches()  # A process may hold so many programs only.
+            bar.update(len(compared) - 1)
     result = {
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
-        "rows": [_summary(*row, baseline=measured[0]) for row in zip(rows, measured, nodes, strict=True)],
+        "rows": summaries,
         "prompts": prompts.real,
         **report.about(config, started),
     }
@@ -189,20 +181,35 @@ def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline:
     }
 
 
-def _compilations(config: ml_collections.ConfigDict, rows: list[Row], journal: Journal, measured_row) -> list[Callable]:
-    """Runs of one batch that compile what the table still needs."""
-    found: list[Callable] = []
+def _measure_group(
+    config: ml_collections.ConfigDict, rows: list[Row], journal: Journal, measured_row, bar: tqdm.tqdm
+) -> list[dict[str, Any]]:
+    """The rows that are compared with the baseline in front of them, close together in time: of one draft and L."""
+    draft = rows[-1].draft
+    group = f"{draft.name if draft else ''} L={rows[-1].draft_length}"
+
+    def name(row: Row, run: int | str) -> str:
+        return f"{group}: {_label(row)}, {run}"
+
+    compilations: list[Callable] = []
     for row in rows:
-        if not all(_name(row, seed) in journal for seed in config.seeds):
-            found.append(functools.partial(measured_row, row, 0, batches=1))
-        if _name(row, "acceptance") not in journal:
-            found.append(functools.partial(measured_row, row, 0, batches=1, observe=acceptance.observe))
-    return found
-
-
-def _name(row: Row, run: int | str) -> str:
-    """Of a measurement in the journal."""
-    return f"{row.draft.name if row.draft else 'no draft'}, {_label(row)}, {run}"
+        if not all(name(row, seed) in journal for seed in config.seeds):
+            compilations.append(functools.partial(measured_row, row, 0, batches=1))
+        if name(row, "acceptance") not in journal:
+            compilations.append(functools.partial(measured_row, row, 0, batches=1, observe=acceptance.observe))
+    for number, _ in enumerate(measurement.side_by_side(compilations), start=1):
+        bar.set_description(f"{group}: {number} of {len(compilations)} programs compiled")
+    measured: list[list[Measurement]] = [[] for _ in rows]
+    for seed in config.seeds:
+        for row, results in zip(rows, measured, strict=True):
+            bar.set_description(f"seed {seed}, {_label(row)}")
+            results.append(journal.measurement(name(row, seed), functools.partial(measured_row, row, seed)))
+    summaries = []
+    for row, results in zip(rows, measured, strict=True):  # The first seed again: what is observed would count in the time.
+        bar.set_description(f"acceptance of {_label(row)}")
+        take = functools.partial(measured_row, row, config.seeds[0], observe=acceptance.observe)
+        summaries.append(_summary(row, results, journal.measurement(name(row, "acceptance"), take), measured[0]))
+    return summaries
 
 
 def _label(row: Row) -> str:
