@@ -16,7 +16,7 @@ from spectr_jax.experiments.quality import run
 
 def _config(toy, **changes):
     config = quality_config()
-    given = {"models": (str(toy.folder / "target"), str(toy.folder / "draft.safetensors"))}
+    given = {"models": (str(toy.folder / "target"),)}
     config.update({**given, "heldout": str(toy.folder / "prompts.txt"), "sentences": 7, "batch_size": 4, **changes})
     return config
 
@@ -24,7 +24,7 @@ def _config(toy, **changes):
 def test_scores_are_those_of_the_sentences(toy, tmp_path):
     result = run(_config(toy), tmp_path)
     assert json.loads((tmp_path / "quality.json").read_text()) == result
-    assert [row["model"] for row in result["rows"]] == ["target", "draft"]
+    assert [row["model"] for row in result["rows"]] == ["target"]
     for row in result["rows"]:
         model, tokenizer = load_trained(str(toy.folder / row["model"]))[1:]
         nats = tokens = 0
