@@ -4,30 +4,27 @@
     python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/embedded/draft_20m
 
 The 20M's weights in results/ladder came out of this; those of the 2M and 6M in spectr_jax/embedded out of an older recipe
-(AdamW in float32, results/README.md), with the same vocabulary. Far less than one pass over a corpus of 86 M tokens, so
-no dropout; bfloat16 products, Muon, a cosine to zero; an hour or two. The environment variable gives the C library's heap
+(AdamW in float32, results/README.md), with the same vocabulary. Far less than one pass over a corpus of 86 M tokens, the
+recipe is `open_text_config`'s; an hour or two. The environment variable gives the C library's heap
 huge pages, which saves time on Linux.
 """
 
-from spectr_jax.config import train_config
+from spectr_jax.config import open_text_config
+from spectr_jax.errors import unknown
 
 STEPS = {"draft_2m": 2_500, "draft_6m": 2_500, "draft_20m": 650}
 BATCH_SIZE = {"draft_2m": 32, "draft_6m": 32, "draft_20m": 64}
-LEARNING_RATE = {"draft_2m": 0.04, "draft_6m": 0.025, "draft_20m": 0.018}
 
 
 def get_config(model: str = "draft_6m"):
-    config = train_config(model)
+    if model not in STEPS:
+        raise unknown("model of this ladder", model, STEPS)
+    config = open_text_config(model)
     config.data.train = "../shared/corpus/train-*.txt.xz"
     config.data.heldout = "../shared/corpus/heldout-*.txt.xz"
     config.data.tokenizer = "spectr_jax/embedded/tokenizer.model"
-    config.model.dropout = 0.0
-    config.model.dtype = "bfloat16"
     config.batch_size = BATCH_SIZE[model]
     config.steps = STEPS[model]
-    config.optimizer.name = "muon"
-    config.optimizer.schedule = "cosine"
-    config.optimizer.learning_rate = LEARNING_RATE[model]
     config.optimizer.warmup_steps = 50
     config.log_every = 25
     config.eval_every = 250

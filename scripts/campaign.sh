@@ -115,9 +115,10 @@ steps_of() { # STAGE: the steps that fit its limit, with a tenth to spare, at mo
   [ -n "$steps" ] || [ -e "$measured" ] || fail "the time of a training step is not known; run the stage speed, or give STEPS"
   [ -n "$steps" ] || steps=$("$PYTHON" - "$measured" "${model[$1]}" "${limit[$1]}" <<'EOF'
 import json, sys
+from configs.campaign import get_config
 path, model, minutes = sys.argv[1:]
 seconds = next(row["step_seconds"] for row in json.load(open(path))["rows"] if row["model"] == model)
-print(min(10_000, int(0.9 * 60 * float(minutes) / seconds)))
+print(min(get_config(model).steps, int(0.9 * 60 * float(minutes) / seconds)))
 EOF
   ) || return
   echo "$steps" | tee "$state/$1.steps"

@@ -20,7 +20,7 @@ CASES = [
     (
         ("spectr_jax.train", "--config=configs/embedded.py:draft_7m"),
         "",
-        "unknown model 'draft_7m'; did you mean 'draft_6m'?",
+        "unknown model of this ladder 'draft_7m'; did you mean 'draft_6m'?",
     ),
     (("spectr_jax.train", "--config=configs/none.py"), "", "the config file cannot be loaded"),
     (("spectr_jax.train",), "", "Flag --config must have a value"),

@@ -55,7 +55,7 @@ def pack(sentences: Sentences, tokenizer: Tokenizer, folder: pathlib.Path, lengt
       compress: with xz, to be carried; opening takes seconds more.
 
     Returns:
-      The index: format, source of the tokenizer, rows of each shard, and how many sentences and tokens there are.
+      The index: format, length, digest of the tokenizer, rows of each shard, and how many sentences and tokens there are.
 
     Raises:
       UserError: the vocabulary is too large for uint16.

@@ -14,6 +14,7 @@ from spectr_jax.config import config_hash
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import report
 from spectr_jax.experiments.measurement import Measurement
+from spectr_jax.files import write_whole
 
 
 class Journal:
@@ -89,5 +90,5 @@ class Journal:
         except ValueError as error:
             raise UserError(f"{str(self._path)!r} is damaged ({error}); remove it to begin again") from error
         if hosts.is_first() and lines:
-            self._path.write_text(whole + "\n")  # The next line must not be glued to one that was cut short.
+            write_whole(self._path, whole + "\n")  # The next line must not be glued to one that was cut short.
         return lines

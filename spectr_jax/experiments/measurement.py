@@ -167,11 +167,7 @@ def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
     core or a few. Several processes must run the same in the same order: there, one at a time."""
     workers = 1 if jax.process_count() > 1 else max(1, (os.cpu_count() or 1) // CORES_OF_A_COMPILATION)
     with ThreadPoolExecutor(workers) as pool:
-        try:
-            yield from pool.map(lambda task: task(), tasks)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from pool.map(lambda task: task(), tasks)
 
 
 def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:

@@ -53,9 +53,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     summaries: list[dict[str, Any]] = []
     baseline, groups = rows[0], itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))
     with tqdm.tqdm(total=len(rows) - 1, unit="row", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
-        for _, group in groups:
+        for number, (_, group) in enumerate(groups):
             compared = [baseline, *group]
-            found = _measure_group(config, compared, journal, measured_row, bar)
+            found = _measure_group(config, number, compared, journal, measured_row, bar)
             summaries += found[1 if summaries else 0 :]
             jax.clear_caches()  # A process may hold so many programs only.
             bar.update(len(compared) - 1)
@@ -182,14 +182,12 @@ def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline:
 
 
 def _measure_group(
-    config: ml_collections.ConfigDict, rows: list[Row], journal: Journal, measured_row, bar: tqdm.tqdm
+    config: ml_collections.ConfigDict, number: int, rows: list[Row], journal: Journal, measured_row, bar: tqdm.tqdm
 ) -> list[dict[str, Any]]:
     """The rows that are compared with the baseline in front of them, close together in time: of one draft and L."""
-    draft = rows[-1].draft
-    group = f"{draft.name if draft else ''} L={rows[-1].draft_length}"
 
     def name(row: Row, run: int | str) -> str:
-        return f"{group}: {_label(row)}, {run}"
+        return f"group {number}, {_label(row)}, {run}"  # Two drafts may have one name.
 
     compilations: list[Callable] = []
     for row in rows:
@@ -197,8 +195,8 @@ def _measure_group(
             compilations.append(functools.partial(measured_row, row, 0, batches=1))
         if name(row, "acceptance") not in journal:
             compilations.append(functools.partial(measured_row, row, 0, batches=1, observe=acceptance.observe))
-    for number, _ in enumerate(measurement.side_by_side(compilations), start=1):
-        bar.set_description(f"{group}: {number} of {len(compilations)} programs compiled")
+    for done, _ in enumerate(measurement.side_by_side(compilations), start=1):
+        bar.set_description(f"compiled {done} of {len(compilations)} programs")
     measured: list[list[Measurement]] = [[] for _ in rows]
     for seed in config.seeds:
         for row, results in zip(rows, measured, strict=True):

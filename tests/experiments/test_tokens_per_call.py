@@ -117,6 +117,16 @@ def test_a_journal_of_another_run_is_left_alone(toy, tmp_path, content, message)
 
 
 @pytest.mark.xdist_group("table")
+def test_drafts_of_one_name_are_measured_each(toy, tmp_path):
+    """The target as its own draft, under the name of the other one."""
+    (tmp_path / "draft.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes((toy.folder / "tokenizer.model").read_bytes())
+    drafts = tuple(str(folder / "draft.safetensors") for folder in (toy.folder, tmp_path))
+    _, other, itself = run(_config(toy.folder, drafts=drafts, num_drafts=(1,)), tmp_path / "run")["rows"]
+    assert itself["tokens_per_call"] > other["tokens_per_call"] and itself["acceptance"] == 1.0
+
+
+@pytest.mark.xdist_group("table")
 def test_batch_size_does_not_change_the_figures(toy):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, config.drafts, config.dtype)
