@@ -24,5 +24,5 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def digest(content: bytes) -> str:
-    """The SHA-256 of a file's content, as of a tokenizer: two models share a vocabulary if these are equal."""
+    """The SHA-256 of a file's content, as of a tokenizer."""
     return hashlib.sha256(content).hexdigest()

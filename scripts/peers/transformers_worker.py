@@ -1,6 +1,6 @@
 """Generates with Hugging Face transformers, for scripts/compare_peers.py: a JSON request a line in, an answer a line out.
 
-Runs in an environment of its own, of torch, transformers and safetensors; nothing of spectr_jax is imported.
+Runs in an environment of its own, of torch and transformers; nothing of spectr_jax is imported.
 
     {"op": "load", "target": folder, "draft": folder, "threads": 2}    -> {"torch": version, "transformers": version}
     {"op": "logits", "model": "target", "tokens": [[...]]}             -> {"logits": [[[...]]]}
@@ -10,11 +10,9 @@ Runs in an environment of its own, of torch, transformers and safetensors; nothi
 
 import json
 import os
-import pathlib
 import sys
 import time
 
-import safetensors
 import torch
 import transformers
 from transformers import GenerationConfig, GPT2LMHeadModel
@@ -26,7 +24,8 @@ CALLS = {"target": 0}
 def load(target: str, draft: str, threads: int) -> dict:
     """Loads both models; their GPT-2 checkpoints are ours, see spectr_jax/models/gpt2.py."""
     torch.set_num_threads(threads)
-    MODELS.update(target=_model(pathlib.Path(target)), draft=_model(pathlib.Path(draft)))
+    for name, folder in (("target", target), ("draft", draft)):
+        MODELS[name] = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
     MODELS["target"].register_forward_hook(_count)
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -74,14 +73,6 @@ def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length
     out = MODELS["target"].generate(tokens, **options)
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "new_tokens": out.shape[1] - tokens.shape[1], "target_calls": CALLS["target"]}
-
-
-def _model(folder: pathlib.Path) -> GPT2LMHeadModel:
-    model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
-    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
-        if "lm_head.bias" in file.keys():  # noqa: SIM118, it is no dictionary.
-            model.lm_head.bias = torch.nn.Parameter(file.get_tensor("lm_head.bias"), requires_grad=False)
-    return model
 
 
 def _count(*_) -> None:

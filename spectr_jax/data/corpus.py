@@ -119,7 +119,7 @@ def _text_files(spec: str) -> list[pathlib.Path]:
     path = pathlib.Path(spec).expanduser()
     found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
-    if not files:
+    if not files or not spec:  # "" would be the current folder.
         raise UserError(f"no text file matches {spec!r}; give a file, a folder, a glob or tfds:DATASET:SPLIT")
     return files
 

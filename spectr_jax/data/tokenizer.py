@@ -1,16 +1,22 @@
-"""SentencePiece: unigram pieces with byte fallback, so that no text is out of vocabulary."""
+"""SentencePiece: unigram pieces with byte fallback, so that no text is out of vocabulary.
 
+Tokenizers of other programs' models (`hugging_face.py`) have the same `encode`, `decode`, `bos`, `eos` and so on.
+"""
+
+import functools
 import io
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
 from spectr_jax.errors import UserError
-from spectr_jax.files import write_whole
+from spectr_jax.files import digest, write_whole
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
+SPACE = "▁"
+"""How SentencePiece writes a space inside a piece."""
 
 
 def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
@@ -48,6 +54,8 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
 class Tokenizer:
     """A trained SentencePiece model read from `path`."""
 
+    bos, eos = BOS, EOS
+
     def __init__(self, path: str | os.PathLike):
         try:
             self.proto = pathlib.Path(path).read_bytes()
@@ -68,6 +76,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._processor.vocab_size()
 
+    @functools.cached_property
+    def vocabulary(self) -> str:
+        """What two models that share a vocabulary have in common: a digest of its tokens, in order."""
+        return vocabulary_digest([self._processor.id_to_piece(token) for token in range(self.vocab_size)])
+
     def encode(self, text: str) -> list[int]:
         """The pieces of `text`, without BOS and EOS."""
         return self._processor.encode(text)
@@ -75,3 +88,15 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`; control pieces vanish."""
         return self._processor.decode([int(token) for token in tokens])
+
+    def piece(self, token: int) -> str:
+        """One token as it looks in a text, with the space before it; a control piece or part of a character by its name."""
+        name = self._processor.id_to_piece(int(token))
+        if self._processor.is_byte(int(token)) and int(name[3:-1], 16) < 0x80:
+            return chr(int(name[3:-1], 16))
+        return name.replace(SPACE, " ")
+
+
+def vocabulary_digest(tokens: Sequence[str]) -> str:
+    """The digest of a vocabulary, its tokens in order."""
+    return digest("\0".join(tokens).encode())

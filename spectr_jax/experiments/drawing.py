@@ -24,6 +24,25 @@ def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
     return "\n".join(lines)
 
 
+def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Where each node goes from top to bottom, so that no edges cross: leaves a row each, others amid their children.
+
+    Args:
+      paths: of all nodes in any order, as in `Tree.path`; the root's is empty.
+    """
+    order = {path: place for place, path in enumerate(paths)}
+    children: dict[tuple[int, ...], list[int]] = {}
+    for path in sorted(paths):
+        if path:
+            children.setdefault(path[:-1], []).append(order[path])
+    leaves = [path for path in sorted(paths) if path not in children]
+    rows = np.zeros(len(paths))
+    rows[[order[leaf] for leaf in leaves]] = np.arange(len(leaves))
+    for path in sorted(children, key=len, reverse=True):
+        rows[order[path]] = rows[children[path]].mean()
+    return rows
+
+
 def png(
     tree: Tree,
     path: pathlib.Path,
@@ -37,15 +56,8 @@ def png(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    leaves = [node for node in range(tree.size + 1) if tree.children_table[node, 0] < 0]
-    rows = np.zeros(tree.size + 1)
-    rows[sorted(leaves, key=tree.path)] = np.arange(len(leaves))  # So that no edges cross.
-    for node in reversed(range(tree.size + 1)):
-        children = tree.children_table[node][tree.children_table[node] >= 0]
-        if len(children):
-            rows[node] = rows[children].mean()
-
-    size = (1.6 + 1.1 * (tree.height + 1), 1.0 + 0.32 * len(leaves))
+    rows = rows_of_paths([tree.path(node) for node in range(tree.size + 1)])
+    size = (1.6 + 1.1 * (tree.height + 1), 1.32 + 0.32 * rows.max())
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     for node in range(1, tree.size + 1):
         ends = [tree.parent[node], node]

@@ -17,7 +17,6 @@ import numpy as np
 import tqdm
 
 from spectr_jax import transport
-from spectr_jax.data.tokenizer import BOS
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.experiments import report
 from spectr_jax.experiments.loading import Trained, load_pair
@@ -280,7 +279,7 @@ def _accepted(plan, keys, laws, valid, draws: int) -> jax.Array:
 
 
 def _next_token_law(trained: Trained, prompt: str) -> np.ndarray:
-    tokens = np.array([[BOS, *trained.tokenizer.encode(prompt)]], np.int32)
+    tokens = np.array([[trained.tokenizer.bos, *trained.tokenizer.encode(prompt)]], np.int32)
     length = tokens.shape[1]
     if length > trained.model.context:
         raise UserError(f"the prompt has {length} tokens and {trained.name!r} a context of {trained.model.context}; cut it")

@@ -1,10 +1,10 @@
-"""Trained models by name: the embedded ladder, a model file, the workdir of a training run; or random weights, to time."""
+"""Trained models by name: the embedded ladder, a model file, a training run, a GPT-2; or random weights, to time."""
 
 import dataclasses
 import json
 import pathlib
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax
 from flax import nnx
@@ -12,18 +12,24 @@ from flax import nnx
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest
+from spectr_jax.models.gpt2 import load_gpt2, read_config
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.checkpoint import Checkpoints
 
+if TYPE_CHECKING:
+    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+
 EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
 EMBEDDED_PREFIX = "embedded:"
 RANDOM_PREFIX = "random:"
+HUGGING_FACE_PREFIX = "hf:"
 BEST = "@best"
 HEAD_SCALE = 1.5
 """Of random weights: sharpens their laws until two models agree as the embedded pair does, in 0.7 of their drafts."""
+AnyTokenizer: TypeAlias = "Tokenizer | HuggingFaceTokenizer"
 
 
 class Trained(NamedTuple):
@@ -31,7 +37,7 @@ class Trained(NamedTuple):
 
     name: str
     model: Transformer
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
 
 
 def load_trained(spec: str, dtype: str = "float32") -> Trained:
@@ -40,7 +46,8 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
     Args:
       spec: `embedded:NAME`, a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it, or a
         training workdir (its newest checkpoint; with `@best` behind it, the one that did best on held-out sentences);
-        `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with.
+        `hf:FOLDER` for a GPT-2 of Hugging Face's, or `hf:NAME` for one that its hub has; `random:NAME` for a shape of the
+        ladder with weights that were never trained, to measure time with.
       dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
         `models.quantized`.
 
@@ -58,13 +65,15 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
         return _from_file(EMBEDDED / f"{name}.safetensors", dtype)
     if spec.startswith(RANDOM_PREFIX):
         return _random(spec, dtype)
+    if spec.startswith(HUGGING_FACE_PREFIX):
+        return _from_hugging_face(spec.removeprefix(HUGGING_FACE_PREFIX), dtype)
     path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
     if path.is_file() or weight_files(path):
         return _from_file(path, dtype)
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))
     raise UserError(
-        f"no model at {spec!r}; give embedded:NAME, random:NAME, a .safetensors file or the workdir of a training run"
+        f"no model at {spec!r}; give embedded:NAME, random:NAME, hf:FOLDER, a .safetensors file or the workdir of a run"
     )
 
 
@@ -73,9 +82,10 @@ def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained
     loaded_target = load_trained(target, dtype)
     loaded = [load_trained(draft, dtype) for draft in drafts]
     for spec, draft in zip(drafts, loaded, strict=True):
-        if draft.tokenizer.proto != loaded_target.tokenizer.proto:
+        if draft.tokenizer.vocabulary != loaded_target.tokenizer.vocabulary:
             raise UserError(
-                f"draft {spec!r} and target {target!r} have different vocabularies; train both with one data.tokenizer"
+                f"draft {spec!r} and target {target!r} have different vocabularies; give models that share one, such as two "
+                "that were trained with one data.tokenizer"
             )
     return loaded_target, loaded
 
@@ -111,6 +121,39 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own there")
     return Trained(path.stem, model, tokenizer)
+
+
+def _from_hugging_face(source: str, dtype: str) -> Trained:
+    from spectr_jax.data.hugging_face import HuggingFaceTokenizer  # Its libraries are needed here alone.
+
+    folder = pathlib.Path(source).expanduser()
+    if not folder.is_dir():
+        if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
+            raise UserError(f"no folder {source!r}; give hf: and the folder of a GPT-2, or its name on Hugging Face's hub")
+        folder = _fetched(source)
+    model, config = load_gpt2(folder, dtype), read_config(folder)
+    bos, eos = config["bos_token_id"], config["eos_token_id"]
+    for name, token in (("bos", bos), ("eos", eos)):
+        if not 0 <= token < model.vocab_size:
+            raise UserError(f"{str(folder)!r} has {name}_token_id={token}, outside its vocabulary; mend its config.json")
+    tokenizer = HuggingFaceTokenizer(folder, bos, eos)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {str(folder)!r} has {tokenizer.vocab_size} tokens and its model {model.vocab_size}; put the "
+            "model's own there"
+        )
+    return Trained(pathlib.PurePath(source).name, model, tokenizer)
+
+
+def _fetched(name: str) -> pathlib.Path:
+    """The folder with a model of Hugging Face's hub, which keeps what it has fetched in the user's cache."""
+    import huggingface_hub
+
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.safetensors"]))
+    except (OSError, ValueError) as error:  # No network, no such model, no such cache: the library has an error for each.
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a GPT-2's folder") from error
 
 
 def _random(spec: str, dtype: str) -> Trained:

@@ -15,11 +15,11 @@ import numpy as np
 from spectr_jax import hosts, sharding
 from spectr_jax.config import check_positive, config_hash
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from spectr_jax.data.tokenizer import PAD
 from spectr_jax.decoding import Method, Policy, generate
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained, load_pair
+from spectr_jax.experiments.loading import DTYPES, EMBEDDED, AnyTokenizer, Trained, load_pair
 from spectr_jax.models.frozen import freeze
 
 CORES_OF_A_COMPILATION = 4
@@ -66,12 +66,12 @@ def check_dtype(dtype: str) -> None:
         raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
 
 
-def policy_of(config: ml_collections.ConfigDict) -> Policy:
-    """The law that the config samples; EOS ends a text."""
-    return Policy(config.temperature, config.top_k, config.top_p, EOS)
+def policy_of(config: ml_collections.ConfigDict, eos: int) -> Policy:
+    """The law that the config samples; the token `eos` ends a text."""
+    return Policy(config.temperature, config.top_k, config.top_p, eos)
 
 
-def read_prompts(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Prompts:
+def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
     """The first `num_prompts` prompts: BOS and the first pieces of each sentence, in full batches.
 
     Raises:
@@ -84,7 +84,7 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Pro
     batches = -(-config.num_prompts // config.batch_size)
     shape = (batches * config.batch_size, config.prompt_tokens + 1)
     tokens, lengths = np.full(shape, PAD, np.int32), np.ones(shape[0], np.int32)
-    tokens[:, 0] = BOS  # Rows that fill the last batch are a bare BOS, and are not counted.
+    tokens[:, 0] = tokenizer.bos  # Rows that fill the last batch are a bare BOS, and are not counted.
     for index in range(config.num_prompts):
         pieces = tokenizer.encode(sentences[index])[: config.prompt_tokens]
         tokens[index, 1 : len(pieces) + 1] = pieces
@@ -149,7 +149,7 @@ def measure(
             prompts.tokens[batch],
             prompts.lengths[batch],
             config.max_new_tokens,
-            policy_of(config),
+            policy_of(config, target.tokenizer.eos),
             observe=observe,
             mesh=mesh,
         )

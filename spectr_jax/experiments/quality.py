@@ -12,6 +12,7 @@ from flax import nnx
 from spectr_jax import sharding
 from spectr_jax.config import check_fields, check_positive, quality_config
 from spectr_jax.data.corpus import open_sentences
+from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, report
 from spectr_jax.experiments.loading import load_trained
@@ -37,7 +38,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     measurement.claim_workdir(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     for spec in config.models:
-        load_trained(spec)
+        if not isinstance(load_trained(spec).tokenizer, Tokenizer):
+            raise UserError(f"model {spec!r} has another program's tokenizer, which packs no sentences; leave it out")
     started = time.monotonic()
     rows = []
     for spec in config.models:
@@ -52,6 +54,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 def _scores(config: ml_collections.ConfigDict, sentences, spec: str, dtype: str) -> dict[str, float]:
     trained = load_trained(spec, dtype)
+    assert isinstance(trained.tokenizer, Tokenizer)
     heldout = pack_heldout(
         sentences,
         trained.tokenizer,

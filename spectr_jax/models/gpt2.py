@@ -1,32 +1,126 @@
-"""Our decoders in Hugging Face's GPT-2 layout, so that other programs can run the same weights."""
+"""GPT-2 checkpoints in Hugging Face's layout: those of its family are read, and our decoders are written as such.
 
+A decoder of the ladder is a GPT-2 but for three things. Its sinusoidal positions become an embedding, attention gets biases
+of zero, and the bias of its head, which GPT-2 lacks, rides on one more channel (`_with_bias_channel`).
+"""
+
+import json
+import math
 import os
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors
+import safetensors.flax
 import safetensors.numpy
+from flax import nnx
 
+from spectr_jax.errors import UserError
 from spectr_jax.files import write_json
-from spectr_jax.models.transformer import Block, Transformer, TransformerConfig, sinusoidal_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig, sinusoidal_table
+from spectr_jax.models.weights import from_arrays
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIX = "transformer."
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # Which is JAX's gelu.
+EXPECTED = {
+    "model_type": ("gpt2",),
+    "activation_function": TANH_GELU,
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+DEFAULTS = {
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "n_inner": None,
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+"""What config.json may leave out."""
+OURS_TO_THEIRS = {
+    "norm_attention": "ln_1",
+    "qkv": "attn.c_attn",
+    "out": "attn.c_proj",
+    "norm_mlp": "ln_2",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+}
+
+Tensors = dict[str, np.ndarray]
 
 
-def save_gpt2(folder: pathlib.Path, model: Transformer) -> None:
-    """Writes a GPT-2 checkpoint in float32: config.json and model.safetensors, each whole or not at all.
+def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
+    """Reads a GPT-2 checkpoint for decoding.
 
-    GPT-2's head has no bias and ours has one: it goes into a tensor `lm_head.bias`, which GPT-2 classes ignore. Whoever
-    wants our logits puts a linear layer with that bias in the head's place.
+    Args:
+      folder: with config.json and model.safetensors, or its parts and their index.
+      dtype: "float32" or "bfloat16", of parameters and factors, whatever the files hold.
+
+    Raises:
+      UserError: a file is missing or damaged, or the model is not of GPT-2's family.
+    """
+    config = read_config(folder)
+    try:
+        shape = TransformerConfig(
+            layers=config["n_layer"],
+            width=config["n_embd"],
+            mlp=config["n_inner"] or 4 * config["n_embd"],
+            heads=config["n_head"],
+            vocab_size=config["vocab_size"],
+            context=config["n_positions"],
+            dtype=dtype,
+            norm_epsilon=config["layer_norm_epsilon"],
+            attention_bias=True,
+            learned_positions=True,
+        )
+        arrays = _ours(shape, _read_tensors(folder))
+    except KeyError as error:
+        raise UserError(f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again") from error
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"{str(folder)!r} has weights that cannot be read ({error}); save or fetch it again") from error
+    return from_arrays(shape, arrays, str(folder))
+
+
+def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, eos: int | None = None) -> None:
+    """Writes a GPT-2 checkpoint in float32, config.json and model.safetensors, each whole or not at all.
 
     Args:
       folder: made if it is not there.
-      model: what to write.
+      model: what to write; with a head bias that is not zero the checkpoint is a channel a head wider than the model.
+      bos: its tokens in the config.
+      eos: likewise.
     """
+    config, tensors = gpt2_config(model.config), gpt2_tensors(model)
+    if np.any(bias := tensors.pop("lm_head.bias")):
+        config, tensors = _with_bias_channel(config, tensors, bias)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.safetensors"
+    path = folder / WEIGHTS
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    safetensors.numpy.save_file(gpt2_tensors(model), partial, {"format": "pt"})  # transformers reads no other format.
+    safetensors.numpy.save_file(tensors, partial, {"format": "pt"})  # transformers reads no other format.
     partial.replace(path)
-    write_json(folder / "config.json", gpt2_config(model.config))
+    write_json(folder / "config.json", {**config, "bos_token_id": bos, "eos_token_id": eos})
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    """A GPT-2's config.json with its defaults; raises `UserError` if it is not there, or of another family."""
+    try:
+        given = json.loads((folder / "config.json").read_text())
+        config = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
+    for name, known in EXPECTED.items():
+        if config.get(name) not in known:
+            raise UserError(
+                f"{str(folder)!r} has {name}={config.get(name)!r}; only models of GPT-2's family with {known[0]!r} are read"
+            )
+    return config
 
 
 def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
@@ -40,53 +134,121 @@ def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
         "n_layer": config.layers,
         "n_head": config.heads,
         "n_inner": config.mlp,
-        "activation_function": "gelu_new",  # The tanh approximation, which is JAX's gelu.
-        "layer_norm_epsilon": 1e-6,
+        "activation_function": TANH_GELU[0],
+        "layer_norm_epsilon": config.norm_epsilon,
         "tie_word_embeddings": False,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "dtype": "float32",
     }
 
 
-def gpt2_tensors(model: Transformer) -> dict[str, np.ndarray]:
-    """Float32 tensors by Hugging Face's names."""
+def gpt2_tensors(model: Transformer) -> Tensors:
+    """Float32 tensors by Hugging Face's names, and `lm_head.bias`, which GPT-2 does not have."""
+    config = model.config
+    positions = model.positions[...] if config.learned_positions else sinusoidal_table(config.context, config.width)
     tensors = {
-        "transformer.wte.weight": _float32(model.embed.embedding),
-        "transformer.wpe.weight": sinusoidal_table(model.config.context, model.config.width),
-        **_norm("transformer.ln_f", model.norm),
-        "lm_head.weight": np.ascontiguousarray(_float32(model.head.kernel).T),
-        "lm_head.bias": _float32(model.head.bias),
+        f"{PREFIX}wte.weight": _float32(model.embed.embedding[...]),
+        f"{PREFIX}wpe.weight": _float32(positions),
     }
+    head, head_bias = _weight_and_bias(model, "head")
+    tensors |= {"lm_head.weight": np.ascontiguousarray(head.T), "lm_head.bias": head_bias}
+    norm, norm_bias = _weight_and_bias(model, "norm")
+    tensors |= {f"{PREFIX}ln_f.weight": norm, f"{PREFIX}ln_f.bias": norm_bias}
     for layer, block in enumerate(model.blocks):
-        tensors |= {f"transformer.h.{layer}.{name}": tensor for name, tensor in _block_tensors(block).items()}
+        for ours, theirs in OURS_TO_THEIRS.items():
+            weight, bias = _weight_and_bias(block, ours)
+            tensors |= {f"{PREFIX}h.{layer}.{theirs}.weight": weight, f"{PREFIX}h.{layer}.{theirs}.bias": bias}
     return tensors
 
 
-def _block_tensors(block: Block) -> dict[str, np.ndarray]:
-    return {
-        **_norm("ln_1", block.norm_attention),
-        **_conv1d("attn.c_attn", block.qkv),
-        **_conv1d("attn.c_proj", block.out),
-        **_norm("ln_2", block.norm_mlp),
-        **_conv1d("mlp.c_fc", block.up),
-        **_conv1d("mlp.c_proj", block.down),
+def _weight_and_bias(block: nnx.Module, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Hugging Face's Conv1D keeps its weight as our linear layers do, [in, out], and always has a bias."""
+    part = getattr(block, name)
+    weight = _float32((part.scale if name.startswith("norm") else part.kernel)[...])
+    return weight, np.zeros(weight.shape[-1], np.float32) if part.bias is None else _float32(part.bias[...])
+
+
+def _with_bias_channel(config: dict[str, Any], tensors: Tensors, bias: np.ndarray) -> tuple[dict[str, Any], Tensors]:
+    """The same decoder, wider by a channel a head, with `bias` [V] in its head.
+
+    The last norm holds the first new channel at 1, and the head's weights from there are the bias; all other parts read and
+    write nothing there. The old channels are kept at a mean of 0, which norms take off anyway, so that the new ones change
+    nothing but the number that a norm divides by: its epsilon and its scale take account of that. Queries take account of
+    the wider head, by whose root GPT-2 divides.
+    """
+    E, H = config["n_embd"], config["n_head"]
+    wide, ratio = E + H, E / (E + H)
+
+    def pad(array, *widths):
+        return np.pad(array, [(0, width) for width in widths])
+
+    def heads(array):  # [..., 3 E] of queries, keys and values
+        split = array.reshape(*array.shape[:-1], 3, H, E // H).copy()
+        split[..., 0, :, :] *= math.sqrt((E // H + 1) / (E // H))
+        return pad(split, *[0] * (split.ndim - 1), 1).reshape(*array.shape[:-1], 3 * wide)
+
+    def rewritten(name, array):
+        kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+        matrix = name.endswith("weight") and not kind.startswith("ln_")
+        if kind in ("wte", "wpe") or name.endswith("mlp.c_proj.weight"):
+            return pad(_centred(array), 0, H)
+        if name.endswith("attn.c_proj.weight"):
+            by_head = pad(_centred(array).reshape(H, E // H, E), 0, 1, 0)
+            return pad(by_head.reshape(wide, E), 0, H)
+        if kind == "c_proj":
+            return pad(_centred(array), H)
+        if kind == "c_attn":
+            return pad(heads(array), H, 0) if matrix else heads(array)
+        if kind == "c_fc":
+            return pad(array, H, 0) if matrix else array
+        if kind.startswith("ln_"):
+            return pad(array * math.sqrt(ratio) if name.endswith("weight") else array, H)
+        return pad(array, 0, H)  # The head's [V, E].
+
+    made = {name: np.ascontiguousarray(rewritten(name, array), np.float32) for name, array in tensors.items()}
+    made[f"{PREFIX}ln_f.bias"][E] = 1
+    made["lm_head.weight"][:, E] = bias
+    return {**config, "n_embd": wide, "layer_norm_epsilon": config["layer_norm_epsilon"] * ratio}, made
+
+
+def _centred(rows: np.ndarray) -> np.ndarray:
+    return rows - rows.mean(-1, keepdims=True)
+
+
+def _read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
+    """All tensors by name without the prefix, which some files have; without the masks that old ones keep."""
+    if (folder / INDEX).exists():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    elif (folder / WEIGHTS).exists():
+        files = [WEIGHTS]
+    else:
+        raise UserError(f"{str(folder)!r} has no {WEIGHTS}; write it with save_pretrained(..., safe_serialization=True)")
+    found = {}
+    for file in files:
+        found.update(safetensors.flax.load_file(folder / file))
+    masks = (".attn.bias", ".attn.masked_bias")
+    return {name.removeprefix(PREFIX): array for name, array in found.items() if not name.endswith(masks)}
+
+
+def _ours(shape: TransformerConfig, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Arrays by our names; the head is the embedding where they are tied, and has no bias."""
+    arrays: dict[str, jax.Array] = {
+        "embed/embedding": tensors["wte.weight"],
+        "positions": tensors["wpe.weight"],
+        "norm/scale": tensors["ln_f.weight"],
+        "norm/bias": tensors["ln_f.bias"],
+        "head/kernel": tensors.get("lm_head.weight", tensors["wte.weight"]).T,
+        "head/bias": jnp.zeros(shape.vocab_size),
     }
+    for layer in range(shape.layers):
+        for ours, theirs in OURS_TO_THEIRS.items():
+            weight = "scale" if ours.startswith("norm") else "kernel"
+            arrays[f"blocks/{layer}/{ours}/{weight}"] = tensors[f"h.{layer}.{theirs}.weight"]
+            arrays[f"blocks/{layer}/{ours}/bias"] = tensors[f"h.{layer}.{theirs}.bias"]
+    return {f"{name}/value": array for name, array in arrays.items()}
 
 
-def _conv1d(name: str, linear) -> dict[str, np.ndarray]:
-    """A linear layer; Hugging Face's Conv1D keeps its weight as ours, [in, out], and always has a bias."""
-    kernel = _float32(linear.kernel)
-    bias = np.zeros(kernel.shape[1], np.float32) if linear.bias is None else _float32(linear.bias)
-    return {f"{name}.weight": kernel, f"{name}.bias": bias}
-
-
-def _norm(name: str, norm) -> dict[str, np.ndarray]:
-    return {f"{name}.weight": _float32(norm.scale), f"{name}.bias": _float32(norm.bias)}
-
-
-def _float32(parameter) -> np.ndarray:
-    return np.asarray(parameter[...], np.float32)
+def _float32(array) -> np.ndarray:
+    return np.asarray(array, np.float32)

@@ -25,7 +25,7 @@ from spectr_jax.models.cache import Cache
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """The shape of a decoder. `dtype` is that of the factors of its matrix products and of its cache; sums, norms and
-    residuals are float32, and so are parameters in training."""
+    residuals are float32, and so are parameters in training. The last three fields are for GPT-2's family (`gpt2.py`)."""
 
     layers: int
     width: int
@@ -35,6 +35,9 @@ class TransformerConfig:
     context: int = 128
     dropout: float = 0.0
     dtype: str = "float32"
+    norm_epsilon: float = 1e-6
+    attention_bias: bool = False
+    learned_positions: bool = False
 
 
 LADDER = {
@@ -103,6 +106,10 @@ def _linear(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype
     )
 
 
+def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)
+
+
 class Block(nnx.Module):
     """Self-attention and MLP, each behind a layer norm and around a residual."""
 
@@ -111,10 +118,10 @@ class Block(nnx.Module):
         linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
         self.heads = config.heads
         self.dtype = dtype
-        self.norm_attention = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=jnp.float32, rngs=rngs)
-        self.qkv = linear(config.width, 3 * config.width, use_bias=False, kernel_init=_split_init(3))
-        self.out = linear(config.width, config.width, use_bias=False)
-        self.norm_mlp = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=jnp.float32, rngs=rngs)
+        self.norm_attention = _norm(config, rngs)
+        self.qkv = linear(config.width, 3 * config.width, use_bias=config.attention_bias, kernel_init=_split_init(3))
+        self.out = linear(config.width, config.width, use_bias=config.attention_bias)
+        self.norm_mlp = _norm(config, rngs)
         self.up = linear(config.width, config.mlp)
         self.down = linear(config.mlp, config.width)
         self.dropout = nnx.Dropout(config.dropout)
@@ -156,7 +163,9 @@ class Transformer(nnx.Module):
             config.vocab_size, config.width, dtype=dtype, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = nnx.LayerNorm(config.width, epsilon=1e-6, dtype=jnp.float32, rngs=rngs)
+        if config.learned_positions:
+            self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.context, config.width)))
+        self.norm = _norm(config, rngs)
         self.head = _linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
@@ -208,9 +217,9 @@ class Transformer(nnx.Module):
             [None] * (config.layers + 1) if dropout_key is None else list(jax.random.split(dropout_key, config.layers + 1))
         )
 
-        positions_TxE = jnp.asarray(sinusoidal_table(config.context, config.width))
+        table_TxE = self.positions[...] if config.learned_positions else sinusoidal_table(config.context, config.width)
         # Nodes drafted past the context are never emitted: any position will do for them.
-        x_BxNxE = self.embed(tokens_BxN) + positions_TxE.at[positions_BxN].get(mode="clip")
+        x_BxNxE = self.embed(tokens_BxN) + jnp.asarray(table_TxE).at[positions_BxN].get(mode="clip")
         x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
         hidden, new_rows = [], []
         for block, rows, key in zip(self.blocks[:count], layer_rows[:count], keys[:count], strict=True):

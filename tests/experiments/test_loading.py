@@ -1,14 +1,23 @@
-"""Models by name: weights that were never trained. Trained ones are loaded in the tests of the tables."""
+"""Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests of the tables."""
+
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
+from spectr_jax.config import eval_config
+from spectr_jax.data.hugging_face import save_tokenizer
+from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import load_trained
-from spectr_jax.models.transformer import causal
+from spectr_jax.experiments import measurement
+from spectr_jax.experiments.loading import load_pair, load_trained
+from spectr_jax.models.gpt2 import save_gpt2
+from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 
 
 def _laws(model, tokens):
@@ -29,3 +38,81 @@ def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts()
 def test_an_unknown_shape_is_named():
     with pytest.raises(UserError, match=r"unknown shape 'draft_1m'.*draft_2m"):
         load_trained("random:draft_1m")
+
+
+@pytest.fixture(scope="module")
+def gpt2_pair(tmp_path_factory):
+    """Folders of two GPT-2 models with a byte-pair tokenizer of 290 tokens."""
+    folder = tmp_path_factory.mktemp("hub")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator([f"law {number}" for number in range(99)], vocab_size=290, special_tokens=["<|endoftext|>"])
+    shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=290, context=32, attention_bias=True)
+    for seed, name in enumerate(("target", "draft")):
+        save_gpt2(folder / name, Transformer(shape, rngs=nnx.Rngs(seed)), bos=0, eos=0)
+        made.save(str(folder / name / "tokenizer.json"))
+    return folder
+
+
+def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
+    """From the folders to tokens per call: BOS and EOS are the model's."""
+    config = eval_config()
+    config.update(num_prompts=2, batch_size=2, prompt_tokens=4, max_new_tokens=6)
+    target, (draft,) = load_pair(f"hf:{gpt2_pair / 'target'}", (f"hf:{gpt2_pair / 'draft'}",), "float32")
+    prompts = measurement.read_prompts(config, target.tokenizer)
+    assert prompts.tokens[0, 0, 0] == 0 and target.tokenizer.eos == 0
+    measured = measurement.measure(get_method("speculative", draft_length=1), target, draft, prompts, config, seed=0)
+    assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
+
+
+def test_models_of_different_vocabularies_are_refused(gpt2_pair, toy):
+    with pytest.raises(UserError, match="have different vocabularies; give models that share one"):
+        load_pair(f"hf:{gpt2_pair / 'target'}", (str(toy.folder / "draft.safetensors"),), "float32")
+
+
+def test_ours_and_its_gpt2_export_are_one_vocabulary(toy, tmp_path):
+    ours = load_trained(str(toy.folder / "target"))
+    save_gpt2(tmp_path, ours.model, ours.tokenizer.bos, ours.tokenizer.eos)
+    save_tokenizer(tmp_path, ours.tokenizer, context=32)
+    target, (draft,) = load_pair(f"hf:{tmp_path}", (str(toy.folder / "draft"),), "float32")
+    assert target.tokenizer.vocabulary == draft.tokenizer.vocabulary
+    assert (target.tokenizer.bos, target.tokenizer.eos) == (1, 2)
+
+
+def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
+    """Hugging Face's library finds in its cache what it has fetched; without network, and without that, one line says so."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="no folder 'someone/small', and the hub gave none"):
+        load_trained("hf:someone/small")
+    kept = tmp_path / "models--someone--small"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(gpt2_pair / "target", kept / "snapshots" / ("0" * 40))
+    assert load_trained("hf:someone/small").name == "small"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a GPT-2, or its name"),
+        ("nowhere", "no model at 'nowhere'; give embedded:NAME, random:NAME, hf:FOLDER"),
+    ],
+)
+def test_models_that_are_not_there(spec, message):
+    with pytest.raises(UserError, match=message):
+        load_trained(spec)
+
+
+def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
+    folder = tmp_path / "mixed"
+    shutil.copytree(gpt2_pair / "target", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 50256}))
+    with pytest.raises(UserError, match="has eos_token_id=50256, outside its vocabulary"):
+        load_trained(f"hf:{folder}")
+    (folder / "config.json").write_text(json.dumps(config))
+    big = tokenizers.ByteLevelBPETokenizer()
+    big.train_from_iterator([f"law {number}" for number in range(999)], vocab_size=400)
+    big.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="tokens and its model 290; put the model's own there"):
+        load_trained(f"hf:{folder}")

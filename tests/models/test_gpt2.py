@@ -1,3 +1,6 @@
+"""GPT-2 checkpoints against Hugging Face's own classes, on random weights."""
+
+import functools
 import json
 
 import jax
@@ -5,18 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import transformers
 from flax import nnx
 
-from spectr_jax.models.gpt2 import save_gpt2
+from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.errors import UserError
+from spectr_jax.models.gpt2 import gpt2_config, load_gpt2, save_gpt2
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 
+pytestmark = [
+    pytest.mark.xdist_group("gpt2"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 SHAPE = TransformerConfig(layers=2, width=16, mlp=40, heads=2, vocab_size=29, context=12)
+TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (2, SHAPE.context))
 
 
-@pytest.fixture(scope="module")
-def model():
+def _noisy(model):
     """Biases are zero and scales one where a model starts: noise tells them apart."""
-    model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     state = nnx.state(model)
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
     nnx.update(model, jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(next(keys), leaf.shape), state))
@@ -24,66 +34,154 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def model():
+    return _noisy(Transformer(SHAPE, rngs=nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2") / "made"
-    save_gpt2(folder, model)
+    save_gpt2(folder, model, bos=1, eos=2)
     return folder
 
 
-def _gpt2_logits(config, tensors, tokens_N):
-    """GPT-2 as Hugging Face computes it, from its names for config fields and tensors; logits [N, V]."""
-    heads, N = config["n_head"], len(tokens_N)
-
-    def conv1d(name, x):
-        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
-
-    def norm(name, x):
-        x = x - x.mean(-1, keepdims=True)
-        scaled = x / np.sqrt((x**2).mean(-1, keepdims=True) + config["layer_norm_epsilon"])
-        return scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
-
-    def attend(name, x):
-        q, k, v = (part.reshape(N, heads, -1).swapaxes(0, 1) for part in np.split(conv1d(f"{name}.c_attn", x), 3, -1))
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
-        weights = np.exp(np.where(np.tri(N, dtype=bool), scores, -np.inf))
-        mixed = weights / weights.sum(-1, keepdims=True) @ v
-        return conv1d(f"{name}.c_proj", mixed.swapaxes(0, 1).reshape(N, -1))
-
-    def gelu_new(x):
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-    x = tensors["transformer.wte.weight"][tokens_N] + tensors["transformer.wpe.weight"][:N]
-    for layer in range(config["n_layer"]):
-        at = f"transformer.h.{layer}"
-        x = x + attend(f"{at}.attn", norm(f"{at}.ln_1", x))
-        x = x + conv1d(f"{at}.mlp.c_proj", gelu_new(conv1d(f"{at}.mlp.c_fc", norm(f"{at}.ln_2", x))))
-    return norm("transformer.ln_f", x) @ tensors["lm_head.weight"].T + tensors["lm_head.bias"]
+def random_gpt2(folder, vocab_size=29, prefix="transformer.", seed=0):
+    """Writes a GPT-2 as Hugging Face does: a tied head, positions that were learned, biases everywhere, and old masks."""
+    rng = np.random.default_rng(seed)
+    E, F, T = 16, 64, 24
+    shapes = {"wte.weight": (vocab_size, E), "wpe.weight": (T, E), "ln_f.weight": (E,), "ln_f.bias": (E,)}
+    for layer in range(2):
+        for name, inputs, outputs in (
+            ("attn.c_attn", E, 3 * E),
+            ("attn.c_proj", E, E),
+            ("mlp.c_fc", E, F),
+            ("mlp.c_proj", F, E),
+        ):
+            shapes |= {f"h.{layer}.{name}.weight": (inputs, outputs), f"h.{layer}.{name}.bias": (outputs,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{layer}.{name}.weight": (E,), f"h.{layer}.{name}.bias": (E,)}
+    tensors = {prefix + name: np.float32(0.5 * rng.standard_normal(shape)) for name, shape in shapes.items()}
+    tensors |= {f"{prefix}h.{layer}.attn.bias": np.ones((1, 1, T, T), np.float32) for layer in range(2)}
+    folder.mkdir()
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {"model_type": "gpt2", "vocab_size": vocab_size, "n_positions": T, "n_embd": E, "n_layer": 2, "n_head": 2}
+    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
+    return folder
 
 
-def test_gpt2_computes_our_logits(model, folder):
-    tokens = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (1, SHAPE.context))
-    positions = np.arange(SHAPE.context)[None]
-    ours, _ = model.extend(jnp.asarray(tokens), jnp.asarray(positions), causal(jnp.zeros(tokens.shape)))
-    config = json.loads((folder / "config.json").read_text())
-    theirs = _gpt2_logits(config, safetensors.numpy.load_file(folder / "model.safetensors"), tokens[0])
-    np.testing.assert_allclose(ours[0], theirs, atol=1e-4)
+class _HuggingFace(transformers.FlaxGPT2LMHeadModel):
+    """Starts from zeros, for time's sake: all are overwritten by the checkpoint's."""
+
+    def init_weights(self, *args, **kwargs):
+        shapes = jax.eval_shape(functools.partial(super().init_weights, *args, **kwargs))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def test_the_config_has_the_shape(folder):
-    config = json.loads((folder / "config.json").read_text())
+def _theirs(folder, tokens_BxN):
+    """The logits of Hugging Face's own class."""
+    return np.asarray(_HuggingFace.from_pretrained(folder)(tokens_BxN).logits)
+
+
+def _ours(model, tokens_BxN):
+    positions = jnp.broadcast_to(jnp.arange(tokens_BxN.shape[1]), tokens_BxN.shape)
+    return model.extend(jnp.asarray(tokens_BxN), positions, causal(jnp.zeros(tokens_BxN.shape)))[0]
+
+
+def test_transformers_computes_our_logits(model, folder):
+    np.testing.assert_allclose(_theirs(folder, TOKENS), _ours(model, TOKENS), atol=1e-4)
+    names = set(safetensors.numpy.load_file(folder / "model.safetensors"))
+    assert "lm_head.bias" not in names and len(names) == 4 + 1 + 12 * SHAPE.layers  # What GPT-2 has, and no more.
+
+
+def test_what_was_written_is_read(model, folder):
+    np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _ours(model, TOKENS), atol=1e-4)
+
+
+def test_without_a_head_bias_the_shape_stays(model, tmp_path):
+    plain = nnx.clone(model)
+    plain.head.bias[...] = jnp.zeros(SHAPE.vocab_size)
+    save_gpt2(tmp_path / "plain", plain)
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
     shape = {"n_layer": 2, "n_embd": 16, "n_inner": 40, "n_head": 2, "vocab_size": 29, "n_positions": 12}
-    assert shape.items() <= config.items()
-    assert config["model_type"] == "gpt2" and config["architectures"] == ["GPT2LMHeadModel"]
-    assert config["activation_function"] == "gelu_new" and config["layer_norm_epsilon"] == 1e-6
-    assert config["tie_word_embeddings"] is False and config["eos_token_id"] is None
-    assert config["attn_pdrop"] == config["embd_pdrop"] == config["resid_pdrop"] == 0
+    assert shape.items() <= config.items() and config["layer_norm_epsilon"] == 1e-6
+    np.testing.assert_allclose(_theirs(tmp_path / "plain", TOKENS), _ours(plain, TOKENS), atol=1e-4)
 
 
-def test_a_folder_of_two_whole_float32_files(model, folder):
-    """A model in bfloat16 is written in float32 too; no part of a write is left."""
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_we_compute_the_logits_of_a_gpt2(prefix, tmp_path):
+    folder = random_gpt2(tmp_path / "gpt2", prefix=prefix)
+    np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _theirs(folder, TOKENS), atol=1e-4)
+
+
+def test_a_gpt2_in_parts(tmp_path):
+    folder = random_gpt2(tmp_path / "gpt2")
+    whole = _ours(load_gpt2(folder), TOKENS)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for part, names in enumerate((sorted(tensors)[:9], sorted(tensors)[9:])):
+        file = f"model-{part + 1:05d}-of-00002.safetensors"
+        safetensors.numpy.save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    np.testing.assert_array_equal(_ours(load_gpt2(folder), TOKENS), whole)
+
+
+def test_a_gpt2_decodes_its_own_likeliest_tokens(tmp_path):
+    """Greedy, with a draft tree and a cache: every new token is the likeliest of Hugging Face's class."""
+    target, draft = (random_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft")))
+    method = get_method("otm", tree="2,1")
+    prompts, lengths = np.array([[3, 4, 5], [6, 7, 0]]), np.array([3, 2])
+    out = generate(
+        jax.random.key(0), method, load_gpt2(target), load_gpt2(draft), prompts, lengths, 9, Policy(temperature=0)
+    )
+    best = _theirs(target, np.asarray(out.tokens)[:, :12]).argmax(-1)
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(out.tokens[row, length : length + 9], best[row, length - 1 : length + 8])
+
+
+def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
     narrow = nnx.merge(nnx.graphdef(model), jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model)))
-    save_gpt2(folder.with_name("narrow"), narrow)
-    for made in (folder, folder.with_name("narrow")):
-        assert {path.name for path in made.iterdir()} == {"config.json", "model.safetensors"}
-        tensors = safetensors.numpy.load_file(made / "model.safetensors")
-        assert {tensor.dtype for tensor in tensors.values()} == {np.dtype("float32")}
+    save_gpt2(tmp_path, narrow)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "has model_type='llama'; only models of GPT-2's family with 'gpt2' are read"),
+        ({"activation_function": "relu"}, "has activation_function='relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
+        ({"n_layer": 3}, "lacks 'h.2.ln_1.weight'"),
+        ({"n_embd": 32}, "do not fit its own model shape"),
+    ],
+)
+def test_other_models_are_refused(change, message, tmp_path):
+    folder = random_gpt2(tmp_path / "gpt2")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=message):
+        load_gpt2(folder)
+
+
+def test_damaged_folders_are_refused(tmp_path):
+    folder = random_gpt2(tmp_path / "gpt2")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="has weights that cannot be read"):
+        load_gpt2(folder)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors; write it with save_pretrained"):
+        load_gpt2(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is no folder of a Hugging Face model"):
+        load_gpt2(folder)
+
+
+def test_the_config_has_what_gpt2_needs():
+    config = gpt2_config(SHAPE)
+    assert config["model_type"] == "gpt2" and config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["activation_function"] == "gelu_new" and config["tie_word_embeddings"] is False
+    assert config["attn_pdrop"] == config["embd_pdrop"] == config["resid_pdrop"] == 0
