@@ -57,6 +57,7 @@ class Call(NamedTuple):
       tree: that was drafted.
       policy: makes laws of logits.
       key: for what is random in `observe`; not used otherwise.
+      length: [] int32, tokens of the text before the call.
       tokens: [N + 1] by node, the last committed one first.
       p: [I, V] draft laws of the inner nodes.
       logits: [N + 1, V] of the target at each node.
@@ -66,6 +67,7 @@ class Call(NamedTuple):
     tree: Tree
     policy: Policy
     key: jax.Array
+    length: jax.Array
     tokens: jax.Array
     p: jax.Array
     logits: jax.Array
@@ -255,7 +257,7 @@ def call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: P
     with jax.named_scope("commit"):
         after = _commit(loop, tree, chosen, target_cache, draft_cache, limits_B, policy.eos)
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
-    return after, Call(tree, policy, spare_keys, tokens_BxN, p, logits, chosen)
+    return after, Call(tree, policy, spare_keys, loop.lengths, tokens_BxN, p, logits, chosen)
 
 
 def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):

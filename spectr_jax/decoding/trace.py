@@ -1,0 +1,116 @@
+"""What happened in each call of a generation: the tree that was drafted, the path that was accepted, what was emitted.
+
+`generate(..., observe=recorder(capacity))` records it on the device, and `read_calls` makes plain values of it:
+
+    out = generate(..., observe=recorder(prompts.shape[1] + max_new_tokens))
+    calls = read_calls(method.tree, out, row=0)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.decoding.generate import Call, Generation
+from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.tree import Tree
+
+ACCEPTED, CORRECTION, BONUS, TARGET = "accepted", "correction", "bonus", "target"
+"""Origins of a token: an accepted draft; drawn where no draft was accepted; behind a leaf; of a call without drafts."""
+
+
+class Recorded(NamedTuple):
+    """One call of the target, for one text.
+
+    Attributes:
+      start: tokens of the text before it.
+      tokens: [N + 1] by node of the tree, the last committed one first.
+      p: [N + 1] the draft's probability of each node's token behind its parent; 1 for the root.
+      q: [N + 1] the target's.
+      path: a node of each accepted draft, without those behind an EOS or the limit.
+      live: all nodes that spell the accepted tokens: those of the path, and i.i.d. drafts that repeat them.
+      emitted: the tokens of the call in the text.
+      origins: of each of them.
+    """
+
+    start: int
+    tokens: np.ndarray
+    p: np.ndarray
+    q: np.ndarray
+    path: tuple[int, ...]
+    live: tuple[int, ...]
+    emitted: tuple[int, ...]
+    origins: tuple[str, ...]
+
+
+@functools.cache
+def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
+    """An `observe` for `generate` that keeps every call of texts of at most `capacity` tokens, by where the call starts.
+
+    The same object each time, so that nothing is compiled anew.
+    """
+
+    def record(call: Call) -> dict[str, jax.Array]:
+        parent = jnp.asarray(call.tree.parent)
+        seen = {
+            "tokens": call.tokens,
+            "q": probabilities(call.logits, call.policy)[parent, call.tokens],
+            "p": jnp.ones(call.tokens.shape),
+            "path": call.chosen.path,
+            "chosen": call.chosen.tokens,
+            "emitted": call.chosen.emitted,
+        }
+        if call.tree.size:
+            seen["p"] = call.p[jnp.asarray(call.tree.inner_rank)[parent], call.tokens]
+        # What `observe` returns is summed over the calls; no two start at the same length.
+        return {name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.length].set(x) for name, x in seen.items()}
+
+    return record
+
+
+def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
+    """The calls of text `row`, in order, of a generation that was observed by a `recorder`."""
+    seen = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
+    starts = np.flatnonzero(seen["emitted"]).tolist()
+    ends = [*starts[1:], int(generation.lengths[row])]
+    calls = []
+    for start, end in zip(starts, ends, strict=True):
+        accepted = int(seen["emitted"][start]) - 1
+        path = seen["path"][start][:accepted].tolist()
+        tokens = seen["tokens"][start]
+        last = _last_origin(tree, _live(tree, tokens, path))
+        p, q = seen["p"][start].copy(), seen["q"][start].copy()
+        p[0] = q[0] = 1
+        calls.append(
+            Recorded(
+                start,
+                tokens,
+                p,
+                q,
+                tuple(path[: end - start]),
+                tuple(_live(tree, tokens, path[: end - start])),
+                tuple(seen["chosen"][start][: end - start].tolist()),
+                tuple([ACCEPTED] * accepted + [last])[: end - start],
+            )
+        )
+    return calls
+
+
+def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
+    """The nodes of each depth of `path` that spell the same tokens."""
+    live = [0]
+    for depth, node in enumerate(path, start=1):
+        same = tree.levels[depth][tokens[tree.levels[depth]] == tokens[node]].tolist()
+        live += [one for one in same if tree.parent[one] in live]
+    return live[1:]
+
+
+def _last_origin(tree: Tree, live: list[int]) -> str:
+    """Of the token behind the accepted ones."""
+    if not tree.size:
+        return TARGET
+    deepest = [node for node in (0, *live) if tree.depth[node] == tree.depth[live[-1] if live else 0]]
+    return CORRECTION if (tree.children_table[deepest, 0] >= 0).any() else BONUS

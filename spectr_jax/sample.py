@@ -1,0 +1,117 @@
+"""Decodes a prompt with any method and shows where each token came from.
+
+python -m spectr_jax.sample --prompt="The committee will meet again"
+python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
+echo "The committee will meet again" | python -m spectr_jax.sample
+
+Accepted drafts are green, corrections red, bonus tokens blue. The embedded models need nothing else.
+"""
+
+import pathlib
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+
+from absl import flags
+
+from spectr_jax import cli
+
+_PROMPT = flags.DEFINE_string("prompt", None, "The text to continue; without this and --file, each line of stdin.")
+_FILE = flags.DEFINE_string("file", None, "A text file with a prompt a line.")
+_METHOD = flags.DEFINE_string("method", "otm_block", "A method of spectr_jax.decoding.")
+_TREE = flags.DEFINE_string("tree", None, "Its draft tree, such as 4,2,1 or chain:8.")
+_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Its K.")
+_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Its L.")
+_LAYERS = flags.DEFINE_integer("layers", None, "The target's first layers that draft in self_speculative.")
+_TARGET = flags.DEFINE_string("target", "embedded:draft_6m", "embedded:NAME, a model file, a workdir or hf:FOLDER.")
+_DRAFT = flags.DEFINE_string("draft", "embedded:draft_2m", "Likewise.")
+_DTYPE = flags.DEFINE_string("dtype", "float32", "Of both models: float32, bfloat16 or int8.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens behind a prompt.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of the samples; 0 is greedy.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Only the likeliest so many tokens; 0 for all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Only the likeliest tokens of so much probability.")
+_SEED = flags.DEFINE_integer("seed", 0, "Another seed is another text.")
+_COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's text beside.")
+_HTML = flags.DEFINE_string("html", None, "Write the same to this file as a page, with the draft tree of each call.")
+_COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal, but for NO_COLOR.")
+
+
+def main():
+    from spectr_jax.decoding import Policy, get_method  # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.decoding.policy import check_policy
+    from spectr_jax.experiments.measurement import check_dtype
+    from spectr_jax.sampling.session import open_session
+
+    policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+    check_policy(policy)
+    check_dtype(_DTYPE.value)
+    options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
+    method = get_method(_METHOD.value, **{name: flag.value for name, flag in options.items() if flag.value is not None})
+    prompts = _prompts()
+    _check_page()
+    session = open_session(method, _TARGET.value, _DRAFT.value, _DTYPE.value, _NEW.value, policy)
+    _show(session, prompts)
+
+
+def _prompts() -> Iterator[str]:
+    """The prompts; those of stdin as they come."""
+    from spectr_jax.errors import UserError
+
+    if _PROMPT.value is not None and _FILE.value is not None:
+        raise UserError(f"--prompt and --file={_FILE.value} are both given; give one of them")
+    if _PROMPT.value is not None:
+        return iter([_PROMPT.value])
+    if _FILE.value is None:
+        if sys.stdin.isatty():
+            print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
+        return (line.rstrip("\n") for line in sys.stdin)
+    try:
+        lines = pathlib.Path(_FILE.value).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--file={_FILE.value} cannot be read ({error}); give a text file with a prompt a line") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--file={_FILE.value} has no prompt; write one a line")
+    return iter(prompts)
+
+
+def _check_page() -> None:
+    from spectr_jax.errors import UserError
+
+    if _HTML.value is not None and not pathlib.Path(_HTML.value).expanduser().parent.is_dir():
+        raise UserError(f"--html={_HTML.value} is in no folder; make it first")
+
+
+def _show(session, prompts: Iterator[str]) -> None:
+    import jax
+
+    from spectr_jax.decoding import get_method
+    from spectr_jax.files import write_whole
+    from spectr_jax.sampling import page, terminal
+    from spectr_jax.sampling import session as sampling
+
+    colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
+    shown: list[page.Shown] = []
+    for number, prompt in enumerate(prompts):
+        tokens = sampling.encode(session, prompt)
+        key = jax.random.fold_in(jax.random.key(_SEED.value), number)
+        decoded = sampling.decode(session, session.method, tokens, key)
+        baseline = sampling.decode(session, get_method("baseline"), tokens, key) if _COMPARE.value else None
+        if not number and colour:
+            print(terminal.legend(colour) + "\n")
+        if baseline:
+            width = shutil.get_terminal_size((120, 24)).columns
+            print(terminal.columns(prompt, baseline, decoded, width, colour), flush=True)
+        else:
+            print(terminal.text(prompt, decoded.tokens, colour), flush=True)
+        speed = sampling.measure(session, tokens, key)
+        print("\n" + "\n".join(terminal.speeds(speed, baseline, decoded)) + "\n", flush=True)
+        shown.append(page.Shown(prompt, decoded, baseline, speed))
+        if _HTML.value is not None:
+            command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
+            write_whole(pathlib.Path(_HTML.value).expanduser(), page.page(session, command, shown))
+
+
+if __name__ == "__main__":
+    cli.run(main)

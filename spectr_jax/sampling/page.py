@@ -1,0 +1,168 @@
+"""Decoded texts as one self-contained page: coloured tokens, figures, and the draft tree of every call."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from spectr_jax.data.tokenizer import SPACE
+from spectr_jax.decoding.trace import Recorded
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.experiments.drawing import rows_of_paths
+from spectr_jax.experiments.loading import AnyTokenizer
+from spectr_jax.sampling.session import Decoded, Session, Speed
+from spectr_jax.sampling.terminal import NAMES, speeds
+
+COLUMN, ROW, MARGIN, BEND = 96, 20, 14, 24
+"""Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an edge leaves its row."""
+LONGEST = 12
+"""Characters of a token in a tree."""
+
+
+class Shown(NamedTuple):
+    """What the page shows of one prompt; the baseline's text only where it is to be compared."""
+
+    prompt: str
+    decoded: Decoded
+    baseline: Decoded | None
+    speed: Speed | None
+
+
+def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
+    """HTML that needs no other file; light or dark as the reader's system is.
+
+    Args:
+      session: what all prompts share.
+      command: that made it.
+      shown: prompts with their texts.
+    """
+    title = f"spectr_jax: {session.method.name}"
+    models = f"Target {session.target.name}" + (f", draft {session.draft.name}" if session.draft else "")
+    about = f"<p>{escape(models)}; {session.method.tree.size} drafted tokens a call.</p><p>{escape(command)}</p>"
+    legend = " ".join(f'<span class="{origin}">{name}</span>' for origin, name in NAMES.items())
+    tree, tokenizer = session.method.tree, session.target.tokenizer
+    parts = "".join(_prompt(number, one, tree, tokenizer) for number, one in enumerate(shown, start=1))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style></head><body>'
+        f'<h1>{escape(title)}</h1><div class="about">{about}</div><p class="legend">{legend}</p>{parts}</body></html>\n'
+    )
+
+
+def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> str:
+    texts = [one for one in (shown.baseline, shown.decoded) if one]
+    columns = "".join(
+        f"<section><h3>{escape(one.method)}</h3>"
+        f"{_text(shown.prompt, one, number if one is shown.decoded and tree.size else None)}</section>"
+        for one in texts
+    )
+    lines = speeds(shown.speed, shown.baseline, shown.decoded) if shown.speed else []
+    figures = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    calls = "".join(
+        f'<figure id="{_anchor(number, index)}"><figcaption>{_caption(index, call)}</figcaption>'
+        f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
+        for index, call in enumerate(shown.decoded.calls)
+    )
+    trees = f'<h3>Calls of the target</h3><div class="calls">{calls}</div>' if tree.size else ""
+    return f'<article><div class="texts">{columns}</div><div class="figures">{figures}</div>{trees}</article>'
+
+
+def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
+    """The text; with a `number` of the prompt each token leads to its call."""
+    spans = [f'<span class="prompt">{escape(prompt)}</span>']
+    for token in decoded.tokens:
+        about = f'class="{token.origin}" title="call {token.call + 1}: {NAMES.get(token.origin, "from the target")}"'
+        where = f'href="#{_anchor(number, token.call)}"' if number else ""
+        spans.append(
+            f"<a {where} {about}>{escape(token.text)}</a>" if number else f"<span {about}>{escape(token.text)}</span>"
+        )
+    return f'<p class="text">{"".join(spans)}</p>'
+
+
+def _anchor(number: int, call: int) -> str:
+    return f"prompt-{number}-call-{call + 1}"
+
+
+def _caption(index: int, call: Recorded) -> str:
+    drafts = f"{len(call.path)} accepted draft{'' if len(call.path) == 1 else 's'}"
+    last = "" if len(call.emitted) == len(call.path) else f" and a {NAMES[call.origins[-1]]}"
+    return f"Call {index + 1}: {drafts}{last}"
+
+
+def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
+    """The tree from left to right; the accepted path is bold, and the token that follows it hangs on it."""
+    end = call.path[-1] if call.path else 0
+    paths = [tree.path(node) for node in range(tree.size + 1)]
+    parents, tokens, kinds = tree.parent.tolist(), call.tokens.tolist(), ["draft"] * (tree.size + 1)
+    about = [f"draft p = {p:.3f}, target q = {q:.3f}" for p, q in zip(call.p, call.q, strict=True)]
+    for node in call.live:
+        kinds[node] = "accepted"
+    kinds[0], about[0] = "root", "the last token before the call"
+    if len(call.emitted) > len(call.path):
+        paths.append((*paths[end], tree.size))  # Below its siblings.
+        parents.append(end)
+        tokens.append(call.emitted[-1])
+        kinds.append(call.origins[-1])
+        about.append(f"{NAMES[call.origins[-1]]}, from the target")
+    rows = rows_of_paths(paths)
+    places = [(MARGIN + COLUMN * len(path), MARGIN + ROW * row) for path, row in zip(paths, rows.tolist(), strict=True)]
+    order = sorted(range(1, len(paths)), key=lambda node: kinds[node] != "draft")  # What was emitted lies on top.
+    edges = [_edge(places[parents[node]], places[node], kinds[node]) for node in order]
+    nodes = [_node(*node) for node in zip(places, map(tokenizer.piece, tokens), kinds, about, strict=True)]
+    width, height = COLUMN * (max(map(len, paths)) + 1), 2 * MARGIN + ROW * rows.max()
+    return f'<svg width="{width}" height="{height:g}" role="img">{"".join(edges)}{"".join(nodes)}</svg>'
+
+
+def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
+    """Along the parent's row, behind its label, and then up or down."""
+    (x, y), (u, v) = start, end
+    half = u - BEND / 2
+    return f'<path class="edge {kind}" d="M{x:g} {y:g}H{u - BEND:g}C{half:g} {y:g} {half:g} {v:g} {u:g} {v:g}"/>'
+
+
+def _node(place: tuple[float, float], token: str, kind: str, about: str) -> str:
+    label = token if len(token) <= LONGEST else token[: LONGEST - 1] + "…"
+    label = label.strip() or label.replace(" ", SPACE)
+    x, y = place
+    return (
+        f'<g class="node {kind}"><title>{escape(repr(token))}: {escape(about)}</title><circle cx="{x:g}" cy="{y:g}" r="4"/>'
+        f'<text x="{x + 7:g}" y="{y + 4:g}">{escape(label)}</text></g>'
+    )
+
+
+STYLE = """
+:root { --ground: #fff; --ink: #1c1e21; --faint: #6b7280; --line: #d5d9df; --card: #f6f7f9;
+        --accepted: #15803d; --correction: #b91c1c; --bonus: #1d4ed8; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #15171a; --ink: #e6e8eb; --faint: #9aa3af; --line: #3a4049; --card: #1d2024;
+          --accepted: #4ade80; --correction: #f87171; --bonus: #7db0ff; } }
+body { background: var(--ground); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; max-width: 1100px;
+       margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .3rem; } h3 { font-size: 1rem; margin: .2rem 0; }
+.about p, .figures p, figcaption { margin: .1rem 0; color: var(--faint); font-size: .9rem; }
+.about p { overflow-wrap: anywhere; }
+.legend span { margin-right: 1.2rem; }
+article { border-top: 1px solid var(--line); padding: 1rem 0; }
+.texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 1.5rem; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 1.08rem; margin: .3rem 0; }
+.prompt { color: var(--faint); }
+a { color: inherit; text-decoration: none; border-radius: 3px; } a:hover { background: var(--line); }
+.accepted { color: var(--accepted); } .bonus { color: var(--bonus); font-weight: 600; }
+.correction { color: var(--correction); text-decoration: underline; text-underline-offset: 3px; }
+.figures { margin: .8rem 0; }
+.calls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(520px, 100%), 1fr)); gap: .8rem; }
+figure { margin: 0; padding: .6rem .8rem; background: var(--card); border-radius: 8px; min-width: 0; }
+figure:target { outline: 2px solid var(--bonus); }
+.tree { overflow-x: auto; }
+svg { display: block; font: 12px system-ui, sans-serif; }
+.edge { fill: none; stroke: var(--line); stroke-width: 1.2; }
+.edge.accepted { stroke: var(--accepted); stroke-width: 3; }
+.edge.correction { stroke: var(--correction); stroke-dasharray: 4 3; stroke-width: 2; }
+.edge.bonus { stroke: var(--bonus); stroke-dasharray: 4 3; stroke-width: 2; }
+.node circle { fill: var(--line); }
+.node text { fill: var(--faint); paint-order: stroke; stroke: var(--card); stroke-width: 4px; text-decoration: none; }
+.node.root circle, .node.accepted circle { fill: var(--accepted); }
+.node.root text { fill: var(--ink); font-weight: 700; } .node.accepted text { fill: var(--accepted); font-weight: 700; }
+.node.correction circle { fill: var(--correction); } .node.correction text { fill: var(--correction); font-weight: 700; }
+.node.bonus circle { fill: var(--bonus); } .node.bonus text { fill: var(--bonus); font-weight: 700; }
+"""

@@ -1,0 +1,162 @@
+"""One prompt at a time through a method and the baseline: texts with the origin of each token, calls, tokens a second."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from spectr_jax.decoding import Method, Policy, generate, get_method
+from spectr_jax.decoding.trace import Recorded, read_calls, recorder
+from spectr_jax.errors import UserError
+from spectr_jax.experiments.loading import AnyTokenizer, Trained, load_pair, load_trained
+from spectr_jax.models.frozen import Frozen, freeze
+
+ROUNDS = 3
+"""Timed runs of a method and of the baseline, in turns, after one of each that compiles."""
+PARTIAL = "\ufffd"
+
+
+class Session(NamedTuple):
+    """What all prompts share. `target_model` and `draft_model` are the frozen models of `target` and `draft`."""
+
+    method: Method
+    target: Trained
+    draft: Trained | None
+    target_model: Frozen
+    draft_model: Frozen | None
+    max_new_tokens: int
+    policy: Policy
+
+
+class Token(NamedTuple):
+    """A new token of a text.
+
+    Attributes:
+      text: what it adds to the text; empty while a character is not whole.
+      origin: as in `decoding.trace`.
+      call: the index of the call that emitted it.
+    """
+
+    text: str
+    origin: str
+    call: int
+
+
+class Decoded(NamedTuple):
+    """A continuation by one method.
+
+    Attributes:
+      method: its name.
+      tokens: the new ones.
+      calls: of the target, as they were recorded.
+    """
+
+    method: str
+    tokens: list[Token]
+    calls: list[Recorded]
+
+
+class Speed(NamedTuple):
+    """Tokens a second of a method and of the baseline, medians over runs in turns, and the median ratio of the two."""
+
+    method: float
+    baseline: float
+    ratio: float
+
+
+def open_session(method: Method, target: str, draft: str, dtype: str, max_new_tokens: int, policy: Policy) -> Session:
+    """Loads the models; the draft only for a method that drafts with it.
+
+    Raises:
+      UserError: a model that is not there, or of another vocabulary.
+    """
+    if method.tree.size and not method.exit_layer:
+        loaded, (drafts,) = load_pair(target, (draft,), dtype)
+    else:
+        loaded, drafts = load_trained(target, dtype), None
+    policy = Policy(policy.temperature, policy.top_k, policy.top_p, loaded.tokenizer.eos)
+    frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
+    return Session(method, loaded, drafts, *frozen, max_new_tokens, policy)
+
+
+def encode(session: Session, prompt: str) -> list[int]:
+    """BOS and the tokens of a prompt.
+
+    Raises:
+      UserError: it leaves no room for the new tokens in the context of a model.
+    """
+    tokens = [session.target.tokenizer.bos, *session.target.tokenizer.encode(prompt)]
+    for trained in (session.target, session.draft):
+        if trained and len(tokens) + session.max_new_tokens > trained.model.context:
+            raise UserError(
+                f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {session.max_new_tokens}, "
+                f"more than the {trained.model.context} of {trained.name!r} together; shorten one of them"
+            )
+    return tokens
+
+
+def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
+    """Continues a prompt with a method and records its calls; consumes `key`."""
+    observe = recorder(len(prompt) + session.max_new_tokens)
+    generation = generate(
+        key,
+        method,
+        session.target_model,
+        session.draft_model,
+        np.array([prompt]),
+        np.array([len(prompt)]),
+        session.max_new_tokens,
+        session.policy,
+        observe,
+    )
+    calls = read_calls(method.tree, generation, row=0)
+    new = np.asarray(generation.tokens[0, len(prompt) : int(generation.lengths[0])]).tolist()
+    origins = [(origin, index) for index, call in enumerate(calls) for origin in call.origins]
+    texts = added_texts(session.target.tokenizer, prompt, new)
+    return Decoded(method.name, [Token(text, *origin) for text, origin in zip(texts, origins, strict=True)], calls)
+
+
+def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]) -> Iterator[str]:
+    """What each new token adds to the text; the bytes of a character add nothing until the last one adds it."""
+    shown = tokenizer.decode(prompt)
+    for count, token in enumerate(new, start=1):
+        text = tokenizer.decode([*prompt, *new[:count]])
+        if token == tokenizer.eos:
+            yield tokenizer.piece(token)
+        elif text.endswith(PARTIAL) and count < len(new):
+            yield ""
+        else:
+            yield text[len(shown) :]
+            shown = text
+
+
+def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
+    """Times the session's method and the baseline in turns on one prompt, without recording; consumes `key`."""
+
+    def tokens_per_second(method: Method) -> float:
+        started = time.perf_counter()
+        generation = generate(
+            key,
+            method,
+            session.target_model,
+            session.draft_model,
+            np.array([prompt]),
+            np.array([len(prompt)]),
+            session.max_new_tokens,
+            session.policy,
+        )
+        new = int(jax.block_until_ready(generation).lengths[0]) - len(prompt)
+        return new / (time.perf_counter() - started)
+
+    pair = session.method, get_method("baseline")
+    rounds = [tuple(map(tokens_per_second, pair)) for _ in range(ROUNDS + 1)][1:]
+    method, baseline = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
+    return Speed(method, baseline, statistics.median(one / other for one, other in rounds))
+
+
+def shortened(text: str, characters: int = 40) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= characters else text[: characters - 3] + "..."

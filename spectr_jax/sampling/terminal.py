@@ -1,0 +1,95 @@
+"""Decoded texts in a terminal: tokens coloured by origin, in columns side by side, and a line of figures."""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from spectr_jax.decoding.trace import ACCEPTED, BONUS, CORRECTION
+from spectr_jax.sampling.session import Decoded, Speed, Token
+
+STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
+"""SGR codes: accepted drafts green, corrections red and underlined, bonus tokens blue and bold; others as they are."""
+NAMES = {ACCEPTED: "accepted draft", CORRECTION: "correction", BONUS: "bonus token"}
+GAP = "   "
+
+
+def wants_colour() -> bool:
+    """Whether stdout is a terminal whose user did not say otherwise."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+class Letter(NamedTuple):
+    """One character and its style; wrapping goes by these, so that colours take no room."""
+
+    text: str
+    style: str
+
+
+def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = None) -> str:
+    """The line below a text, such as `otm_block: 43 tokens in 12 calls, 3.58 a call; 910 tokens/s, 1.62 x baseline`."""
+    tokens, calls = len(decoded.tokens), len(decoded.calls)
+    line = f"{decoded.method}: {tokens} tokens in {calls} calls, {tokens / calls:.2f} a call"
+    if speed is not None:
+        line += f"; {speed:,.0f} tokens/s"
+    return line if ratio is None else f"{line}, {ratio:.2f} x baseline"
+
+
+def legend(colour: bool) -> str:
+    """What the colours mean; nothing without them."""
+    return GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items()) if colour else ""
+
+
+def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
+    """The prompt and its continuation as one text."""
+    return prompt + "".join(_painted(token.text, STYLES.get(token.origin, "") if colour else "") for token in tokens)
+
+
+def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool) -> str:
+    """Two continuations side by side, each with its method above, in `width` characters."""
+    each = (width - len(GAP)) // 2
+    sides = [
+        [[Letter(letter, "") for letter in decoded.method], [], *_wrapped(_letters(prompt, decoded.tokens, colour), each)]
+        for decoded in (left, right)
+    ]
+    rows = itertools.zip_longest(*sides, fillvalue=[])
+    return "\n".join((_line(one) + " " * (each - len(one)) + GAP + _line(other)).rstrip() for one, other in rows)
+
+
+def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str]:
+    """The lines of figures: of the baseline, if it is shown, and of the method."""
+    lines = [figures(compared, speed.baseline)] if compared else []
+    same = decoded.method == "baseline"
+    return [*lines, figures(decoded, speed.method, None if same else speed.ratio)]
+
+
+def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Iterator[Letter]:
+    yield from (Letter(letter, "") for letter in prompt)
+    for token in tokens:
+        yield from (Letter(letter, STYLES.get(token.origin, "") if colour else "") for letter in token.text)
+
+
+def _wrapped(letters: Iterable[Letter], width: int) -> list[list[Letter]]:
+    """Lines of at most `width` letters, broken at spaces where there are any."""
+    lines: list[list[Letter]] = [[]]
+    for letter in letters:
+        if letter.text == "\n":
+            lines.append([])
+            continue
+        lines[-1].append(letter)
+        if len(lines[-1]) > width:
+            spaces = [place for place, one in enumerate(lines[-1]) if one.text == " "]
+            end, begin = (spaces[-1], spaces[-1] + 1) if spaces else (width, width)
+            lines.append(lines[-1][begin:])
+            del lines[-2][end:]
+    return lines
+
+
+def _line(letters: list[Letter]) -> str:
+    runs = itertools.groupby(letters, key=lambda letter: letter.style)
+    return "".join(_painted("".join(letter.text for letter in run), style) for style, run in runs)
+
+
+def _painted(text: str, style: str) -> str:
+    return f"\033[{style}m{text}\033[0m" if style and text else text

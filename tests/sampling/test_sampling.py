@@ -1,0 +1,122 @@
+"""What is shown of a decoded text: in the terminal and on the page."""
+
+import re
+from html.parser import HTMLParser
+
+import jax
+import pytest
+
+from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.trace import ACCEPTED, BONUS, CORRECTION
+from spectr_jax.errors import UserError
+from spectr_jax.experiments.loading import EMBEDDED
+from spectr_jax.sampling import session, terminal
+from spectr_jax.sampling.page import Shown, page
+from spectr_jax.sampling.session import Decoded, Speed, Token
+
+TOKENS = [Token(" again", ACCEPTED, 0), Token(" and", CORRECTION, 0), Token(" on", BONUS, 1)]
+VOID = ("meta", "circle", "path")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(EMBEDDED / "tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def decoded(toy_session):
+    tokens = session.encode(toy_session, "law <b>& draft")
+    return session.decode(toy_session, toy_session.method, tokens, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def toy_session(toy):
+    models = (str(toy.folder / name) for name in ("target", "draft"))
+    return session.open_session(get_method("otm", tree="2,1"), *models, "float32", 6, Policy())
+
+
+def test_texts_of_tokens_join_to_the_text(tokenizer):
+    prompt, new = "The committee", tokenizer.encode("will meet in 日本 again")
+    texts = list(session.added_texts(tokenizer, [1, *tokenizer.encode(prompt)], [*new, 2]))
+    assert "".join(texts) == " will meet in 日本 again</s>"
+    assert texts[0] == " will" and texts.count("") == 4  # Two of the three bytes of each character.
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
+    new = tokenizer.encode("日")[1:-1]
+    assert "".join(session.added_texts(tokenizer, [1], new)).endswith("\ufffd")
+
+
+def test_text_and_figures():
+    decoded = Decoded("otm", TOKENS, [None, None])
+    assert terminal.text("Once", TOKENS, colour=False) == "Once again and on"
+    assert terminal.text("Once", TOKENS, colour=True) == (
+        "Once\033[32m again\033[0m\033[4;31m and\033[0m\033[1;34m on\033[0m"
+    )
+    lines = terminal.speeds(Speed(30.0, 20.0, 1.46), Decoded("baseline", TOKENS, [None] * 3), decoded)
+    assert lines == [
+        "baseline: 3 tokens in 3 calls, 1.00 a call; 20 tokens/s",
+        "otm: 3 tokens in 2 calls, 1.50 a call; 30 tokens/s, 1.46 x baseline",
+    ]
+
+
+def test_columns_are_wrapped_by_what_is_seen():
+    decoded = Decoded("otm", TOKENS, [])
+    plain = terminal.columns("Once upon a time", decoded, decoded, 33, colour=False)
+    lines = plain.splitlines()
+    assert lines[0] == "otm" + " " * 15 + "otm"
+    assert max(map(len, lines)) <= 33
+    assert [line[:15].strip() for line in lines[2:]] == ["Once upon a", "time again and", "on"]
+    coloured = terminal.columns("Once upon a time", decoded, decoded, 33, colour=True)
+    assert re.sub(r"\033\[[0-9;]*m", "", coloured) == plain
+    word = Decoded("otm", [Token("x" * 40, ACCEPTED, 0)], [])
+    assert max(map(len, terminal.columns("", word, word, 33, colour=False).splitlines())) <= 33
+
+
+def test_decoded_texts_have_a_call_for_each_token(decoded):
+    assert 0 < len(decoded.tokens) <= 6
+    assert [token.call for token in decoded.tokens] == [
+        index for index, call in enumerate(decoded.calls) for _ in call.emitted
+    ]
+
+
+class _Checker(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.anchors, self.links, self.words = [], set(), set(), []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.anchors |= {attributes.get("id")}
+        self.links |= {attributes.get("href")}
+        assert not {"src", "onload"} & attributes.keys()
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert tag in VOID or self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
+    shown = [Shown("law <b>& draft", decoded, None, Speed(30.0, 20.0, 1.5)), Shown("law", decoded, decoded, None)]
+    html = page(toy_session, "python -m spectr_jax.sample '--prompt=law <b>'", shown)
+    checker = _Checker()
+    checker.feed(html)
+    assert not checker.open and "<b>" not in html and "http" not in html and "<script" not in html
+    links = {link[1:] for link in checker.links if link}
+    assert links and links <= checker.anchors
+    assert html.count("<svg") == 2 * len(decoded.calls)
+    assert html.count("<circle") == 2 * sum(
+        toy_session.method.tree.size + 1 + len(call.emitted) - len(call.path) for call in decoded.calls
+    )
+    assert "".join(token.text for token in decoded.tokens) in "".join(checker.words)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_a_prompt_that_leaves_no_room(toy_session):
+    with pytest.raises(UserError, match=r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"):
+        session.encode(toy_session, "law " * 30)
