@@ -1,4 +1,4 @@
-"""Phase 3 of a call, for whole paths: block verification along the path of the winners.
+r"""Phase 3 of a call, for whole paths: block verification along the path of the winners.
 
 Token by token, a call ends at the first rejection. Block verification (Sun et al., 2024, arXiv 2403.10444) accepts a prefix
 of one chain jointly, and is never worse. A plan that names a winner among several drafts, of a known law g, makes it
@@ -7,12 +7,17 @@ argument for one chain holds step by step with g in the place of the draft law. 
 with the highest ratio q / p as the winner it is greedy multi-path block verification (Thomas and Pal, 2026, arXiv
 2602.16961); with the winner of the optimal plan (`transport.otm`) it is `otm_block`, which at depth 1 is that plan.
 
-At depth i of the path, with run the probability that the path so far is accepted whole, r_i = max(run * q - g, 0):
+Let $\rho_i$ (`run`) be the probability that the first i tokens of the path are accepted whole, $\rho_0 = 1$, and w the
+winner at depth i, where q and g are the laws of the node there:
 
-    where i > 0, with probability sum(r_i) / (sum(r_i) + 1 - run): tau = i
-    run = min(1, run * q(w) / g(w)) for the winner w
+$$r_i = (\rho_i \ q - g)_+, \qquad \rho_{i+1} = \min\left(1, \rho_i \frac{q(w)}{g(w)}\right).$$
 
-and at its end, with probability run, the path and a bonus token; else its first tau tokens and a draw from r_tau.
+At each depth i > 0 on the way tau is set to i, in the place of what it was (0 at first), with probability
+
+$$\frac{\sum_x r_i(x)}{\sum_x r_i(x) + 1 - \rho_i}.$$
+
+At the end of the path, of length L, all of it and a bonus token are emitted with probability $\rho_L$, else its first tau
+tokens and a draw from $r_\tau$, normalised.
 """
 
 from typing import NamedTuple

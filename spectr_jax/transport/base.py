@@ -1,4 +1,10 @@
-"""What a transport plan is: drafts from p in, one token of law q out.
+r"""What a transport plan is: drafts from p in, one token of law q out.
+
+Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$ (`Plan.law`). It is exact if
+y, averaged over the drafts, has law q; it is as good as y is often among the drafts (`Plan.acceptance`):
+
+$$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y), \qquad
+\alpha = P(y = x_i \text{ for some } i).$$
 
 A plan lives in a file of its own as three functions, and is registered in `spectr_jax.transport`. The ground floor:
 nothing here knows a model or a tree.

@@ -32,7 +32,11 @@ def harmonic_bound(p, q) -> float:
 
 
 def theorem_1_bound(p, q, k: int) -> float:
-    """SpecTr, Theorem 1: the bound on alpha_k, minimised over all subsets Omega_0, for small vocabularies.
+    r"""SpecTr, Theorem 1: the bound on alpha_k, minimised over all subsets Omega_0, for small vocabularies.
+
+    $$\alpha_k \le \min_{\Omega_0} \left[\sum_{y \in \Omega_0} \min\left(q(y), 1 - (1 - p(y))^k\right) +
+    \sum_{x_1, \dots, x_k} \min\left(\prod_i p(x_i), \sum_{y \in S \setminus \Omega_0} q(y)\right)\right],
+    \quad S \text{ the set of } x_1, \dots, x_k$$
 
     Raises:
       UserError: there are too many subsets and drafts.

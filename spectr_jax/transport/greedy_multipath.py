@@ -1,7 +1,11 @@
-"""The draft of the highest ratio q / p wins (greedy multi-path, Thomas and Pal, 2026, arXiv 2602.16961).
+r"""The draft of the highest ratio q / p wins (greedy multi-path, Thomas and Pal, 2026, arXiv 2602.16961).
 
-Its law is g_j = P_j^k - P_{j-1}^k, with tokens sorted by q / p and P the prefix sums of p: the `otm` plan without the moves
-between cells. It is exact, but accepts less at one node; its use is greedy multi-path block verification (`gbv`).
+With tokens sorted by q / p ascending and P the prefix sums of p, the winner's law is
+
+$$g_j = P_j^k - P_{j-1}^k,$$
+
+as in the `otm` plan without the moves between cells. It is exact, but accepts less at one node; its use is greedy
+multi-path block verification (`gbv`).
 """
 
 import jax

@@ -1,7 +1,13 @@
-"""Sequential plans with a constant and a subset a draft, and their iterative improvement (SpecTr++, Ahn et al., 2023).
+r"""Sequential plans with a constant and a subset a draft, and their iterative improvement (SpecTr++, Ahn et al., 2023).
 
-Algorithm 1 accepts draft i with probability 1 outside the subset Omega_i and with alpha_i q / p_i inside. Given the
-subsets, the best alphas solve the linear program (LP_k) of Theorem 2; Algorithm 2, iOPT, shrinks the subsets in turn.
+Algorithm 1 accepts draft i with probability a_i, 1 outside the subset Omega_i and alpha_i q / p_i inside. Given the
+subsets, the best alphas solve the linear program (LP_k) of Theorem 2, where u_i is the probability that the first i drafts
+are rejected and u_0 = 1:
+
+$$\min_{\alpha} u_k \quad \text{with} \quad u_i = u_{i-1} \left(1 - \sum_x p_i(x) a_i(x)\right), \quad
+\sum_i u_{i-1} p_i(x) a_i(x) \le q(x) \text{ for all } x.$$
+
+Algorithm 2, iOPT, shrinks the subsets in turn.
 This is the general form of Appendix B, in which every draft may have a law of its own, in float64 and with SciPy's HiGHS:
 for analysis, and the oracle for what `spectr_plus_plus` solves on the device.
 

@@ -1,13 +1,18 @@
-"""k-sequential selection, K-SEQ, at gamma* (SpecTr, Algorithm 2 and Theorem 2).
+r"""k-sequential selection, K-SEQ, at gamma* (SpecTr, Algorithm 2 and Theorem 2).
 
 Drafts are tried in turn, each accepted with probability min(1, q(x) / (gamma p(x))); if none is, the token is drawn
 from the residual law (5). The plan is valid for every gamma >= gamma*, where gamma* solves (6),
 
-    1 - (1 - beta)^k = gamma * beta,    beta(gamma) = sum_x min(p(x), q(x) / gamma).
+$$1 - (1 - \beta)^k = \gamma \beta, \qquad \beta(\gamma) = \sum_x \min\left(p(x), \frac{q(x)}{\gamma}\right).$$
 
-Both sides divided by beta: with S_k(beta) = 1 + (1 - beta) + ... + (1 - beta)^(k-1), the equation reads S_k = gamma and
-the residual q - min(p, q / gamma) * S_k. Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last
-bit (Algorithm 1), and disjoint supports give gamma = k. `kseq_gamma` is the same plan at another gamma.
+Both sides divided by beta, the equation reads S_k = gamma; and so the residual, not normalised, and the probability that a
+draft passes its test are
+
+$$S_k(\beta) = \sum_{i=0}^{k-1} (1 - \beta)^i, \qquad r(x) = q(x) - \min\left(p(x), \frac{q(x)}{\gamma}\right) S_k(\beta),
+\qquad p_{\mathrm{acc}} = 1 - (1 - \beta)^k.$$
+
+Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last bit (Algorithm 1), and disjoint supports give
+gamma = k. `kseq_gamma` is the same plan at another gamma.
 """
 
 import jax

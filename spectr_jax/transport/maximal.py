@@ -1,7 +1,11 @@
-"""Maximal coupling of one draft and the target (SpecTr, Algorithm 1; speculative decoding).
+r"""Maximal coupling of one draft and the target (SpecTr, Algorithm 1; speculative decoding).
 
-The draft x is accepted with probability min(1, q(x) / p(x)), else the token is drawn from (q - p)+, normalised. With
-several drafts only the first valid one is used.
+The draft x is accepted with probability min(1, q(x) / p(x)), else the token is drawn from (q - p)+, normalised. No plan for
+one draft accepts more often:
+
+$$\alpha = \sum_x \min(p(x), q(x)) = 1 - \mathrm{TV}(p, q).$$
+
+With several drafts only the first valid one is used.
 """
 
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The naive plan: draw the token from q and see whether it is among the drafts (SpecTr, section 4).
+r"""The naive plan: draw the token from q and see whether it is among the drafts (SpecTr, section 4).
+
+$$\alpha = \sum_x q(x) \left(1 - (1 - p(x))^k\right)$$
 
 Drafts that repeat are no help, and neither is any dependence of the token on them: every other plan accepts more often.
 """

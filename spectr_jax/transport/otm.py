@@ -1,18 +1,19 @@
-"""Optimal transport with membership cost, OTM-k, solved exactly for k i.i.d. drafts (SpecTr, section 5, problem (3)).
+r"""Optimal transport with membership cost, OTM-k, solved exactly for k i.i.d. drafts (SpecTr, section 5, problem (3)).
 
 SpecTr solves OTM-k by a linear program of V^(k+1) variables (`otm_lp`). For i.i.d. drafts the optimum has a closed form:
 if every draft falls in a set H, only tokens of H can be accepted, and they absorb at most q(H); so the rejection
 probability is at least p(H)^k - q(H) for each H, and by max-flow min-cut the largest of these is attained,
 
-    alpha_k = 1 - D,    D = max(0, max_j [P_j^k - Q_j]),
+$$\alpha_k(p, q) = 1 - D, \qquad D = \max\left(0, \ \max_j \left[P_j^k - Q_j\right]\right),$$
 
 with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in that order (the optimum: also Hu et al.,
 2025, arXiv 2502.18779; other plans that attain it: Thomas and Pal, 2025, arXiv 2511.15898). The plan:
 
-1. The winner among the drafts shall have the law g = p * rho, rho = clip(r, low, high), with low set so that g sums to
-   P_j^k up to the maximiser j of D, and high so that g sums to 1 - P_j^k above. Then sum min(g, q) = alpha_k.
+1. The winner among the drafts shall have the law g = p rho, rho = clip(r, low, high). With j the maximiser of D, low is set
+   for the first of these equations and high for the second, and the third follows:
+   $$\sum_{i \le j} g_i = P_j^k, \qquad \sum_{i > j} g_i = 1 - P_j^k, \qquad \sum_i \min(g_i, q_i) = \alpha_k.$$
 2. The tokens are cells of a priority, ascending in r. If each draft kept its own cell and the highest cell won, cell c
-   would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p * phi. Its prefix sums are >= 0, so cells of surplus
+   would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p phi. Its prefix sums are >= 0, so cells of surplus
    (h > 0) are matched with later cells of deficit, first in first out by mass. A draft draws its partner cell uniformly by
    mass in its own stretch of the matching, and moves there with probability (rho - phi) / (phi_partner - phi), which is
    <= 1 because rho ascends. Partners exchange equal masses, so a draft's cell is still distributed as p, but token j now

@@ -1,8 +1,12 @@
-"""OTM-k by linear programming, the oracle for `otm` (SpecTr, section 5, problem (4)).
+r"""OTM-k by linear programming, the oracle for `otm` (SpecTr, section 5, problem (4)).
 
 The cost of a coupling depends on the drafts only through the set S of their tokens, and only accepted mass needs a
-variable: maximise sum flow(S, y), y in S, with flow out of S at most P(S) and flow into y at most q(y). What flows
-nowhere is rejected. Analysis only: SciPy's HiGHS on the host, in float64; `select` works through a callback, for tests.
+variable, the flow f from S to one of its tokens. What flows nowhere is rejected:
+
+$$\alpha_k = \max_{f \ge 0} \sum_S \sum_{y \in S} f(S, y) \quad \text{with} \quad
+\sum_{y \in S} f(S, y) \le P(S), \quad \sum_{S \ni y} f(S, y) \le q(y).$$
+
+Analysis only: SciPy's HiGHS on the host, in float64; `select` works through a callback, for tests.
 """
 
 import functools

@@ -1,9 +1,13 @@
-"""Exponential race speculative decoding (ERSD; Kobus and Gunduz, 2025, section 3, Algorithms 2 and 5).
+r"""Exponential race speculative decoding (ERSD; Kobus and Gunduz, 2025, section 3, Algorithms 2 and 5).
 
 Each token i has a clock e_i ~ Exp(1). In the race of a law p it arrives at e_i / p_i, and the first arrival is a draw from
 p. The drafts are the first k arrivals of the race of p; the token is the first arrival of the race of q *with the same
-clocks*, so that it is a draw from q whatever the drafts, and often one of them (Gumbel-max with common random numbers;
-Poisson functional representation). Nothing is drawn again after a rejection.
+clocks*,
+
+$$x_1 = \arg\min_i \frac{e_i}{p_i}, \qquad y = \arg\min_i \frac{e_i}{q_i},$$
+
+so that it is a draw from q whatever the drafts, and often one of them (Gumbel-max with common random numbers; Poisson
+functional representation). Nothing is drawn again after a rejection.
 
 The key is the noise: `select` must be given the key that `arrivals` drew the drafts with. Exact laws follow from the
 clocks given the token: if y wins the race of q at time u, token i starts at r_i u, r = q / p, and then arrives in the race

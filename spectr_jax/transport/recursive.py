@@ -1,7 +1,9 @@
-"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023; SpecTr, section 6).
+r"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023; SpecTr, section 6).
 
-The first draft goes through Algorithm 1; if it is rejected, so does the next with the residual law (q - p)+, normalised,
-in the place of q, and so on.
+The first draft goes through Algorithm 1; if it is rejected, so does the next with the residual law in the place of q, and
+so on. With $q_1 = q$ and N for normalising, draft i is accepted with probability
+
+$$\min\left(1, \frac{q_i(x_i)}{p(x_i)}\right), \qquad q_{i+1} = N (q_i - p)_+.$$
 """
 
 from collections.abc import Callable

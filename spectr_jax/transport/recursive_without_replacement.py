@@ -1,6 +1,10 @@
-"""Recursive rejection of drafts without replacement (Yang et al., 2024; Jeon et al., 2024; GSD, ERSD's Algorithm 4).
+r"""Recursive rejection of drafts without replacement (Yang et al., 2024; Jeon et al., 2024; GSD, ERSD's Algorithm 4).
 
-As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and tested against that law.
+As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and tested against that law:
+with $p_1 = p$, $q_1 = q$ and N for normalising, draft i is accepted with probability
+
+$$\min\left(1, \frac{q_i(x_i)}{p_i(x_i)}\right), \qquad q_{i+1} = N (q_i - p_i)_+, \qquad
+p_{i+1}(x) = \frac{p_i(x)}{1 - p_i(x_i)} \text{ for } x \ne x_i.$$
 """
 
 import numpy as np

@@ -1,8 +1,11 @@
-"""SpecTr++ (Ahn et al., 2023): a sequential plan with a constant and a subset of its own for each draft (Definition 4).
+r"""SpecTr++ (Ahn et al., 2023): a sequential plan with a constant and a subset of its own for each draft (Definition 4).
 
-Drafts are tried in turn. Draft i is accepted with probability 1 outside its subset Omega_i = {p > tau_i q}, and with
-alpha_i q / p inside. K-SEQ is the case of equal alpha = 1 / gamma*. From its subsets, Algorithm 2 takes turns: the best
-alphas for the subsets by the linear program (LP_k), then smaller subsets, until nothing changes.
+Drafts are tried in turn. Draft i is accepted with a probability a_i that is 1 outside its subset Omega_i = {p > tau_i q}:
+
+$$a_i(x) = \alpha_i \frac{q(x)}{p(x)} \text{ for } x \in \Omega_i, \qquad a_i(x) = 1 \text{ for } x \notin \Omega_i.$$
+
+K-SEQ is the case of equal alpha = 1 / gamma*. From its subsets, Algorithm 2 takes turns: the best alphas for the subsets by
+the linear program (LP_k), then smaller subsets, until nothing changes.
 
 Each subset is a threshold tau_i on s = p / q, so a token's constraint depends on s alone, and tightens with s as long as
 s passes no threshold: of the V constraints of (LP_k) at most k + 1 count, those of the largest s below each threshold and

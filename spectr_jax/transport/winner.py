@@ -1,4 +1,6 @@
-"""Plans that name a winner among the drafts, of a known law g, and put it through Algorithm 1 as a single draft of law g.
+r"""Plans that name a winner among the drafts, of a known law g, and put it through Algorithm 1 as a single draft of law g.
+
+$$P(\text{accept the winner } y) = \min\left(1, \frac{q(y)}{g(y)}\right), \qquad \text{else a draw from } (q - g)_+$$
 
 Such a plan is exact for any g that can be realised, and it has a function `win` from which its `select` follows. Block
 verification needs `win` too: it decides on a whole path of winners at once (`decoding/block.py`).

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Renders the documentation as a static site: scripts/docs.sh [FOLDER], runs/docs if none is given. Open FOLDER/index.html.
+set -euo pipefail
+folder=$(realpath -m "${1:-$(dirname "$0")/../runs/docs}")
+cd "$(dirname "$0")/.."
+scripts/setup.sh requirements-docs.txt
+exec env JAX_PLATFORMS=cpu .venv/bin/python scripts/docs.py "$folder"

@@ -1,0 +1,68 @@
+"""The Colab notebook as it lies in the repository; scripts/run_notebook.py runs it, with --smoke in minutes."""
+
+import ast
+import json
+import pathlib
+import re
+import runpy
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+CELLS = json.loads((ROOT / "scripts/spectr_colab.ipynb").read_text())["cells"]
+SOURCES = ["".join(cell["source"]) for cell in CELLS]
+CODE = [source for cell, source in zip(CELLS, SOURCES, strict=True) if cell["cell_type"] == "code"]
+WITH_COMMANDS = [index for index, source in enumerate(SOURCES) if "python -m spectr_jax." in source]
+
+
+def test_without_outputs():
+    for cell in CELLS:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None, "".join(cell["source"])
+
+
+def test_cells_parse():
+    for source in CODE:
+        ast.parse(source)
+
+
+def test_one_parameter_makes_it_small():
+    assert sum(source.count("\nSMOKE = False  # @param") for source in CODE) == 1 and "\nSMOKE = " in CODE[0]
+
+
+def test_badge_opens_this_file():
+    badge = "https://colab.research.google.com/assets/colab-badge.svg"
+    page = "https://colab.research.google.com/github/spectr-jax/spectr_jax/blob/main/scripts/spectr_colab.ipynb"
+    assert f"({badge})]({page})" in SOURCES[0]
+    assert 'REPOSITORY = "https://github.com/spectr-jax/spectr_jax"' in CODE[0]
+
+
+def _flags_of(module: str) -> set[str]:
+    """The flags that the source of an entry point defines."""
+    source = (ROOT / f"spectr_jax/{module}.py").read_text()
+    return set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))
+
+
+@pytest.mark.parametrize("index", WITH_COMMANDS)
+def test_commands_have_flags_that_exist(index):
+    source = SOURCES[index]
+    modules = set(re.findall(r"python -m spectr_jax\.(\w+)", source))
+    known = set().union(*map(_flags_of, modules))
+    named = set(re.findall(r"[\s`\"']--(\w+)(?=[\s`\"'=.])", source)) - {"depth", "quiet"}  # git's and pip's
+    assert named and named <= known, named - known
+
+
+@pytest.mark.parametrize("index", WITH_COMMANDS)
+def test_config_fields_exist(index):
+    files = re.findall(r"--config=(configs/[\w/]+\.py)", SOURCES[index])
+    configs = [runpy.run_path(str(ROOT / file))["get_config"]() for file in files]
+    for field in re.findall(r"--config\.([\w.]+)=", SOURCES[index]):
+        assert any(_has(config, field) for config in configs), field
+
+
+def _has(config, field: str) -> bool:
+    for part in field.split("."):
+        if part not in config:
+            return False
+        config = config[part]
+    return True
