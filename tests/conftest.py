@@ -1,6 +1,5 @@
-"""Shared by all tests: strict JAX, and counting of compilations."""
+"""Shared by all tests: strict JAX, counting of compilations, toy data and models."""
 
-import contextlib
 import gc
 import os
 import pathlib
@@ -20,9 +19,6 @@ import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
 
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
-
-
 _TESTS_BETWEEN_CLEARANCES = 100
 _tests_done = 0
 
@@ -41,22 +37,9 @@ def _programs_are_freed():
 @pytest.fixture
 def count_compilations():
     """A context manager that yields a list with one entry for each program compiled within."""
+    from spectr_jax.testing import count_compilations
 
-    @contextlib.contextmanager
-    def count():
-        compiled: list[str] = []
-
-        def listen(event, duration, **_):
-            if event == _COMPILATION:
-                compiled.append(event)
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            yield compiled
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-
-    return count
+    return count_compilations
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Methods: named triples of a draft tree, a transport plan with its drafting rule, and a walk down the tree.
 
-A new method is a function here with its options as keyword arguments, and a line in `METHODS`. Where a method drafts
-`num_drafts` i.i.d. chains of `draft_length` tokens, `tree` gives another shape, as in `tree.parse`.
+A new method is a function here with its options as keyword arguments, and a line in `METHODS`; in a program of your own, a
+call of `register`. Where a method drafts `num_drafts` i.i.d. chains of `draft_length` tokens, `tree` gives another shape, as
+in `tree.parse`.
 """
 
 import dataclasses
@@ -150,6 +151,25 @@ METHODS: dict[str, Callable[..., Method]] = {
     "greedy_drafts": greedy_drafts,
     "self_speculative": self_speculative,
 }
+
+
+def register(name: str, factory: Callable[..., Method]) -> None:
+    """Adds a method of your own: from now on `get_method(name, **options)` returns `factory(**options)`.
+
+    `spectr_jax.testing.check_method` says whether it is exact.
+
+    Args:
+      name: not taken yet.
+      factory: a function of keyword options with defaults. Equal options make equal methods, or `generate` compiles anew.
+
+    Raises:
+      UserError: the name is taken, or `factory` is no function.
+    """
+    if name in METHODS:
+        raise UserError(f"method {name!r} is there already; choose another name")
+    if not callable(factory):
+        raise UserError(f"the factory of method {name!r} is {factory!r}; give a function of options that returns a Method")
+    METHODS[name] = factory
 
 
 def get_method(name: str, **options: Any) -> Method:

@@ -1,7 +1,10 @@
 """Transport plans: k drafts from p, one token from q. `get(name)` returns a plan; each file names its source."""
 
-from types import ModuleType
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
 
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.transport import (
@@ -25,16 +28,40 @@ from spectr_jax.transport.bounds import harmonic_bound, optimal_acceptance, theo
 
 __all__ = [
     "PLANS",
+    "RULES",
     "Choice",
     "Plan",
+    "PlanFunctions",
     "get",
     "harmonic_bound",
     "optimal_acceptance",
+    "register",
     "theorem_1_bound",
     "total_variation",
 ]
 
-PLANS: dict[str, ModuleType] = {
+RULES = ("iid", "without_replacement", "race", "greedy")
+"""How a plan can want its drafts to be drawn; see `Plan.drafts`."""
+
+
+class PlanFunctions(Protocol):
+    """What defines a plan: a module, or any object, with these functions; see the methods of `Plan` of the same names.
+
+    All take the plan's options as keyword-only arguments with defaults. Besides, there may be `DRAFTS`, one of `RULES` where
+    the drafts are not to be i.i.d., and `win` where the plan names a winner among them (`spectr_jax.transport.winner`).
+    """
+
+    @property
+    def select(self) -> Callable[..., Choice]: ...
+
+    @property
+    def law(self) -> Callable[..., np.ndarray]: ...
+
+    @property
+    def acceptance(self) -> Callable[..., float]: ...
+
+
+PLANS: dict[str, PlanFunctions] = {
     "maximal": maximal,
     "naive": naive,
     "kseq": kseq,
@@ -50,7 +77,30 @@ PLANS: dict[str, ModuleType] = {
     "greedy": greedy,
     "race": race,
 }
-"""A module each, with functions `select`, `law` and `acceptance`; DRAFTS where these are not to be i.i.d.; `win` if any."""
+"""The functions of each plan, by name: a module each."""
+
+
+def register(name: str, plan: PlanFunctions) -> None:
+    """Adds a plan of your own: from now on `get(name)` returns it.
+
+    `spectr_jax.testing.check_plan(get(name))` says whether it is exact.
+
+    Args:
+      name: not taken yet.
+      plan: a module or any object with functions `select`, `law` and `acceptance`; see `PlanFunctions`.
+
+    Raises:
+      UserError: the name is taken, a function is missing, or `DRAFTS` is none of `RULES`.
+    """
+    if name in PLANS:
+        raise UserError(f"plan {name!r} is there already; choose another name")
+    for function in ("select", "law", "acceptance"):
+        if not callable(getattr(plan, function, None)):
+            raise UserError(f"plan {name!r} has no function {function!r}; give select, law and acceptance")
+    drafts = getattr(plan, "DRAFTS", "iid")
+    if drafts not in RULES:
+        raise unknown(f"rule DRAFTS of plan {name!r},", drafts, RULES)
+    PLANS[name] = plan
 
 
 def get(name: str, **options: Any) -> Plan:
@@ -61,11 +111,12 @@ def get(name: str, **options: Any) -> Plan:
     """
     if name not in PLANS:
         raise unknown("plan", name, PLANS)
-    module = PLANS[name]
-    known = module.select.__kwdefaults__ or {}
+    plan = PLANS[name]
+    parameters = inspect.signature(plan.select).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for option in options:
         if option not in known:
             raise UserError(f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
-    functions = module.select, module.law, module.acceptance
-    drafts, winner = getattr(module, "DRAFTS", "iid"), getattr(module, "win", None)
+    functions = plan.select, plan.law, plan.acceptance
+    drafts, winner = getattr(plan, "DRAFTS", "iid"), getattr(plan, "win", None)
     return Plan(name, tuple(sorted(options.items())), functions, drafts, winner)

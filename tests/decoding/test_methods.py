@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.errors import UserError
-from spectr_jax.models.table import TableModel, exact_law, perturbed, random_table
+from spectr_jax.models.table import TableModel, perturbed
+from spectr_jax.testing import methods as checks
+from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
 
 METHODS = {
     "baseline": ("baseline", {}),
@@ -37,13 +38,8 @@ METHODS = {
 # The tests of a method run in one process: most share one compiled program.
 every_method = pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.xdist_group(case)) for case in METHODS])
 
-VOCAB, PROMPT, LENGTH, EOS = 4, (1, 2), 4, 3
-TARGET = random_table(0, VOCAB)
-DRAFT = perturbed(TARGET, 1, 0.8)
-POLICIES = {"plain": Policy(), "shaped": Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)}
-# Methods with two cases see the plain law in one and a shaped one in the other: the policy acts before any method does.
+# These see a shaped law in all tests, the others the plain one: the policy acts before any method does.
 SHAPED = ("spectr K=2 L=5", "otm K=3 L=2", "otm_block tree 2,2,1", "gsd wide", "ersd wide")
-GENERATIONS, BATCH = 200_000, 50_000
 
 
 def _method(case):
@@ -51,23 +47,40 @@ def _method(case):
     return get_method(name, **options)
 
 
-def _shaped(table, policy):
-    """The policy applied to a table of probabilities, written without regard to the code under test."""
-    logits = np.log(table) / policy.temperature
-    shaped = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    order = np.argsort(-shaped, axis=-1)
-    for index in np.ndindex(table.shape[:-1]):
-        row, ranked = shaped[index], order[index]
-        keep = list(ranked[: policy.top_k or None])
-        row[[token for token in ranked if token not in keep]] = 0
-        row /= row.sum()
-        mass = 0.0
-        for token in ranked:
-            if mass >= policy.top_p:
-                row[token] = 0
-            mass += row[token]
-        row /= row.sum()
-    return shaped
+def _policy(case):
+    return checks.SHAPED if case in SHAPED else checks.PLAIN
+
+
+@every_method
+def test_whole_outputs_follow_the_target(case):
+    checks.check_outputs(_method(case), _policy(case))
+
+
+@every_method
+@pytest.mark.parametrize("seed", checks.GREEDY_SEEDS)
+def test_greedy_emits_the_likeliest_tokens(case, seed):
+    checks.check_greedy(_method(case), seed, _policy(case))
+
+
+@every_method
+def test_a_row_does_not_depend_on_its_neighbours(case):
+    checks.check_rows(_method(case), _policy(case))
+
+
+@every_method
+def test_counters_add_up(case):
+    checks.check_counters(_method(case), _policy(case))
+
+
+@every_method
+def test_second_call_compiles_nothing(case):
+    checks.check_compilations(_method(case), _method(case), _policy(case))
+
+
+def test_compilations_are_counted():
+    with checks.count_compilations() as compiled:
+        jax.jit(lambda x: x * 3 + 1)(np.arange(7))
+    assert compiled
 
 
 def _ragged_prompts(seed, rows=8, length=6):
@@ -77,121 +90,20 @@ def _ragged_prompts(seed, rows=8, length=6):
     return rng.integers(0, VOCAB - 1, (rows, length)).astype(np.int32), lengths
 
 
-def _generate(case, keys, prompts, lengths, temperature=1.0, table=TARGET, draft=DRAFT):
-    """Nine tokens or up to EOS, in the one program that the tests below share."""
-    method = _method(case)  # A new, equal object each time.
-    policy = Policy(temperature=temperature, eos=EOS)
-    return generate(keys, method, *_models(table, draft), prompts, lengths, 9, policy)
-
-
-def _models(table=TARGET, draft=DRAFT):
-    """The target, with the draft as its first layer too, and the draft."""
-    return TableModel(table, exits=(draft,)), TableModel(draft)
-
-
-@pytest.mark.parametrize(
-    ("case", "policy"),
-    [pytest.param(case, "shaped" if case in SHAPED else "plain", marks=pytest.mark.xdist_group(case)) for case in METHODS],
-)
-def test_whole_outputs_follow_the_target(case, policy):
-    policy = POLICIES[policy]
-    target, draft = _models()
-    law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, policy.eos if policy.eos >= 0 else None)
-    counts = dict.fromkeys(law, 0)
-    prompts, lengths = np.tile(PROMPT, (BATCH, 1)), np.full(BATCH, len(PROMPT))
-    for chunk in range(GENERATIONS // BATCH):
-        key = jax.random.fold_in(jax.random.key(11), chunk)
-        result = generate(key, _method(case), target, draft, prompts, lengths, LENGTH, policy)
-        new = np.asarray(result.lengths) - len(PROMPT)
-        rows, repeats = np.unique(
-            np.column_stack([np.asarray(result.tokens)[:, len(PROMPT) :], new]), axis=0, return_counts=True
-        )
-        for row, repeat in zip(rows, repeats, strict=True):
-            counts[tuple(row[: row[-1]].tolist())] += repeat  # A KeyError is a continuation that cannot be.
-
-    expected = np.array([GENERATIONS * probability for probability in law.values()])
-    observed = np.array(list(counts.values()))
-    assert not observed[expected == 0].any()
-    rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum())
-    observed = np.append(observed[~rare], observed[rare].sum())
-    likely = expected > 0
-    assert scipy.stats.chisquare(observed[likely], expected[likely]).pvalue > 1e-3
-
-
-@every_method
-@pytest.mark.parametrize("seed", [0, 3, 4, 5])
-def test_greedy_emits_the_baseline_tokens(case, seed):
-    table = random_table(seed, VOCAB)
-    rest = *_ragged_prompts(seed), 0.0, table, perturbed(table, seed + 1, 0.8)
-    ours = _generate(case, jax.random.split(jax.random.key(seed), 8), *rest)
-    baseline = _generate("baseline", jax.random.split(jax.random.key(99), 8), *rest)
-    np.testing.assert_array_equal(ours.tokens, baseline.tokens)
-    np.testing.assert_array_equal(ours.lengths, baseline.lengths)
-    if seed == 5 and case == "baseline":  # The cases are not vacuous: some texts end early, some at the limit.
-        new = np.asarray(baseline.lengths) - rest[1]
-        assert (new < 9).any() and (new == 9).any()
-
-
-@every_method
-def test_a_row_does_not_depend_on_its_neighbours(case):
-    prompts, lengths = _ragged_prompts(5)
-    keys = jax.random.split(jax.random.key(3), 8)
-    together = _generate(case, keys, prompts, lengths)
-    others, other_lengths = _ragged_prompts(55)
-    other_keys = jax.random.split(jax.random.key(33), 8)
-    for row in range(8):
-        place = 7 - row  # Another slot, among others.
-        mixed = _generate(
-            case,
-            other_keys.at[place].set(keys[row]),
-            np.where(np.arange(8)[:, None] == place, prompts[row], others),
-            np.where(np.arange(8) == place, lengths[row], other_lengths),
-        )
-        for mine, theirs in zip(jax.tree.leaves(mixed), jax.tree.leaves(together), strict=True):
-            np.testing.assert_array_equal(mine[place], theirs[row])
+def _models():
+    return TableModel(TARGET), TableModel(DRAFT)
 
 
 def test_a_row_alone_is_a_row_of_a_batch():
-    models = _models()
+    method, models = _method("spectr K=3 L=2"), _models()
     prompts, lengths = _ragged_prompts(5)
     keys = jax.random.split(jax.random.key(3), 8)
-    together = _generate("spectr K=3 L=2", keys, prompts, lengths)
+    together = generate(keys, method, *models, prompts, lengths, 9, Policy(eos=EOS))
     for row in range(8):
         one = slice(row, row + 1)
-        alone = generate(keys[one], _method("spectr K=3 L=2"), *models, prompts[one], lengths[one], 9, Policy(eos=EOS))
+        alone = generate(keys[one], method, *models, prompts[one], lengths[one], 9, Policy(eos=EOS))
         for mine, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
             np.testing.assert_array_equal(mine[0], theirs[row])
-
-
-@every_method
-def test_counters_add_up(case):
-    prompts, lengths = _ragged_prompts(6)
-    result = _generate(case, jax.random.split(jax.random.key(0), 8), prompts, lengths)
-    histogram = np.asarray(result.emitted_per_call)
-    np.testing.assert_array_equal(histogram @ np.arange(histogram.shape[1]), np.asarray(result.lengths) - lengths)
-    np.testing.assert_array_equal(histogram.sum(1), result.target_calls)
-    assert not histogram[:, 0].any()
-    past = np.arange(result.tokens.shape[1]) >= np.asarray(result.lengths)[:, None]
-    assert not np.asarray(result.tokens)[past].any()
-    for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(result.tokens[row, :length], prompts[row, :length])
-
-
-@every_method
-def test_second_call_compiles_nothing(case, count_compilations):
-    prompts, lengths = _ragged_prompts(7)
-    keys = [jax.random.split(jax.random.key(seed), 8) for seed in range(2)]
-    _generate(case, keys[0], prompts, lengths, 0.9)
-    with count_compilations() as second:
-        _generate(case, keys[1], prompts, lengths, 0.3)
-    assert not second
-
-
-def test_compilations_are_counted(count_compilations):
-    with count_compilations() as compiled:
-        jax.jit(lambda x: x * 3 + 1)(np.arange(7))
-    assert compiled
 
 
 DRAW_FOR_DRAW = {

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
-from spectr_jax import transport
+from spectr_jax import testing, transport
 from spectr_jax.errors import UserError
-from spectr_jax.transport import kseq, race
-from spectr_jax.transport.enumeration import draft_tuples, emitted_law
+from spectr_jax.transport import kseq
 
 PLANS = {
     "maximal": {},
@@ -30,32 +28,17 @@ PLANS = {
     "greedy_multipath": {},
     "race": {},
 }
-_RNG = np.random.default_rng(0)
-LAWS = {
-    "uniform": ([0.25] * 4, [0.25] * 4),
-    "bernoulli": ([0.75, 0.25], [0.4, 0.6]),
-    "dirichlet": (_RNG.dirichlet(np.ones(5)), _RNG.dirichlet(np.ones(5))),
-    "rough": (_RNG.dirichlet(np.full(6, 0.3)), _RNG.dirichlet(np.full(6, 0.3))),
-    "disjoint": ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.3, 0.7]),
-    "equal": ([0.1, 0.2, 0.7], [0.1, 0.2, 0.7]),
-    "q with zeros": ([0.2, 0.3, 0.5], [0.0, 0.6, 0.4]),
-    "p with zeros": ([0.0, 0.6, 0.4], [0.2, 0.3, 0.5]),
-    "one-hot p": ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
-    "one-hot q": ([0.2, 0.3, 0.5], [0.0, 0.0, 1.0]),
-    "same one-hot": ([0.0, 1.0], [0.0, 1.0]),
-    "other one-hot": ([0.0, 1.0], [1.0, 0.0]),
-}
-DRAFTS = [1, 2, 3, 4]
-DRAWS = 40_000
 
-# The tests of a plan run in one process, and share its compiled programs.
-cases = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PLANS])
-laws = pytest.mark.parametrize("law", LAWS)
-ks = pytest.mark.parametrize("k", DRAFTS)
+# The tests of a plan run in one process, and share its compiled programs; so do those of spectr+ and spectr++.
+cases = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS]
+)
+laws = pytest.mark.parametrize("law", testing.LAWS)
+ks = pytest.mark.parametrize("k", [1, 2, 3, 4])
 
 
 def _law(name):
-    p, q = LAWS[name]
+    p, q = testing.LAWS[name]
     return np.asarray(p, float), np.asarray(q, float)
 
 
@@ -67,80 +50,19 @@ def _plan(name):
 @laws
 @ks
 def test_emitted_law_is_q_and_acceptance_exact_by_enumeration(name, law, k):
-    p, q = _law(law)
-    plan = _plan(name)
-    emitted, accepted = emitted_law(plan, p, q, k)
-    np.testing.assert_allclose(emitted, q, rtol=0, atol=1e-9)
-    assert plan.acceptance(p, q, k) == pytest.approx(accepted, abs=1e-9)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _choices(plan, key, p, q, drafts, valid):
-    """Choices [DRAWS], and for each whether it is one for these drafts: a race draws its own, with the key."""
-
-    def choose(key):
-        if plan.drafts != "race":
-            return plan.select(key, p, q, drafts, valid), True
-        place = jnp.cumsum(valid) - 1
-        raced = race.arrivals(jax.random.fold_in(key, 0), p, len(valid))[place]
-        choice = plan.select(jax.random.fold_in(key, 0), p, q, jnp.where(valid, raced, drafts), valid)
-        return choice, jnp.all(~valid | (raced == drafts))
-
-    return jax.vmap(choose)(jax.random.split(key, DRAWS))
+    testing.check_emitted_law(_plan(name), *_law(law), k)
 
 
 @cases
 @laws
 def test_select_draws_from_law(name, law):
-    # One vocabulary for all laws, so that a plan is compiled once.
-    p, q = (np.pad(part, (0, 6 - len(part))) for part in _law(law))
-    plan = _plan(name)
-    rng = np.random.default_rng(1)
-    valid_of = {0: [False] * 3, 1: [False, True, False], 2: [True, False, True], 3: [True] * 3}
-    for live, valid in valid_of.items():  # The number of drafts is traced: one program for all.
-        possible = list(draft_tuples(p, live, plan.drafts)) if live else [((), 1.0)]
-        drafts = possible[rng.choice(len(possible), p=[weight for _, weight in possible])][0]
-        valid = np.array(valid) & (np.cumsum(valid) <= len(drafts))
-        padded = np.full(3, np.argmax(p))
-        padded[valid] = drafts
-        choices, mine = _choices(plan, jax.random.key(live), jnp.float32(p), jnp.float32(q), jnp.int32(padded), valid)
-        tokens, accepted = np.asarray(choices.token)[mine], np.asarray(choices.accepted)[mine]
-        assert len(tokens) > 100
-        exact = plan.law(p, q, drafts) if drafts else q
-        counts = np.bincount(tokens, minlength=len(q))
-        assert not counts[q == 0].any(), "a token of probability 0 was emitted"
-        _assert_drawn_from(counts, exact)
-        np.testing.assert_array_equal(accepted, np.isin(tokens, drafts))
-
-
-def _assert_drawn_from(counts, law):
-    seen = law > 1e-12
-    assert counts[~seen].sum() <= 2e-4 * counts.sum()  # What float32 rounding may add.
-    if seen.sum() > 1:
-        expected = law[seen] / law[seen].sum() * counts[seen].sum()
-        assert scipy.stats.chisquare(counts[seen], expected).pvalue > 1e-4
+    testing.check_select(_plan(name), *_law(law))
 
 
 @cases
 def test_nonsense_under_jit_never_emits_a_token_without_probability(name):
     """What raises outside jit has a documented behaviour under it: see `Plan.select`."""
-    plan = _plan(name)
-    rng = np.random.default_rng(2)
-    select = jax.jit(jax.vmap(plan.select))
-    n, V, k = 64, 6, 3
-    p, q = rng.dirichlet(np.ones(V), n), rng.dirichlet(np.ones(V), n)
-    for law in (p, q):
-        law[rng.random(law.shape) < 0.2] = 0
-        law[rng.random(law.shape) < 0.1] = np.nan
-        law[rng.random(law.shape) < 0.1] *= -3
-    p[0], q[1] = 0, np.nan
-    drafts, valid = rng.integers(-2, V + 2, (n, k)), rng.random((n, k)) < 0.7
-    choices = select(jax.random.split(jax.random.key(0), n), jnp.float32(p), jnp.float32(q), jnp.int32(drafts), valid)
-    for row in range(n):
-        token = int(choices.token[row])
-        assert (q[row, token] > 0) if (q[row] > 0).any() else token == -1
-        usable = [x for x, ok in zip(drafts[row], valid[row], strict=True) if ok and 0 <= x < V and p[row, x] > 0]
-        assert bool(choices.accepted[row]) == (token in usable)
+    testing.check_nonsense(_plan(name))
 
 
 @pytest.mark.parametrize(
@@ -200,15 +122,19 @@ def test_theorem_1_bound_of_too_many_subsets_is_refused():
         transport.theorem_1_bound(np.full(20, 0.05), np.full(20, 0.05), 4)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _tokens(plan, key, p, q, draft):
+    keys = jax.random.split(key, 10_000)
+    return jax.vmap(lambda key: plan.select(key, p, q, draft, jnp.ones(1, bool)).token)(keys)
+
+
 @laws
 @pytest.mark.parametrize("name", ["kseq", "otm"])
+@pytest.mark.xdist_group("one draft")  # They share programs.
 def test_one_draft_is_maximal_coupling_draw_for_draw(law, name):
     p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _law(law))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
-    tokens = [
-        _choices(transport.get(plan), jax.random.key(0), p, q, draft, jnp.ones(1, bool))[0].token
-        for plan in ("maximal", name)
-    ]
+    tokens = [_tokens(transport.get(plan), jax.random.key(0), p, q, draft) for plan in ("maximal", name)]
     np.testing.assert_array_equal(*tokens)
 
 

@@ -1,0 +1,18 @@
+"""How counts are compared with a law."""
+
+import numpy as np
+import scipy.stats
+
+LEAST = 1e-6
+"""The p-value that is too small to be chance: the check of a plan makes 48 tests."""
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """The p-value of `counts` against `law`, up to a factor; what is expected less than 5 times joins the next rarest."""
+    expected = counts.sum() * law / law.sum()
+    common = expected >= 5
+    if common.sum() < 2:
+        return 1.0
+    cells = np.where(common, np.arange(len(law)), np.argmin(np.where(common, expected, np.inf)))
+    observed, expected = (np.bincount(cells, part, len(law))[common] for part in (counts, expected))
+    return float(scipy.stats.chisquare(observed, expected).pvalue)

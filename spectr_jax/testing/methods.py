@@ -1,0 +1,238 @@
+"""What every method is checked for: one function a property, and `check_method` for all of them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import NoReturn
+
+import jax
+import numpy as np
+
+from spectr_jax.decoding.generate import BUCKET, Generation, generate
+from spectr_jax.decoding.methods import Method
+from spectr_jax.decoding.policy import Policy
+from spectr_jax.models.table import TableModel, exact_law, perturbed, random_table
+from spectr_jax.testing import chi_square
+
+VOCAB, EOS = 4, 3
+TARGET = random_table(0, VOCAB)
+DRAFT = perturbed(TARGET, 1, 0.8)
+"""The table models that methods are checked on."""
+PROMPT, LENGTH = (1, 2), 5
+"""The prompt of the whole outputs, and the most tokens that follow it."""
+GENERATIONS, BATCH = 200_000, 4_000
+PLAIN = Policy(eos=EOS)
+SHAPED = Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)
+GREEDY_SEEDS = (0, 3, 4, 5)
+
+
+def check_method(method: Method) -> None:
+    """Checks a method on table models of four tokens: whole outputs, greedy texts, rows, counters and compilations.
+
+    Give it small options: a tree of up to a dozen nodes, and at most four children a node where drafts are distinct.
+
+    Raises:
+      AssertionError: the method is wrong; it says where.
+    """
+    for policy in (PLAIN, SHAPED):
+        check_outputs(method, policy)
+    for seed in GREEDY_SEEDS:
+        check_greedy(method, seed)
+    check_rows(method)
+    check_counters(method)
+    check_compilations(method, dataclasses.replace(method))
+
+
+def check_outputs(method: Method, policy: Policy = PLAIN) -> None:
+    """Chi-square of 200,000 whole outputs against the exact law of the target under `policy`, which has `eos`.
+
+    Raises:
+      AssertionError: they are not drawn from it.
+    """
+    law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, policy.eos)
+    prompts, lengths = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)), np.full(BATCH, len(PROMPT))
+    digits = VOCAB ** np.arange(LENGTH)
+    counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)
+    for chunk in range(GENERATIONS // BATCH):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(11), chunk), BATCH)
+        result = _texts(method, keys, prompts, lengths, policy)
+        new, ends = (np.asarray(part) for part in (result.tokens, result.lengths))
+        new, ends = new[:, len(PROMPT) : len(PROMPT) + LENGTH], ends - len(PROMPT)
+        if new.min() < 0 or new.max() >= VOCAB:
+            _fail(method, f"a text has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}")
+        counts += np.bincount(ends * VOCAB**LENGTH + new @ digits, minlength=len(counts))
+
+    continuations = list(law)
+    places = [len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)])) for tokens in continuations]
+    observed, expected = counts[places], GENERATIONS * np.array(list(law.values()))
+    p_value = chi_square.p_value(observed, expected)
+    if observed[expected > 0].sum() < GENERATIONS or not p_value >= chi_square.LEAST:
+        worst = int(np.argmax(np.abs(observed - expected) / np.sqrt(expected + 1)))
+        _fail(
+            method,
+            f"whole outputs do not follow the target under {policy}: of {GENERATIONS:,} texts {observed[worst]:,} continue "
+            f"{PROMPT} by {continuations[worst]}, {expected[worst]:,.0f} expected, and "
+            f"{GENERATIONS - observed[expected > 0].sum():,} as the target never does (chi-square: p-value {p_value:.1g})",
+        )
+
+
+def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
+    """At temperature 0 every text is the target's likeliest, token for token, on tables and prompts of that seed.
+
+    Raises:
+      AssertionError: one is not.
+    """
+    table = random_table(seed, VOCAB)
+    prompts, lengths = _ragged_prompts(seed)
+    greedy = dataclasses.replace(policy, temperature=0.0)
+    result = _texts(method, _keys(seed), prompts, lengths, greedy, table, perturbed(table, seed + 1, 0.8))
+    texts, ends = _likeliest(table, prompts, lengths)
+    wrong = np.flatnonzero((np.asarray(result.tokens) != texts).any(axis=1) | (np.asarray(result.lengths) != ends))
+    if len(wrong):
+        row = wrong[0]
+        _fail(
+            method,
+            f"at temperature 0 it does not emit the target's likeliest tokens (seed {seed}, {len(wrong)} of {BATCH} texts): "
+            f"{_tokens(result, row)}, likeliest {texts[row, : ends[row]].tolist()}; the prompt is the first {lengths[row]}",
+        )
+
+
+def check_rows(method: Method, policy: Policy = PLAIN) -> None:
+    """A text depends on its own key and prompt alone: not on its place, its neighbours, or how long these take.
+
+    Raises:
+      AssertionError: it depends on one of these.
+    """
+    keys, (prompts, lengths) = _keys(3), _ragged_prompts(5)
+    together = _texts(method, keys, prompts, lengths, policy)
+    # Those that were done first, several times over, in other places.
+    order = np.tile(np.argsort(np.asarray(together.target_calls), kind="stable")[: BATCH // 8], 8)[::-1]
+    again = _texts(method, keys[order], prompts[order], lengths[order], policy)
+    for field in ("tokens", "lengths", "target_calls", "emitted_per_call"):
+        before, after = np.asarray(getattr(together, field))[order], np.asarray(getattr(again, field))
+        wrong = np.flatnonzero((before != after).reshape(BATCH, -1).any(axis=1))
+        if len(wrong):
+            row = wrong[0]
+            _fail(
+                method,
+                f"a row depends on its neighbours or its place: {field} of the same key and prompt is "
+                f"{before[row].tolist()} in row {order[row]} of one batch, {after[row].tolist()} in row {row} of another",
+            )
+
+
+def check_counters(method: Method, policy: Policy = PLAIN) -> None:
+    """Calls and what they emitted add up to the tokens, prompts stay, and nothing is behind the end.
+
+    Raises:
+      AssertionError: they do not.
+    """
+    prompts, lengths = _ragged_prompts(6)
+    result = _texts(method, _keys(0), prompts, lengths, policy)
+    tokens, ends, histogram = np.asarray(result.tokens), np.asarray(result.lengths), np.asarray(result.emitted_per_call)
+    place = np.arange(tokens.shape[1])
+    is_prompt = place < lengths[:, None]
+    properties = {
+        "emitted_per_call does not add up to the new tokens": histogram @ np.arange(histogram.shape[1]) != ends - lengths,
+        "emitted_per_call does not add up to target_calls": histogram.sum(1) != np.asarray(result.target_calls),
+        "a call emits no token": histogram[:, 0] > 0,
+        "tokens are behind the end": ((tokens != 0) & (place >= ends[:, None])).any(1),
+        "the prompt has changed": ((tokens != np.pad(prompts, ((0, 0), (0, LENGTH)))) & is_prompt).any(1),
+    }
+    for what, wrong in properties.items():
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            _fail(
+                method,
+                f"{what} ({wrong.sum()} of {BATCH} texts): text {_tokens(result, row)} on a prompt of {lengths[row]}, "
+                f"target_calls {result.target_calls[row]}, emitted_per_call {histogram[row].tolist()}",
+            )
+
+
+def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) -> None:
+    """A call with `second`, built as `first` was, compiles nothing: another key, prompts, temperature and equal models.
+
+    Raises:
+      AssertionError: it compiles.
+    """
+    _texts(first, _keys(0), *_ragged_prompts(7), dataclasses.replace(policy, temperature=0.9))
+    with count_compilations() as compiled:
+        _texts(second, _keys(1), *_ragged_prompts(8), dataclasses.replace(policy, temperature=0.3))
+    if compiled:
+        _fail(
+            second,
+            f"the second call compiled {len(compiled)} programs; build the method of parts that are equal each time, such "
+            "as functions at the top of a module",
+        )
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Yields a list that grows by one entry for each program that is compiled within."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _texts(method: Method, keys, prompts, lengths, policy: Policy, table=TARGET, draft=DRAFT) -> Generation:
+    """`BATCH` texts of up to `LENGTH` new tokens; one program for all that is checked of a method under a policy."""
+    exits = (draft,) * max(1, method.exit_layer)  # Self-speculation drafts with the target's earlier layers.
+    return generate(keys, method, TableModel(table, exits=exits), TableModel(draft), prompts, lengths, LENGTH, policy)
+
+
+def _keys(seed: int) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), BATCH)
+
+
+def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts [B, T] of 1 to `longest` tokens with others behind their ends, which are not to matter, and lengths [B]."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, BATCH).astype(np.int32)
+    return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
+
+
+def _likeliest(table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy texts [B, T + LENGTH] and their lengths [B], by the table alone."""
+    rows, T = np.arange(len(prompts)), prompts.shape[1]
+    texts = np.pad(np.where(np.arange(T) < lengths[:, None], prompts, 0), ((0, 0), (0, LENGTH)))
+    ends, done = lengths.copy(), np.zeros(len(prompts), bool)
+    for _ in range(LENGTH):
+        before = np.where(ends > 1, texts[rows, ends - 2], 0)
+        token = np.where(done, 0, table[before, texts[rows, ends - 1]].argmax(-1))
+        texts[rows, ends] = token
+        ends += ~done
+        done |= token == EOS
+    return texts, ends
+
+
+def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
+    """The policy applied to a table of probabilities, written without regard to `policy.probabilities`."""
+    logits = np.log(table) / policy.temperature
+    shaped = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    order = np.argsort(-shaped, axis=-1)
+    for index in np.ndindex(table.shape[:-1]):
+        row, ranked = shaped[index], order[index]
+        row[ranked[policy.top_k or len(ranked) :]] = 0
+        row /= row.sum()
+        mass = 0.0
+        for token in ranked:
+            if mass >= policy.top_p:
+                row[token] = 0
+            mass += row[token]
+        row /= row.sum()
+    return shaped
+
+
+def _tokens(result: Generation, row: int) -> list[int]:
+    return np.asarray(result.tokens)[row, : int(result.lengths[row])].tolist()
+
+
+def _fail(method: Method, message: str) -> NoReturn:
+    raise AssertionError(f"method {method.name!r}: {message}")

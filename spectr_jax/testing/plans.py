@@ -1,0 +1,203 @@
+"""What every plan is checked for: one function a property, and `check_plan` for all of them."""
+
+import functools
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.testing import chi_square
+from spectr_jax.transport import race
+from spectr_jax.transport.base import Choice, Plan
+from spectr_jax.transport.enumeration import draft_tuples, emitted_law
+
+TOLERANCE = 1e-9
+"""Of what is computed in float64."""
+
+_RNG = np.random.default_rng(0)
+LAWS = {
+    "uniform": ([0.25] * 4, [0.25] * 4),
+    "bernoulli": ([0.75, 0.25], [0.4, 0.6]),
+    "dirichlet": (_RNG.dirichlet(np.ones(5)), _RNG.dirichlet(np.ones(5))),
+    "rough": (_RNG.dirichlet(np.full(6, 0.3)), _RNG.dirichlet(np.full(6, 0.3))),
+    "disjoint": ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.3, 0.7]),
+    "equal": ([0.1, 0.2, 0.7], [0.1, 0.2, 0.7]),
+    "q with zeros": ([0.2, 0.3, 0.5], [0.0, 0.6, 0.4]),
+    "p with zeros": ([0.0, 0.6, 0.4], [0.2, 0.3, 0.5]),
+    "one-hot p": ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
+    "one-hot q": ([0.2, 0.3, 0.5], [0.0, 0.0, 1.0]),
+    "same one-hot": ([0.0, 1.0], [0.0, 1.0]),
+    "other one-hot": ([0.0, 1.0], [1.0, 0.0]),
+}
+"""Pairs (p, q) of laws on which plans are checked."""
+DRAFTS = (1, 2, 3, 4)
+"""Numbers of drafts k at which the emitted law is enumerated."""
+DRAWS = 40_000
+WIDEST = 6
+"""Laws are padded to so many tokens, so that `select` is compiled once."""
+VALID = ((False, False, False), (False, True, False), (True, False, True), (True, True, True))
+"""Which of three drafts are valid, for 0, 1, 2 and 3 of them."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Checks a plan on all `LAWS` with 1 to 4 drafts: its emitted law, its acceptance, what it draws, and nonsense.
+
+    Raises:
+      AssertionError: the plan is wrong; it says where.
+    """
+    for p, q in LAWS.values():
+        for k in DRAFTS:
+            check_emitted_law(plan, p, q, k)
+        check_select(plan, p, q)
+    check_nonsense(plan)
+
+
+def check_emitted_law(plan: Plan, p, q, k: int) -> None:
+    """Over all draws of k drafts from p [V], `plan.law` averages to q [V], and `plan.acceptance` is what it says.
+
+    Raises:
+      AssertionError: it does not.
+    """
+    p, q = np.asarray(p, float), np.asarray(q, float)
+    where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
+    emitted, accepted = emitted_law(plan, p, q, k)
+    off = np.abs(emitted - q)
+    if not off.max() <= TOLERANCE:
+        worst = int(off.argmax())
+        _fail(
+            plan,
+            f"the emitted law is not q {where}: `law` averages over the drafts to {_text(emitted)}, "
+            f"off by {off[worst]:.3g} at token {worst}",
+        )
+    acceptance = plan.acceptance(p, q, k)
+    if not abs(acceptance - accepted) <= TOLERANCE:
+        _fail(
+            plan,
+            f"the acceptance is wrong {where}: {acceptance:.9g}, by enumeration of `law` {accepted:.9g}, "
+            f"off by {abs(acceptance - accepted):.3g}",
+        )
+
+
+def check_select(plan: Plan, p, q) -> None:
+    """`plan.select`, jitted and vmapped, draws from `plan.law` with 0 to 3 drafts from p [V], and knows what it accepted.
+
+    Raises:
+      AssertionError: it does not.
+    """
+    p, q = (np.pad(np.asarray(law, float), (0, max(0, WIDEST - len(law)))) for law in (p, q))
+    drawn, valid = _some_drafts(plan, p)
+    padded = np.full(valid.shape, np.argmax(p))
+    for live, drafts in enumerate(drawn):
+        padded[live, valid[live]] = drafts
+    keys = jax.random.split(jax.random.key(0), (len(valid), DRAWS))
+    laws = (jnp.tile(jnp.float32(law), (len(valid), 1)) for law in (p, q))
+    given, mine = _raced(keys, p, padded, valid) if plan.drafts == "race" else (padded, np.ones(keys.shape, bool))
+    choices = jax.tree.map(np.asarray, _choose(plan, keys, *laws, given, valid))
+    for live, drafts in enumerate(drawn):
+        tokens, accepted = choices.token[live][mine[live]], choices.accepted[live][mine[live]]
+        where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"
+        _check_tokens(plan, tokens, np.flatnonzero(q), where)
+        _check_accepted(plan, tokens, accepted, drafts, where)
+        _check_drawn(plan, np.bincount(tokens, minlength=len(q)), plan.law(p, q, drafts) if drafts else q, where)
+
+
+def check_nonsense(plan: Plan) -> None:
+    """Under jit, whatever p, q and drafts are, `plan.select` is as documented: no token without probability is chosen.
+
+    Raises:
+      AssertionError: one is, or the choice is wrong about the drafts.
+    """
+    rng = np.random.default_rng(2)
+    calls, rows, k = 8, len(VALID), len(VALID[0])
+    p, q = rng.dirichlet(np.ones(WIDEST), (2, calls, rows))
+    for law in (p, q):
+        law[rng.random(law.shape) < 0.2] = 0
+        law[rng.random(law.shape) < 0.1] = np.nan
+        law[rng.random(law.shape) < 0.1] *= -3
+    p[0, 0], q[0, 1] = 0, np.nan
+    drafts, valid = rng.integers(-2, WIDEST + 2, (calls, rows, k)), rng.random((calls, rows, k)) < 0.7
+    keys = jax.random.split(jax.random.key(0), (rows, DRAWS))
+    for call in range(calls):
+        given = np.repeat(drafts[call][:, None], DRAWS, axis=1) if plan.drafts == "race" else drafts[call]
+        choices = _choose(plan, keys, jnp.float32(p[call]), jnp.float32(q[call]), given, valid[call])
+        tokens, accepted = np.asarray(choices.token), np.asarray(choices.accepted)
+        for row in range(rows):
+            this_p, this_q, these = p[call, row], q[call, row], drafts[call, row][valid[call, row]]
+            usable = tuple(x for x in these.tolist() if 0 <= x < WIDEST and this_p[x] > 0)
+            where = f"under jit for p = {_text(this_p)}, q = {_text(this_q)} and usable drafts {usable} of {these.tolist()}"
+            _check_tokens(plan, tokens[row], np.flatnonzero(this_q > 0) if (this_q > 0).any() else [-1], where)
+            _check_accepted(plan, tokens[row], accepted[row], usable, where)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
+    """Choices [R, D] for keys [R, D], laws [R, V], drafts [R, k], those of a race [R, D, k], and valid [R, k]."""
+
+    def select(key, *rest):
+        return plan.select(jax.random.fold_in(key, 0), *rest)
+
+    many = jax.vmap(select, (0, None, None, 0 if plan.drafts == "race" else None, None))
+    return jax.vmap(many)(keys, p, q, jnp.int32(drafts), valid)
+
+
+def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """0, 1, 2 and 3 drafts from p, fewer where there are no more, and which places of three they take [4, 3]."""
+    rng, valid = np.random.default_rng(1), np.array(VALID)
+    drawn: list[tuple[int, ...]] = [()]
+    for live in range(1, len(valid)):
+        possible = list(draft_tuples(p, live, plan.drafts))
+        drawn.append(possible[rng.choice(len(possible), p=[weight for _, weight in possible])][0])
+        valid[live] &= np.cumsum(valid[live]) <= len(drawn[live])
+    return drawn, valid
+
+
+@jax.jit
+def _raced(keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
+    """The drafts [R, D, k] of each key's own race of p [V], and whether they are the `wanted` ones [R, k]."""
+
+    def one(key, wanted, valid):
+        order = race.arrivals(jax.random.fold_in(key, 0), p.astype(jnp.float32), len(valid))
+        drafts = jnp.where(valid, order[jnp.cumsum(valid) - 1], wanted)
+        return drafts, jnp.all(drafts == wanted)
+
+    return jax.vmap(jax.vmap(one, (0, None, None)))(keys, wanted, valid)
+
+
+def _check_tokens(plan: Plan, tokens: np.ndarray, allowed, where: str) -> None:
+    wrong = tokens[~np.isin(tokens, allowed)]
+    if len(wrong):
+        _fail(
+            plan, f"`select` emits token {wrong[0]}, which has no probability, {len(wrong)} of {len(tokens)} times {where}"
+        )
+
+
+def _check_accepted(plan: Plan, tokens: np.ndarray, accepted: np.ndarray, drafts: Sequence[int], where: str) -> None:
+    wrong = np.flatnonzero(accepted != np.isin(tokens, drafts))
+    if len(wrong):
+        _fail(plan, f"`select` says accepted = {accepted[wrong[0]]} of token {tokens[wrong[0]]} {where}")
+
+
+def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str) -> None:
+    if not (abs(law.sum() - 1) <= TOLERANCE and law.min() >= -TOLERANCE):
+        _fail(plan, f"`law` returns {_text(law)}, which is no law, {where}")
+    # What float32 rounding may add, where the law given these drafts has nothing.
+    impossible = counts[law <= 1e-12].sum() > 2e-4 * counts.sum()
+    p_value = chi_square.p_value(counts, np.maximum(law, 0))
+    if counts.sum() <= 100 or impossible or not p_value >= chi_square.LEAST:
+        seen = counts / max(1, counts.sum())
+        worst = int(np.abs(seen - law).argmax())
+        _fail(
+            plan,
+            f"`select` does not draw from `law` {where}: {_text(seen)} in {counts.sum():,} draws, law {_text(law)}, off by "
+            f"{abs(seen[worst] - law[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
+        )
+
+
+def _text(law: np.ndarray) -> str:
+    return f"[{', '.join(f'{x:.4g}' for x in law)}]"
+
+
+def _fail(plan: Plan, message: str) -> NoReturn:
+    raise AssertionError(f"plan {plan.name!r}: {message}")

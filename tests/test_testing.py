@@ -1,0 +1,195 @@
+"""The public checks: the plan of CONTRIBUTING.md passes them, and what is wrong fails, with the right property named."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from spectr_jax import decoding, testing, transport
+from spectr_jax.decoding import drafting, selection
+from spectr_jax.decoding import tree as trees
+from spectr_jax.errors import UserError
+from spectr_jax.testing import methods as checks
+
+pytestmark = pytest.mark.xdist_group("testing")  # They share programs.
+
+GUIDE = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
+EXAMPLE = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture(autouse=True)
+def _registered_here_only(monkeypatch):
+    monkeypatch.setattr(transport, "PLANS", dict(transport.PLANS))
+    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
+
+
+def _lazy(change=("", "")):
+    """The plan of the guide, registered, with one text changed for another wherever it occurs."""
+    assert change[0] in EXAMPLE
+    module = types.ModuleType("lazy")
+    exec(EXAMPLE.replace(*change), module.__dict__)
+    transport.register("lazy", module)
+    return transport.get("lazy", w=0.25)
+
+
+def test_the_plan_of_the_guide_passes():
+    testing.check_plan(_lazy())
+
+
+WRONG = {
+    "the residual is q": (
+        ("np.maximum(q - p, 0)\n", "q\n"),
+        r"the emitted law is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
+        r"`law` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
+    ),
+    "an acceptance that counts a draft twice": (
+        ("** (k - 1)", "** k"),
+        r"the acceptance is wrong for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: 0\.521875, "
+        r"by enumeration of `law` 0\.5, off by 0\.0219",
+    ),
+    "another mixture is drawn": (
+        ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
+        r"`select` does not draw from `law` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] in 40,000 draws, law "
+        r"\[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
+    ),
+    "the first draft need not be valid": (
+        ("drafts[jnp.argmax(valid)]", "drafts[0]"),
+        r"`select` does not draw from `law` for .* and 1 valid drafts",
+    ),
+    "rest is not the residual": (
+        ("draw(token_key, rest)", "draw(token_key, rest + 0.01)"),
+        r"`select` emits token \d, which has no probability, \d+ of 40000 times for p = ",
+    ),
+    "the residual may hit a draft": (
+        ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
+        r"`select` says accepted = False of token \d for p = .* valid drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_plan_is_said(case):
+    change, message = WRONG[case]
+    with pytest.raises(AssertionError, match=f"plan 'lazy': {message}"):
+        testing.check_plan(_lazy(change))
+
+
+def test_nonsense_is_told_from_drafts():
+    with pytest.raises(
+        AssertionError, match=r"`select` says accepted = True of token \d under jit for p = .* usable drafts"
+    ):
+        testing.check_nonsense(_lazy(("valid & (drafts == token)", "drafts == token")))
+
+
+def _late(key, plan, tree, policy, length, tokens, p, logits):
+    """A walk that reads the logits of the node behind."""
+    return selection.select(key, plan, tree, policy, length, tokens, p, jax.numpy.roll(logits, 1, axis=0))
+
+
+def test_what_is_wrong_with_a_method_is_said(monkeypatch):
+    monkeypatch.setattr(checks, "GENERATIONS", 40_000)
+    plan = _lazy(("jnp.maximum(q - p, 0)", "q"))
+    message = (
+        r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 texts .* continue \(1, 2\) by"
+    )
+    with pytest.raises(AssertionError, match=message):
+        testing.check_method(decoding.Method("mine", trees.chain(1), plan))
+    method = decoding.Method("mine", trees.chain(1), transport.get("maximal"), _late)
+    with pytest.raises(AssertionError, match="method 'mine': at temperature 0 it does not emit the target's likeliest"):
+        testing.check_greedy(method, 0)
+
+
+def test_a_right_method_passes(monkeypatch):
+    monkeypatch.setattr(checks, "GENERATIONS", 20_000)
+    testing.check_method(decoding.get_method("baseline"))
+
+
+def _changed(result, **change):
+    return dataclasses.replace(result, **{name: of(getattr(result, name)) for name, of in change.items()})
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "message"),
+    [
+        (
+            testing.check_rows,
+            {"target_calls": lambda calls: calls + calls.max()},
+            r"a row depends on its neighbours or its place: target_calls of the same key and prompt is \d+ in row \d+ of",
+        ),
+        (testing.check_counters, {"lengths": lambda ends: ends - 1}, "emitted_per_call does not add up to the new tokens"),
+        (testing.check_counters, {"target_calls": lambda calls: calls * 2}, "emitted_per_call does not add up to target_ca"),
+        (testing.check_counters, {"tokens": lambda tokens: tokens | 1}, "tokens are behind the end"),
+        (testing.check_counters, {"tokens": lambda tokens: tokens * 0}, "the prompt has changed"),
+        (
+            testing.check_counters,
+            {"emitted_per_call": lambda calls: calls + np.array([1, 0]), "target_calls": lambda calls: calls + 1},
+            r"a call emits no token \(4000 of 4000 texts\): text \[",
+        ),
+    ],
+    ids=["calls by place", "lengths", "target_calls", "behind the end", "the prompt", "an empty call"],
+)
+def test_what_is_wrong_with_texts_is_said(monkeypatch, check, change, message):
+    texts = checks._texts
+    monkeypatch.setattr(checks, "_texts", lambda *args: _changed(jax.tree.map(np.asarray, texts(*args)), **change))
+    with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
+        check(decoding.get_method("baseline"))
+
+
+def test_a_method_that_is_never_equal_to_itself_is_told():
+    def build():
+        return decoding.Method("mine", trees.none(), transport.get("maximal"), functools.partial(selection.select))
+
+    with pytest.raises(
+        AssertionError, match=r"method 'mine': the second call compiled \d+ programs; build the method of parts"
+    ):
+        testing.check_compilations(build(), build())
+
+
+def test_a_registered_method_is_known_by_its_name():
+    _lazy()
+
+    def factory(*, draft_length=4, w=0.5):
+        return decoding.Method("lazy", trees.chain(draft_length), transport.get("lazy", w=w))
+
+    decoding.register("lazy", factory)
+    assert decoding.get_method("lazy", w=0.25).plan == transport.get("lazy", w=0.25)
+    with pytest.raises(UserError, match="method 'lazy' has no option 'gamma'; it has draft_length, w"):
+        decoding.get_method("lazy", gamma=1.0)
+    with pytest.raises(UserError, match="plan 'lazy' has no option 'gamma'; it has w"):
+        transport.get("lazy", gamma=1.0)
+
+
+KSEQ = transport.PLANS["kseq"]
+
+
+@pytest.mark.parametrize(
+    ("name", "functions", "message"),
+    [
+        ("kseq", {}, "plan 'kseq' is there already; choose another name"),
+        ("mine", {"law": None}, "plan 'mine' has no function 'law'; give select, law and acceptance"),
+        ("mine", {"DRAFTS": "race_"}, "unknown rule DRAFTS of plan 'mine', 'race_'; did you mean 'race'"),
+    ],
+)
+def test_plans_that_cannot_be_registered(name, functions, message):
+    plan = {"select": KSEQ.select, "law": KSEQ.law, "acceptance": KSEQ.acceptance, **functions}
+    with pytest.raises(UserError, match=message):
+        transport.register(name, types.SimpleNamespace(**plan))
+    assert "mine" not in transport.PLANS
+
+
+def test_methods_that_cannot_be_registered():
+    with pytest.raises(UserError, match="method 'otm' is there already; choose another name"):
+        decoding.register("otm", decoding.METHODS["otm"])
+    with pytest.raises(
+        UserError, match=r"the factory of method 'mine' is Method\(.*; give a function of options that returns a"
+    ):
+        decoding.register("mine", decoding.get_method("baseline"))
+
+
+def test_each_rule_can_be_drafted():
+    assert set(transport.RULES) == set(drafting.RULES)
