@@ -12,15 +12,15 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from spectr_jax import transport
+from spectr_jax import cli, transport
 from spectr_jax.experiments import report
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.transport.base import draw
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/select", "Where the table goes: Markdown and JSON.")
-_ROUNDS = flags.DEFINE_integer("rounds", 25, "Timed rounds.")
+_ROUNDS = flags.DEFINE_integer("rounds", 25, "Timed rounds.", lower_bound=1)
 
 VOCABULARIES, DRAFTS, BATCH = (1024, 8192, 32768, 262144), (2, 4, 8), 16
 PLANS = ("maximal", "naive", "kseq", "kseq_gamma", "recursive", "spectr+", "spectr++", "otm")
@@ -63,7 +63,7 @@ def measure(functions, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def main(_):
+def main():
     rows, cells = [], []
     for V in VOCABULARIES:
         for batch in (1, BATCH) if V <= 32768 else (1,):
@@ -94,4 +94,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main, output=_WORKDIR)

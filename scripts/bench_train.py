@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 from absl import flags
 
@@ -26,6 +27,7 @@ from spectr_jax.experiments.loading import EMBEDDED
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.models.transformer import LADDER, TransformerConfig
 from spectr_jax.training import throughput
+from spectr_jax.training.preparation import check_train_config
 from spectr_jax.training.programs import make_programs
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/training", "Where the table goes: Markdown and JSON.")
@@ -37,17 +39,22 @@ _TOKENIZER = flags.DEFINE_string(
     "tokenizer", str(EMBEDDED / "tokenizer.model"), "A SentencePiece model of the ladder's size."
 )
 _REMAT = flags.DEFINE_bool("remat", False, "Compute activations anew in the backward pass.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.")
-_SECONDS = flags.DEFINE_float("seconds", 4.0, "About as long a size is timed in a round; at least two steps.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
+_SECONDS = flags.DEFINE_float(
+    "seconds", 4.0, "About as long a size is timed in a round; at least two steps.", lower_bound=0.0
+)
 _FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that share one copy of the parameters.")
 
 
 def main():
-    if len(_BATCHES.value) != len(LADDER) or not all(size.isdigit() for size in _BATCHES.value):
+    if len(_BATCHES.value) != len(LADDER) or not all(size.isdigit() and int(size) for size in _BATCHES.value):
         raise UserError(f"--batch_sizes={','.join(_BATCHES.value)} is not one number for each of {', '.join(LADDER)}")
+    for config in configs():
+        check_train_config(config)
+    mesh = sharding.make_mesh(_FSDP.value)
     sentences, tokenizer = open_sentences(_DATA.value), Tokenizer(_TOKENIZER.value)
     pipeline = pipeline_tokens_per_second(sentences, tokenizer)
-    rows = step_rows(sentences, tokenizer)
+    rows = step_rows(sentences, tokenizer, mesh)
     for row in rows:
         row["pipeline_to_need"] = pipeline / row["tokens_per_second"]
     made = report.provenance()
@@ -72,15 +79,22 @@ def pipeline_tokens_per_second(sentences, tokenizer: Tokenizer, batch: int = 256
     return tokens / seconds
 
 
-def step_rows(sentences, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    mesh = sharding.make_mesh(_FSDP.value)
-    runs: dict[str, tuple[Callable[[int], float], int, int]] = {}
+def configs() -> list[ml_collections.ConfigDict]:
+    """Of the sizes of the ladder."""
+    found = []
     for name, size in zip(LADDER, map(int, _BATCHES.value), strict=True):
         config = train_config(name)
         config.update({"batch_size": size, "remat": _REMAT.value, "mesh": {"fsdp": _FSDP.value}})
         config.model.dtype = _DTYPE.value
         config.optimizer.name = _OPTIMIZER.value
-        iterator = iter(training_batches(sentences, tokenizer, batch=size, length=config.model.context, seed=0))
+        found.append(config)
+    return found
+
+
+def step_rows(sentences, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> list[dict[str, Any]]:
+    runs: dict[str, tuple[Callable[[int], float], int, int]] = {}
+    for name, config in zip(LADDER, configs(), strict=True):
+        iterator = iter(training_batches(sentences, tokenizer, batch=config.batch_size, length=config.model.context, seed=0))
         batch = next(iterator)
         iterator.close()
         steps_in = timed_steps(make_programs(config, mesh), sharding.put_rows(mesh, batch))
@@ -153,4 +167,4 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output=_WORKDIR)

@@ -28,17 +28,20 @@ from spectr_jax import cli, sharding
 from spectr_jax.config import lm1b_config
 from spectr_jax.data.batches import PACKING_BINS
 from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.errors import UserError
 from spectr_jax.files import write_json
 from spectr_jax.models.weights import named_leaves
 from spectr_jax.training import loop
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/chaos", "Where the two runs go; emptied first.")
-_KILLS = flags.DEFINE_integer("kills", 20, "How often the run is killed.")
+_KILLS = flags.DEFINE_integer("kills", 20, "How often the run is killed.", lower_bound=0)
 _STEPS = flags.DEFINE_integer("steps", 400, "Of each run.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
 _RUN = flags.DEFINE_string("run", "", "Used by the script itself: train in this folder and record the batches.")
 
 SENTENCES, STREAMS, ROWS = 2_400, 2, 8
+MARGIN = 5
+"""Steps at the start and at the end in which the run is not killed."""
 STARTING = 0.3
 """The share of kills that fall into the start."""
 WORDS = "draft target token law plan tree chain model accepts emits every some large small of the".split()  # noqa: SIM905
@@ -49,6 +52,10 @@ def main():
     if _RUN.value:
         train_and_record(folder, pathlib.Path(_RUN.value))
         return
+    if _STEPS.value < _KILLS.value + 2 * MARGIN:
+        raise UserError(
+            f"--steps={_STEPS.value} is too few for --kills={_KILLS.value}; give {_KILLS.value + 2 * MARGIN} or more"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_corpus(folder)
@@ -70,7 +77,7 @@ def main():
 def kill_moments() -> list[tuple[str, float]]:
     """In order: so many seconds after the start, or soon after a step."""
     rng = random.Random(_SEED.value)
-    steps = sorted(rng.sample(range(5, _STEPS.value - 5), _KILLS.value))
+    steps = sorted(rng.sample(range(MARGIN, _STEPS.value - MARGIN), _KILLS.value))
     return [("seconds", rng.uniform(0, 6)) if rng.random() < STARTING else ("step", step) for step in steps]
 
 
@@ -200,4 +207,4 @@ def check_sentences(workdir: pathlib.Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output=_WORKDIR)

@@ -297,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output=_WORKDIR)

@@ -1,17 +1,37 @@
-"""What the entry points share: flags in, one line on stderr and exit status 2 for bad input."""
+"""What the entry points share: flags in and their help, one line on stderr and exit status 2 for bad input."""
 
 import os
 import pathlib
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from absl import app, flags, logging
 
-from spectr_jax.errors import Interrupted, UserError
+from spectr_jax.errors import Interrupted, UserError, explain, unknown
 
+BAD_INPUT = 2
+"""Exit status of a program that told the user, in one line, what to do."""
 INTERRUPTED = 75
 """Exit status of a run that was stopped and saved: "try again" (EX_TEMPFAIL in sysexits.h)."""
+CTRL_C = 130
+"""Exit status of a program that Ctrl-C ended: 128 + SIGINT, as shells have it."""
+
+_VERBOSE = flags.DEFINE_bool("verbose", False, "Print the traceback of an error too, above its line.")
+
+_CONFIG_HELP = """\
+Any field of the config can be set with --config.FIELD=VALUE, such as
+--config.batch_size=64. spectr_jax/config.py lists the fields with their defaults,
+and configs/ has configs to begin with."""
+_STATUS_HELP = f"""\
+Exit status:
+  0    done
+  {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
+  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command goes on
+  {CTRL_C}  stopped by Ctrl-C
+  1    a bug: please report its traceback"""
 
 
 def define_process_flags() -> None:
@@ -22,24 +42,37 @@ def define_process_flags() -> None:
     flags.DEFINE_bool("distributed", False, "Ask the environment for these three: on TPU pods, Slurm, Open MPI.")
 
 
-def run(main: Callable[[], None]) -> None:
-    """Parses the flags and runs `main`; an error of the user's is one line, without a traceback."""
+def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> None:
+    """Parses the flags and runs `main`; an error of the user's is one line, without a traceback (`errors.explain`).
+
+    Args:
+      main: takes nothing; raises `UserError` for bad input, `Interrupted` once a stopped run is saved.
+      output: the flag that names the folder to write to, if any; it is checked before anything takes long.
+    """
 
     def guarded(_):
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
         distributed = _process_flags()
+        alone = distributed is None
         try:
+            if output is not None:
+                _check_output(output)
             if distributed is not None:
                 from spectr_jax import hosts
 
                 hosts.connect(**distributed)
             _keep_programs()
             main()
-        except UserError as error:
-            _exit(str(error), at_once=distributed is not None)
         except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
+        except KeyboardInterrupt as error:
+            _exit("interrupted; give the same command again to go on", error, CTRL_C, at_once=not alone)
+        except Exception as error:
+            line = explain(error, None if output is None else output.value)
+            if line is None:
+                raise
+            _exit(f"error: {line}", error, at_once=not alone)
 
     app.run(guarded, flags_parser=_parse)
 
@@ -56,6 +89,18 @@ def _process_flags() -> dict | None:
     return found if flags.FLAGS.distributed or any(value is not None for value in found.values()) else None
 
 
+def _check_output(flag: flags.FlagHolder) -> None:
+    """Raises `UserError` unless there is such a folder that can be written to, or it can be made."""
+    if not flag.value:
+        raise UserError(f"--{flag.name} is empty; name a folder")
+    path = pathlib.Path(flag.value)
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        raise UserError(f"--{flag.name}={flag.value}: {str(nearest)!r} is not a folder; choose another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"--{flag.name}={flag.value}: {str(nearest)!r} cannot be written to; choose another folder")
+
+
 def _keep_programs() -> None:
     """Keeps compiled programs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
     import jax
@@ -67,30 +112,105 @@ def _keep_programs() -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
+    flags.DEFINE_flag(_HelpFlag())
     try:
         left = flags.FLAGS(argv)
+        _refuse(left[1:])
         if "config" in flags.FLAGS and flags.FLAGS.config is not None:
-            flags.FLAGS.config.keys()  # A config file that failed to load says so only when it is used.
+            _check_config(flags.FLAGS.config)
         return left
-    except (flags.Error, AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        _exit(_reason(error))
+    except SystemExit:  # Help of absl's own, such as --helpfull, which would end with 1.
+        sys.exit(0)
+    except Exception as error:  # A config file may raise anything.
+        _exit(f"error: {_reason(error, argv)}", error)
 
 
-def _reason(error: BaseException) -> str:
-    """The line that helps, of what absl and ml_collections raise for a flag or a config file."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+def _refuse(arguments: list[str]) -> None:
+    """Raises `UserError` if there are arguments that no flag has taken."""
+    if arguments:
+        first = arguments[0]
+        hint = f"did you mean --config={first}? " if "config" in flags.FLAGS and ".py" in first else ""
+        raise UserError(f"unexpected argument {' '.join(arguments)!r}; {hint}give values as --FLAG=VALUE, see --help")
+
+
+def _check_config(config) -> None:
+    """Raises if the config file could not be loaded, which ml_collections tells only when a field is asked for."""
+    if not hasattr(config, "keys"):
+        raise UserError(f"get_config() of the config file returns {config!r}; return a config of spectr_jax/config.py")
+
+
+def _reason(error: Exception, argv: list[str]) -> str:
+    """The line that helps, of what absl, ml_collections or a config file raises."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, UserError):
+        return text
     told = next((line for line in lines if "UserError: " in line), None)
     if told:  # Raised in a config file: ml_collections quotes the whole traceback.
         return told.split("UserError: ", 1)[1]
-    if isinstance(error, AttributeError | KeyError):
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return str(unknown("flag", f"--{error.flagname}", [f"--{flag.name}" for flag in _listed_flags()]))
+    missing = re.findall(r"Flag (--\w+) must have a value", text)
+    if missing:
+        try:
+            _refuse(_left(argv))  # More likely the cause than another error.
+        except UserError as unexpected:
+            return str(unexpected)
+        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help"
+    if isinstance(error, flags.Error):
+        return f"{lines[0].rstrip('.')}; see --help"
+    if isinstance(error, AttributeError | KeyError) and "get_config" not in text:
         return f"unknown config field {lines[0].strip(chr(34))}; the fields are listed in spectr_jax/config.py"
     if isinstance(error, OSError):
         return f"the config file cannot be loaded: {lines[-1]}; check the path"
-    return f"{lines[0]}; see --help"
+    return f"the config file fails: {type(error).__name__}: {lines[0]}; mend it (--verbose shows where)"
 
 
-def _exit(message: str, at_once: bool = False) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+def _left(argv: list[str]) -> list[str]:
+    """The arguments that no flag takes, where a required flag is missing."""
+    for name in flags.FLAGS:
+        flags.FLAGS[name].validators.clear()
+    return flags.FLAGS(argv)[1:]
+
+
+def _exit(line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False) -> NoReturn:
+    if flags.FLAGS["verbose"].value or "--verbose" in sys.argv:  # It may stand behind a flag that was not parsed.
+        traceback.print_exception(error)
+    print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
     if at_once:  # JAX would wait at exit for the other processes, which wait for this one.
-        os._exit(2)
-    sys.exit(2)
+        os._exit(status)
+    sys.exit(status)
+
+
+class _HelpFlag(flags.BooleanFlag):
+    """--help, in the place of absl's, which leaves out the flags of this module and ends with status 1."""
+
+    def __init__(self):
+        super().__init__("help", False, "Print this and end.", short_name="?", allow_override=True)
+
+    def parse(self, argument):
+        if self._parse(argument):
+            print(_help())
+            sys.exit(0)
+
+
+def _help() -> str:
+    parts = [(sys.modules["__main__"].__doc__ or "").strip(), "Flags:\n" + "\n".join(map(_described, _listed_flags()))]
+    if "config" in flags.FLAGS:
+        parts.append(_CONFIG_HELP)
+    return "\n\n".join([*parts, _STATUS_HELP])
+
+
+def _listed_flags() -> list[flags.Flag]:
+    """The flags of the program, in their order, and those of this module."""
+    found = [flag for module in (sys.argv[0], __name__) for flag in flags.FLAGS.get_flags_for_module(module)]
+    return [flag for flag in found if "." not in flag.name]  # Fields of a config that are set become flags as well.
+
+
+def _described(flag: flags.Flag) -> str:
+    note = ""
+    if any("other than None" in validator.message for validator in flag.validators):
+        note = " (required)"
+    elif flag.default is not False and (default := (flag.default_as_str or "").strip("'")):
+        note = f" (default: {default})"
+    return flags.text_wrap(f"--{flag.name}: {flag.help}{note}", indent="      ", firstline_indent="  ")

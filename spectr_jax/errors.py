@@ -1,7 +1,14 @@
 """What ends a program early: an error of the user's, or a signal."""
 
 import difflib
+import errno
+import pathlib
 from collections.abc import Iterable
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+_REFUSED = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
 
 
 class UserError(ValueError):
@@ -18,3 +25,30 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
+
+
+def explain(error: BaseException, output: str | None = None) -> str | None:
+    """Returns the line that tells the user what to do; None if the error is a bug of ours.
+
+    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not find, and what a file system
+    says of a path, of rights or of a full disk. A file that is not there is the user's only in the folder `output`, which
+    somebody may have removed: all other files are looked for before they are read.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    reason = next(iter(str(error).splitlines()), "")[:200]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+        return (
+            f"out of memory ({reason or 'of this machine'}); give it less at once: a smaller batch_size, or smaller models"
+        )
+    if isinstance(error, RuntimeError) and reason.startswith("Unable to initialize backend"):
+        return f"JAX does not find its device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
+    if not isinstance(error, OSError):
+        return None
+    path = str(error.filename or "a file")
+    if error.errno in _FULL:
+        return f"{path!r} cannot be written ({error.strerror}); make room, and give the same command again"
+    gone = error.errno == errno.ENOENT and output is not None and pathlib.Path(output) in pathlib.Path(path).parents
+    if gone or error.errno in _REFUSED:
+        return f"{path!r} cannot be used ({error.strerror}); choose another path, or change the rights of this one"
+    return None

@@ -1,4 +1,9 @@
-"""Regenerates the paper's tables: `python -m spectr_jax.eval --config=configs/demo.py --workdir=results/demo`."""
+"""Regenerates the papers' tables: the config says which.
+
+    python -m spectr_jax.eval --config=configs/demo.py --workdir=results/demo
+
+A table that was stopped goes on behind the rows that it has when the same command is given again.
+"""
 
 import pathlib
 
@@ -8,7 +13,7 @@ from ml_collections import config_flags
 from spectr_jax import cli
 from spectr_jax.errors import UserError, unknown
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config; fields: spectr_jax/config.py.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config, such as configs/demo.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)
 
 
@@ -30,4 +35,4 @@ def main():
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
     cli.define_process_flags()
-    cli.run(main)
+    cli.run(main, output=_WORKDIR)

@@ -1,4 +1,10 @@
-"""Regenerates the papers' figures on acceptance: `python -m spectr_jax.figures --workdir=results/figures`."""
+"""Regenerates the papers' figures on acceptance.
+
+    python -m spectr_jax.figures --workdir=results/figures
+    python -m spectr_jax.figures --only=spectr_figure_5 --prompt='The weather in May is' --workdir=runs/figures
+
+Each is a picture, and a JSON file with its curves and points.
+"""
 
 import pathlib
 
@@ -24,4 +30,4 @@ def main():
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output=_WORKDIR)

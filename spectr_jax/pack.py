@@ -1,7 +1,8 @@
 """Tokenises and packs a corpus once, for trainings that would wait for text.
 
-python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
-python -m spectr_jax.train --config=... --config.data.train=packed:packed
+    python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
+
+Then train with --config.data.train=packed:packed.
 """
 
 import pathlib
@@ -13,8 +14,8 @@ from spectr_jax import cli
 _DATA = flags.DEFINE_string("data", None, "A corpus: tfds:DATASET:SPLIT, a text file, a folder or a glob.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The folder that gets shards, index and tokenizer.model.", required=True)
 _TOKENIZER = flags.DEFINE_string("tokenizer", "", "A SentencePiece model; trained on the corpus if it is not there.")
-_VOCABULARY = flags.DEFINE_integer("vocab_size", 8_192, "Pieces, where one is trained.")
-_SENTENCES = flags.DEFINE_integer("tokenizer_sentences", 250_000, "To train it on.")
+_VOCABULARY = flags.DEFINE_integer("vocab_size", 8_192, "Pieces, where one is trained.", lower_bound=1)
+_SENTENCES = flags.DEFINE_integer("tokenizer_sentences", 250_000, "To train it on.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row: the context of the models.", lower_bound=2)
 _COMPRESS = flags.DEFINE_bool("compress", False, "Write .xz, to be carried to another machine.")
 _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
@@ -44,4 +45,4 @@ def main():
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output=_OUT)

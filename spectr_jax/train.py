@@ -1,4 +1,9 @@
-"""Trains one model: `python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m`."""
+"""Trains one model.
+
+    python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m
+
+A run that was stopped goes on from its newest checkpoint when the same command is given again.
+"""
 
 import pathlib
 
@@ -7,7 +12,7 @@ from ml_collections import config_flags
 
 from spectr_jax import cli
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A training config; fields: spectr_jax/config.py.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A training config, such as configs/lm1b/draft_6m.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to go on with it.", required=True)
 
 
@@ -23,4 +28,4 @@ def main():
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
     cli.define_process_flags()
-    cli.run(main)
+    cli.run(main, output=_WORKDIR)

@@ -1,38 +1,68 @@
-"""Bad input at the command line: one line on stderr, exit status 2, nothing written."""
+"""Every entry point at the command line: bad input ends in one line on stderr, and help says all.
 
+Programs run in processes forked from one that has imported JAX (`fork_server.py`), and one as `python -m`, which takes
+seconds. A case of a new entry point is a line in `CASES`; a new entry point itself, one in `PROGRAMS` too.
+"""
+
+import collections
+import errno
+import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from spectr_jax.errors import UserError, explain
 
-TRAIN, EVAL = ("spectr_jax.train", "--config=configs/embedded.py"), ("spectr_jax.eval", "--config=configs/demo.py")
-TREES = ("spectr_jax.eval", "--config=configs/trees.py")
-FIGURES = ("spectr_jax.figures",)
+pytestmark = pytest.mark.xdist_group("entry_points")  # One server.
+
+ROOT = pathlib.Path(__file__).parents[1]
+IMPORTED_BY_THE_SERVER = (
+    *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.last_words", "spectr_jax.training.loop"),
+    *(f"spectr_jax.experiments.{name}" for name in ("auto", "figures", "latency", "quality", "tokens_per_call", "trees")),
+)
+
+PROGRAMS = {  # What each needs to be given, beside the folder that it writes to.
+    "spectr_jax.train": ("workdir", "--config=configs/embedded.py"),
+    "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
+    "spectr_jax.figures": ("workdir",),
+    "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
+    "spectr_jax.export": ("out", "--workdir=/nowhere"),
+    "scripts/bench_select.py": ("workdir",),
+    "scripts/bench_train.py": ("workdir",),
+    "scripts/chaos.py": ("workdir",),
+    "scripts/compare_peers.py": ("workdir",),
+    "scripts/prepare_lm1b.py": ("data_dir",),
+}
+TRAIN, EVAL, FIGURES, PACK, EXPORT, SELECT, STEPS, CHAOS, PEERS, LM1B = PROGRAMS
+TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
+
 CASES = [
     (TRAIN, "--config.learning_rat=1", "unknown config field 'learning_rat'"),
     (TRAIN, "--config.steps=many", "flag --config.steps=many"),
+    (TRAIN, "--config.model=3", "Failed to parse '3' as a ConfigDict"),
     (TRAIN, "--config.data.train=/nowhere/*.xz", "no text file matches '/nowhere/*.xz'"),
+    (TRAIN, "--config.data.train=", "no text file matches ''; give a file, a folder"),
+    (TRAIN, "--config.data.train=packed:/nowhere", "'/nowhere' is not a packed corpus that can be read"),
     (TRAIN, "--config.early_exit.layer=2", "early_exit.layer=2 is not one of the layers 1..1 before the last"),
     (TRAIN, "--config.batch_size=0", "config field 'batch_size' is 0; give at least 1"),
-    (
-        ("spectr_jax.train", "--config=configs/embedded.py:draft_7m"),
-        "",
-        "unknown model of this ladder 'draft_7m'; did you mean 'draft_6m'?",
-    ),
-    (("spectr_jax.train", "--config=configs/none.py"), "", "the config file cannot be loaded"),
-    (("spectr_jax.train",), "", "Flag --config must have a value"),
+    (TRAIN, "--config.optimizer.name=sgd", "unknown optimizer.name 'sgd'; known: adamw, muon"),
+    (TRAIN, "--config.optimizer.learning_rate=-1.0", "optimizer.learning_rate=-1.0 is negative; give at least 0"),
+    (TRAIN, "--config.optimizer.b1=1.5", "optimizer.b1=1.5 is not in [0, 1)"),
+    (TRAIN, "--config.seed=-1", "seed=-1 is negative; give at least 0"),
+    (TRAIN, "--config=configs/embedded.py:draft_7m", "unknown model of this ladder 'draft_7m'; did you mean 'draft_6m'?"),
+    (TRAIN, "--config=configs/none.py", "the config file cannot be loaded"),
+    (TRAIN, "--config=configs/demo.py", "unknown config field 'draft_lengths'; known: accumulate, batch_size"),
+    (TRAIN, "--config=README.md", "the config file fails: SyntaxError"),
+    (TRAIN, "--config=spectr_jax/errors.py", "the config file fails: AttributeError: module"),
+    (TRAIN, "--coordinator=localhost:1234", "--processes is missing; give --coordinator, --processes and --process_id"),
     (
         TRAIN,
-        "--coordinator=localhost:1234",
-        "--processes is missing; give --coordinator, --processes and --process_id together",
-    ),
-    (
-        (*TRAIN, "--coordinator=localhost:1234", "--processes=2"),
-        "--process_id=2",
-        "--process_id=2 is not in 0..1; each of --processes=2 has its own",
+        "--coordinator=localhost:1 --processes=2 --process_id=2",
+        "--process_id=2 is not in 0..1; each of --processes=2",
     ),
     (TRAIN, "--distributed", "no other processes were found in the environment (TPU pod, Slurm, Open MPI)"),
     (EVAL, "--config.methods=('spectre',)", "unknown method 'spectre'; did you mean 'spectr'?"),
@@ -44,25 +74,238 @@ CASES = [
     (EVAL, "--config.num_prompts=5000", "has 257 prompts, num_prompts is 5000; lower it"),
     (EVAL, "--config.temperature=-1.0", "temperature=-1.0 is not a finite number of at least 0"),
     (EVAL, "--config.experiment=tree", "unknown experiment 'tree'; did you mean 'trees'?"),
-    (TREES, "--config.extra_trees=('4;2',)", "tree '4;2' is not known; give the children of each level"),
-    (TREES, "--config.exit_layer=2", "exit_layer=2 of a target of 2 layers; give fewer, or 0"),
+    (EVAL, "--config=configs/embedded.py", "unknown experiment 'none'; known: auto"),
+    (EVAL, f"{TREES} --config.extra_trees=('4;2',)", "tree '4;2' is not known; give the children of each level"),
+    (EVAL, f"{TREES} --config.exit_layer=2", "exit_layer=2 of a target of 2 layers; give fewer, or 0"),
+    (EVAL, f"{LATENCY} --config.runs=0", "config field 'runs' is 0; give at least 1"),
+    (EVAL, f"{QUALITY} --config.heldout=/nowhere", "no text file matches '/nowhere'"),
+    (EVAL, f"{AUTO} --config.methods=('x',)", "methods has 'x', which has no prediction"),
     (FIGURES, "--only=spectr_figure_4", "unknown figure 'spectr_figure_4'; did you mean"),
     (FIGURES, "--draws=0", "--draws=0 is less than 1; give at least 1"),
     (FIGURES, "--pairs=many", "flag --pairs=many"),
+    (FIGURES, "spectr_figure_5", "unexpected argument 'spectr_figure_5'; give values as --FLAG=VALUE"),
+    (PACK, "--data=/nowhere", "no text file matches '/nowhere'"),
+    (PACK, "--data=packed:x", "'packed:x' is packed for training, and text is needed here"),
+    (PACK, "--data=spectr_jax/embedded/draft_2m.safetensors", "is not UTF-8 text"),
+    (PACK, "--vocab_size=100000", "no vocabulary of 100000 pieces can be trained"),
+    (PACK, "--vocab_size=0", "flag --vocab_size=0: 0 is not a positive integer"),
+    (PACK, "--tokenizer=README.md", "'README.md' is not a SentencePiece model"),
+    (PACK, "--length=1", "flag --length=1: 1 is not integer >= 2"),
+    (PACK, "--compress true", "unexpected argument 'true'"),
+    (EXPORT, "--workdir=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
+    (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
+    (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
+    (SELECT, "--rounds=0", "flag --rounds=0: 0 is not a positive integer"),
+    (STEPS, "--batch_sizes=0,1,1,1", "--batch_sizes=0,1,1,1 is not one number for each of draft_2m"),
+    (STEPS, "--dtype=half", "model.dtype='half' is not known"),
+    (CHAOS, "--kills=50 --steps=20", "--steps=20 is too few for --kills=50; give 60 or more"),
+    (PEERS, "--trees=x", "tree 'x' is not known"),
+    (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
+    (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
 ]
 
-
-@pytest.mark.parametrize(("command", "flag", "message"), CASES, ids=lambda value: value if isinstance(value, str) else None)
-def test_one_line_and_status_2(command, flag, message, tmp_path):
-    arguments = [*command, *([flag] if flag else []), f"--workdir={tmp_path / 'workdir'}"]
-    result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
-    lines = result.stderr.strip().splitlines()
-    assert result.returncode == 2, result.stderr
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
-    written = [path for path in (tmp_path / "workdir").rglob("*") if path.is_file()]
-    assert not written
+Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])
 
 
-def test_help_needs_no_jax():
-    result = subprocess.run([sys.executable, "-m", "spectr_jax.eval", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert "--workdir" in result.stdout + result.stderr
+@pytest.fixture(scope="module")
+def server():
+    command = [sys.executable, str(ROOT / "tests/fork_server.py"), *IMPORTED_BY_THE_SERVER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # A process that forks must have one thread.
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """Runs a program in the root of the repository: its exit status and output."""
+
+    def run_program(program, *arguments, environment=None):
+        files = {name: str(tmp_path / f"{name}.txt") for name in ("stdout", "stderr")}
+        request = {"program": str(program), "arguments": arguments, "environment": environment or {}, **files}
+        print(json.dumps(request), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        return Ended(status, *(pathlib.Path(file).read_text() for file in files.values()))
+
+    return run_program
+
+
+def arguments_of(program, flags, tmp_path):
+    """What the program needs, unless `flags` give it, with a folder to write to, and `flags`."""
+    folder, *needed = PROGRAMS[program]
+    needed = [flag for flag in needed if flag.split("=")[0] + "=" not in flags]
+    return [*needed, f"--{folder}={tmp_path / 'written'}", *flags.split()]
+
+
+def check_one_line(ended, message):
+    lines = ended.stderr.strip().splitlines()
+    assert ended.status == 2, ended
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], ended.stderr
+
+
+def nothing_written(tmp_path):
+    return not [path for path in (tmp_path / "written").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("program", "flags", "message"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
+def test_one_line_and_status_2(run, tmp_path, program, flags, message):
+    check_one_line(run(program, *arguments_of(program, flags, tmp_path)), message)
+    assert nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_unknown_flags_arguments_and_folders(run, tmp_path, program):
+    """What every entry point refuses in the same words; the one for TensorFlow's environment has argparse's."""
+    folder, *needed = PROGRAMS[program]
+    ours = program != LM1B
+    ended = run(program, *arguments_of(program, f"--{folder[:-1]}=x", tmp_path))
+    check_one_line(
+        ended, f"unknown flag '--{folder[:-1]}'; did you mean '--{folder}'?" if ours else "unrecognized arguments"
+    )
+    ended = run(program, "extra", *arguments_of(program, "", tmp_path))
+    check_one_line(ended, "unexpected argument 'extra'" if ours else "unrecognized arguments: extra")
+    file = tmp_path / "file"
+    file.touch()
+    ended = run(program, *needed, f"--{folder}={file}")
+    check_one_line(ended, f"{str(file)!r} is not a folder; choose another" if ours else "Not a directory")
+    if ours:
+        check_one_line(run(program, *needed, f"--{folder}="), f"--{folder} is empty; name a folder")
+    assert nothing_written(tmp_path)
+
+
+def test_what_is_missing(run):
+    check_one_line(run(TRAIN), "--workdir and --config are missing; see --help")
+    check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
+    ended = run(TRAIN, "configs/embedded.py")  # The likely cause is told before what follows from it.
+    check_one_line(ended, "unexpected argument 'configs/embedded.py'; did you mean --config=configs/embedded.py?")
+
+
+@pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])
+def test_verbose_has_no_abbreviations(run, tmp_path, flag):
+    """`-v` is the short form of absl's --verbosity, which wants a number."""
+    ended = run(FIGURES, *arguments_of(FIGURES, flag, tmp_path))
+    check_one_line(ended, "Missing value for flag --v" if flag == "--v" else f"unknown flag '{flag.split('=')[0]}'")
+
+
+def test_verbose_shows_the_traceback(run, tmp_path):
+    cases = (("--config.batch_size=0", "config field 'batch_size' is 0"), ("--nonsense", "unknown flag '--nonsense'"))
+    for flags, message in cases:
+        ended = run(TRAIN, *arguments_of(TRAIN, f"{flags} --verbose", tmp_path))
+        lines = ended.stderr.strip().splitlines()
+        assert ended.status == 2 and lines[0].startswith("Traceback (most recent call last):")
+        assert lines[-1].startswith("error: ") and message in lines[-1]
+
+
+PROGRAM = '''"""A program."""
+import os, signal
+from absl import flags
+from spectr_jax import cli
+from spectr_jax.errors import Interrupted, UserError
+OUT = flags.DEFINE_string("out", "out", "Where.")
+def main():
+    {body}
+cli.run(main, output=OUT)
+'''
+
+
+@pytest.fixture
+def run_body(run, tmp_path):
+    """Runs a program whose `main` is one line, with a folder of its own to write to."""
+
+    def run_program(body, **kwargs):
+        (tmp_path / "program.py").write_text(PROGRAM.format(body=body))
+        return run(tmp_path / "program.py", f"--out={tmp_path / 'written'}", **kwargs)
+
+    return run_program
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise UserError('two\\nlines; fix them')", "error: two lines; fix them"),
+        ("open('/dev/full', 'w', buffering=1).write('\\n')", "error: 'a file' cannot be written (No space left on device)"),
+        ("open('/etc/passwd/x', 'w')", "error: '/etc/passwd/x' cannot be used (Not a directory); choose another path"),
+        ("os.mkdir('/etc')", "error: '/etc' cannot be used (File exists)"),
+        ("open(OUT.value + '/gone', 'w')", "/written/gone' cannot be used (No such file or directory)"),
+        ("bytearray(2**60)", "error: out of memory (of this machine); give it less at once: a smaller batch_size"),
+    ],
+)
+def test_errors_of_the_users(run_body, body, message):
+    check_one_line(run_body(body), message)
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "open('no/such/file')", "{}['name']", "raise ConnectionError('gone')"])
+def test_a_bug_shows_its_traceback(run_body, body):
+    ended = run_body(body)
+    assert ended.status == 1 and "Traceback (most recent call last):" in ended.stderr and "error: " not in ended.stderr
+
+
+def test_help_has_defaults(run):
+    text = run(FIGURES, "--help").stdout
+    assert "--draws: Choices behind each measured point. (default: 20000)" in text
+    assert "--seed: Of the random pairs and of the measured points. (default: 0)" in text
+    assert "all if none is given.\n" in text and "above its line.\n" in text  # None, and a flag that is off.
+
+
+def test_ways_to_end(run_body):
+    assert run_body("print('done')") == Ended(0, "done\n", "")
+    assert run_body("raise Interrupted('saved')") == Ended(75, "", "saved\n")
+    stopped = run_body("os.kill(os.getpid(), signal.SIGINT)")
+    assert stopped == Ended(130, "", "interrupted; give the same command again to go on\n")
+
+
+def test_whose_error():
+    """What cannot be had in a test: a device that is full or not there, rights that root does not lack."""
+    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore"
+    assert explain(RuntimeError(full)).startswith("out of memory (RESOURCE_EXHAUSTED: Out of memory while")
+    assert "JAX_PLATFORMS" in explain(RuntimeError("Unable to initialize backend 'cuda': nothing"))
+    assert explain(PermissionError(errno.EACCES, "Permission denied", "runs/x")) == (
+        "'runs/x' cannot be used (Permission denied); choose another path, or change the rights of this one"
+    )
+    assert explain(FileNotFoundError(errno.ENOENT, "No such file", "runs/x/y"), output="runs/x").startswith(
+        "'runs/x/y' cannot"
+    )
+    for bug in (
+        FileNotFoundError(errno.ENOENT, "No such file", "runs/z"),
+        OSError("own"),
+        ValueError("bad"),
+        RuntimeError("x"),
+    ):
+        assert explain(bug, output="runs/x") is None
+    assert explain(UserError("told")) == "told"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_says_all(run, program):
+    ended = run(program, "--help")
+    assert ended.status == 0 and not ended.stderr
+    path = ROOT / (program if program.endswith(".py") else f"{program.replace('.', '/')}.py")
+    source = path.read_text()
+    if program != LM1B:
+        assert ended.stdout.startswith(source.removeprefix('"""').splitlines()[0])
+        assert all(part in ended.stdout for part in ("--verbose:", "--help:", "Exit status:", "\n  75   stopped"))
+    for flag in re.findall(r'DEFINE_\w+\(\s*"(\w+)"|add_argument\("--(\w+)"', source):
+        assert f"--{flag[0] or flag[1]}" in ended.stdout
+    assert re.search(rf"^ *(python -m |python |){re.escape(program.replace('_lm1b.py', '_lm1b.sh'))} ", ended.stdout, re.M)
+    if "config_flags" in source:
+        assert "--coordinator: HOST:PORT" in ended.stdout and "--config.FIELD=VALUE" in ended.stdout
+        assert "--config: " in ended.stdout and "(required)" in ended.stdout and "spectr_jax/config.py" in ended.stdout
+
+
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if "spectr_jax" in program])
+def test_help_needs_no_jax(program):
+    """As `python -m`, with a list of all that it imports on stderr."""
+    command = [sys.executable, "-X", "importtime", "-m", program, "--help"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines()}
+    assert ended.returncode == 0 and "Exit status:" in ended.stdout
+    assert "absl.flags" in imported and not imported & {"jax", "numpy"}
+
+
+def test_as_a_command(tmp_path):
+    """Without the server."""
+    command = [sys.executable, "-m", EVAL, *arguments_of(EVAL, "--config.methods=('spectre',)", tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    check_one_line(Ended(ended.returncode, ended.stdout, ended.stderr), "unknown method 'spectre'; did you mean 'spectr'?")

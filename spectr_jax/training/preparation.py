@@ -15,9 +15,9 @@ from spectr_jax.config import check_fields, check_positive, to_json, train_confi
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
-from spectr_jax.errors import UserError
+from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest, write_whole
-from spectr_jax.training.optimizer import learning_rate
+from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
 
 # These may change between two starts of a run; all else would make it another run.
 FREE_FIELDS = (
@@ -49,7 +49,23 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
     if not config.early_exit.weight >= 0:
         raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
-    learning_rate(config.optimizer, config.steps)
+    _check_optimizer(config)
+
+
+def _check_optimizer(config: ml_collections.ConfigDict) -> None:
+    optimizer = config.optimizer
+    if optimizer.name not in OPTIMIZERS:
+        raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
+    not_negative = {
+        f"optimizer.{name}": optimizer[name] for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+    }
+    for name, value in {"seed": config.seed, **not_negative}.items():
+        if not value >= 0:
+            raise UserError(f"{name}={value} is negative; give at least 0")
+    for name in ("b1", "b2"):
+        if not 0 <= optimizer[name] < 1:
+            raise UserError(f"optimizer.{name}={optimizer[name]} is not in [0, 1); give a rate such as 0.9")
+    learning_rate(optimizer, config.steps)
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
