@@ -137,10 +137,10 @@ train_20m() { train train_20m; }
 train_97m() { train train_97m; }
 export_() {
   for name in draft_2m draft_6m; do
-    within export "$PYTHON" -m spectr_jax.export --workdir="$runs/$name" --out="$ladder" --part_mb=15.9 || return
+    within export "$PYTHON" -m spectr_jax.export --model="$runs/$name" --out="$ladder" --part_mb=15.9 || return
   done
   for name in draft_20m target_97m; do
-    within export "$PYTHON" -m spectr_jax.export --workdir="$runs/$name" --out="$ladder" --dtype=int8 --part_mb=15.9 || return
+    within export "$PYTHON" -m spectr_jax.export --model="$runs/$name" --out="$ladder" --dtype=int8 --part_mb=15.9 || return
   done
 }
 pair=(--config.target="$ladder/target_97m" --config.prompts="$data/heldout-*")

@@ -1,9 +1,10 @@
-"""Packs a checkpoint of a run into one file or a few, with its tokenizer beside it.
+"""Packs a trained model into files for others: ours in one or a few, or a GPT-2 folder, each with its tokenizer.
 
-    python -m spectr_jax.export --workdir=runs/embedded/draft_6m --out=spectr_jax/embedded
-    python -m spectr_jax.export --workdir=runs/ladder/target_97m@best --out=results/ladder --dtype=int8 --part_mb=16
+    python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
+    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/ladder --dtype=int8 --part_mb=16
+    python -m spectr_jax.export --model=embedded:draft_6m --out=draft_6m --format=gpt2
 
-What it writes can be the target or draft of an evaluation: --config.target=results/ladder/target_97m.
+What it writes can be a target or draft wherever a model is named: --config.target=results/ladder/target_97m, or hf:draft_6m.
 """
 
 import json
@@ -13,17 +14,32 @@ from absl import flags
 
 from spectr_jax import cli
 
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "The training run: its newest checkpoint, or with @best its best.", required=True
+_MODEL = flags.DEFINE_string(
+    "model",
+    None,
+    "A training run: its newest checkpoint, or with @best its best; for gpt2 any model of ours.",
+    required=True,
 )
-_OUT = flags.DEFINE_string("out", None, "The folder that gets NAME.safetensors and tokenizer.model.", required=True)
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the matrices: bfloat16, or int8 with a scale for each output.")
+_OUT = flags.DEFINE_string("out", None, "The folder that gets the files.", required=True)
+_FORMAT = flags.DEFINE_enum(
+    "format", "spectr_jax", ["spectr_jax", "gpt2"], "NAME.safetensors and tokenizer.model, or what transformers reads."
+)
+_DTYPE = flags.DEFINE_string(
+    "dtype", None, "Of the matrices: bfloat16 (if not given), or int8 with a scale for each output; a GPT-2 has float32."
+)
 _PART_MB = flags.DEFINE_float(
-    "part_mb", 0.0, "The most that a file may have, in millions of bytes; 0 for one file.", lower_bound=0.0
+    "part_mb", 0.0, "The most that a file of ours may have, in millions of bytes; 0 for one file.", lower_bound=0.0
 )
 
 
 def main():
+    out = pathlib.Path(_OUT.value).expanduser()
+    files = _gpt2(out) if _FORMAT.value == "gpt2" else _ours(out)
+    for file in files:
+        print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+
+
+def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.errors import UserError, unknown
     from spectr_jax.experiments.loading import BEST, load_run
     from spectr_jax.files import write_whole
@@ -31,10 +47,11 @@ def main():
     from spectr_jax.training.checkpoint import METRIC
     from spectr_jax.training.metrics import read_metrics
 
-    if _DTYPE.value not in STORED:
-        raise unknown("--dtype", _DTYPE.value, STORED)
-    best = _WORKDIR.value.endswith(BEST)
-    workdir, out = pathlib.Path(_WORKDIR.value.removesuffix(BEST)).expanduser(), pathlib.Path(_OUT.value)
+    dtype = _DTYPE.value or "bfloat16"
+    if dtype not in STORED:
+        raise unknown("--dtype", dtype, STORED)
+    best = _MODEL.value.endswith(BEST)
+    workdir = pathlib.Path(_MODEL.value.removesuffix(BEST)).expanduser()
     trained = load_run(workdir, best=best)
     tokenizer, proto = out / "tokenizer.model", (workdir / "tokenizer.model").read_bytes()
     if tokenizer.exists() and tokenizer.read_bytes() != proto:
@@ -48,10 +65,31 @@ def main():
     }
     out.mkdir(parents=True, exist_ok=True)
     part_bytes = round(_PART_MB.value * 1e6) or None
-    files = save_weights(out / trained.name, trained.model, proto, notes, _DTYPE.value, part_bytes)
+    files = save_weights(out / trained.name, trained.model, proto, notes, dtype, part_bytes)
     write_whole(tokenizer, proto)
-    for file in files:
-        print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+    return files
+
+
+def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
+    from spectr_jax.data.hugging_face import save_tokenizer
+    from spectr_jax.data.tokenizer import Tokenizer
+    from spectr_jax.errors import UserError
+    from spectr_jax.experiments.loading import load_trained
+    from spectr_jax.models.gpt2 import save_gpt2
+
+    for flag in (_DTYPE, _PART_MB):
+        if flag.value:
+            raise UserError(
+                f"--{flag.name}={flag.value} is not for --format=gpt2, which is float32 in one file; leave it out"
+            )
+    if (out / "config.json").exists():
+        raise UserError(f"{str(out)!r} has a config.json already; choose another --out")
+    trained = load_trained(_MODEL.value)
+    if not isinstance(trained.tokenizer, Tokenizer):
+        raise UserError(f"--model={_MODEL.value} is a folder of Hugging Face's already; copy it")
+    save_gpt2(out, trained.model, trained.tokenizer.bos, trained.tokenizer.eos)
+    save_tokenizer(out, trained.tokenizer, trained.model.context)
+    return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
 
 
 if __name__ == "__main__":

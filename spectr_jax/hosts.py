@@ -30,6 +30,8 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
         raise UserError(f"--{missing[0]} is missing; give --coordinator, --processes and --process_id together, or none")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise UserError(f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as host0:1234")
+    if processes is not None and processes < 1:
+        raise UserError(f"--processes={processes} is less than 1; give how many there are")
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} has its own")
     try:

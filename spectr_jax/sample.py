@@ -65,7 +65,7 @@ def _prompts() -> Iterator[str]:
     if _FILE.value is None:
         if sys.stdin.isatty():
             print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
-        return (line.rstrip("\n") for line in sys.stdin)
+        return _lines_of_stdin()
     try:
         lines = pathlib.Path(_FILE.value).expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -74,6 +74,16 @@ def _prompts() -> Iterator[str]:
     if not prompts:
         raise UserError(f"--file={_FILE.value} has no prompt; write one a line")
     return iter(prompts)
+
+
+def _lines_of_stdin() -> Iterator[str]:
+    from spectr_jax.errors import UserError
+
+    prompt = None
+    for prompt in sys.stdin:
+        yield prompt.rstrip("\n")
+    if prompt is None:
+        raise UserError("no prompt on stdin; give --prompt=TEXT or --file=FILE")
 
 
 def _check_page() -> None:

@@ -25,19 +25,20 @@ IMPORTED_BY_THE_SERVER = (
     *(f"spectr_jax.experiments.{name}" for name in ("auto", "figures", "latency", "quality", "tokens_per_call", "trees")),
 )
 
-PROGRAMS = {  # What each needs to be given, beside the folder that it writes to.
+PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
     "spectr_jax.train": ("workdir", "--config=configs/embedded.py"),
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
     "spectr_jax.figures": ("workdir",),
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
-    "spectr_jax.export": ("out", "--workdir=/nowhere"),
+    "spectr_jax.export": ("out", "--model=/nowhere"),
+    "spectr_jax.sample": ("", "--prompt=x"),
     "scripts/bench_select.py": ("workdir",),
     "scripts/bench_train.py": ("workdir",),
     "scripts/chaos.py": ("workdir",),
     "scripts/compare_peers.py": ("workdir",),
     "scripts/prepare_lm1b.py": ("data_dir",),
 }
-TRAIN, EVAL, FIGURES, PACK, EXPORT, SELECT, STEPS, CHAOS, PEERS, LM1B = PROGRAMS
+TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
 CASES = [
@@ -82,6 +83,7 @@ CASES = [
     (EVAL, f"{AUTO} --config.methods=('x',)", "methods has 'x', which has no prediction"),
     (FIGURES, "--only=spectr_figure_4", "unknown figure 'spectr_figure_4'; did you mean"),
     (FIGURES, "--draws=0", "--draws=0 is less than 1; give at least 1"),
+    (FIGURES, "--target=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
     (FIGURES, "--pairs=many", "flag --pairs=many"),
     (FIGURES, "spectr_figure_5", "unexpected argument 'spectr_figure_5'; give values as --FLAG=VALUE"),
     (PACK, "--data=/nowhere", "no text file matches '/nowhere'"),
@@ -92,7 +94,23 @@ CASES = [
     (PACK, "--tokenizer=README.md", "'README.md' is not a SentencePiece model"),
     (PACK, "--length=1", "flag --length=1: 1 is not integer >= 2"),
     (PACK, "--compress true", "unexpected argument 'true'"),
-    (EXPORT, "--workdir=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
+    (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
+    (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2>"),
+    (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),
+    (EXPORT, "--format=gpt2 --model=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (SAMPLE, "--method=spectre", "unknown method 'spectre'; did you mean 'spectr'?"),
+    (SAMPLE, "--method=block --num_drafts=4", "method 'block' has no option 'num_drafts'; it has draft_length"),
+    (SAMPLE, "--tree=4;2", "tree '4;2' is not known; give the children of each level"),
+    (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give embedded:NAME"),
+    (SAMPLE, "--target=", "no model at ''; give embedded:NAME"),
+    (SAMPLE, "--draft=hf:/nowhere", "no folder '/nowhere'; give hf: and the folder of a GPT-2"),
+    (SAMPLE, "--dtype=half", "dtype='half' is not known; give one of float32, bfloat16, int8"),
+    (SAMPLE, "--temperature=-1", "temperature=-1.0 is not a finite number of at least 0"),
+    (SAMPLE, "--max_new_tokens=0", "flag --max_new_tokens=0"),
+    (SAMPLE, "--max_new_tokens=500", "has 3 tokens and max_new_tokens is 500, more than the 128 of 'draft_6m' together"),
+    (SAMPLE, "--file=README.md", "--prompt and --file=README.md are both given; give one of them"),
+    (SAMPLE, "--html=/nowhere/page.html", "--html=/nowhere/page.html is in no folder; make it first"),
+    (SAMPLE, "--method=self_speculative --layers=2", "layers=2 of a target of 2 leave none to verify with"),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
     (SELECT, "--rounds=0", "flag --rounds=0: 0 is not a positive integer"),
@@ -136,7 +154,7 @@ def arguments_of(program, flags, tmp_path):
     """What the program needs, unless `flags` give it, with a folder to write to, and `flags`."""
     folder, *needed = PROGRAMS[program]
     needed = [flag for flag in needed if flag.split("=")[0] + "=" not in flags]
-    return [*needed, f"--{folder}={tmp_path / 'written'}", *flags.split()]
+    return [*needed, *([f"--{folder}={tmp_path / 'written'}"] if folder else []), *flags.split()]
 
 
 def check_one_line(ended, message):
@@ -155,7 +173,7 @@ def test_one_line_and_status_2(run, tmp_path, program, flags, message):
     assert nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [program for program, (folder, *_) in PROGRAMS.items() if folder])
 def test_unknown_flags_arguments_and_folders(run, tmp_path, program):
     """What every entry point refuses in the same words; the one for TensorFlow's environment has argparse's."""
     folder, *needed = PROGRAMS[program]
@@ -178,6 +196,8 @@ def test_unknown_flags_arguments_and_folders(run, tmp_path, program):
 def test_what_is_missing(run):
     check_one_line(run(TRAIN), "--workdir and --config are missing; see --help")
     check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
+    check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
+    check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere cannot be read")
     ended = run(TRAIN, "configs/embedded.py")  # The likely cause is told before what follows from it.
     check_one_line(ended, "unexpected argument 'configs/embedded.py'; did you mean --config=configs/embedded.py?")
 

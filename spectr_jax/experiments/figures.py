@@ -97,6 +97,8 @@ def run(settings: Settings, names: tuple[str, ...], workdir: pathlib.Path) -> di
             raise UserError(f"--{field}={getattr(settings, field)} is less than 1; give at least 1")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={str(workdir)!r} is a file; give a folder")
+    if "spectr_figure_5" in names:
+        load_pair(settings.target, (settings.draft,), "float32")  # An error is told before the others are drawn.
     workdir.mkdir(parents=True, exist_ok=True)
     made = {}
     for name in (bar := tqdm.tqdm(names, unit="figure", dynamic_ncols=True)):

@@ -68,7 +68,7 @@ def load_trained(spec: str, dtype: str = "float32") -> Trained:
     if spec.startswith(HUGGING_FACE_PREFIX):
         return _from_hugging_face(spec.removeprefix(HUGGING_FACE_PREFIX), dtype)
     path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
-    if path.is_file() or weight_files(path):
+    if spec and (path.is_file() or weight_files(path)):
         return _from_file(path, dtype)
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))

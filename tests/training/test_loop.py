@@ -104,7 +104,7 @@ def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == {best["step"], 55, 60}
     kept = load_trained(f"{tmp_path}@best").model
     assert _nats(kept, tmp_path) == pytest.approx(best["eval_nats_per_token"], rel=1e-5)
-    command = [sys.executable, "-m", "spectr_jax.export", f"--workdir={tmp_path}@best", f"--out={tmp_path}/out"]
+    command = [sys.executable, "-m", "spectr_jax.export", f"--model={tmp_path}@best", f"--out={tmp_path}/out"]
     subprocess.run([*command, "--part_mb=0.0105"], check=True)
     exported = load_trained(str(tmp_path / "out" / tmp_path.name)).model
     assert len(weight_files(tmp_path / "out" / tmp_path.name)) > 1
