@@ -1,10 +1,11 @@
 """Decodes a prompt with any method and shows where each token came from.
 
-python -m spectr_jax.sample --prompt="The committee will meet again"
-python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
-echo "The committee will meet again" | python -m spectr_jax.sample
+    python -m spectr_jax.sample --prompt="The committee will meet again"
+    python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
+    echo "The committee will meet again" | python -m spectr_jax.sample
 
-Accepted drafts are green, corrections red, bonus tokens blue. The embedded models need nothing else.
+Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
+whatever the length of the text. The embedded models need nothing else.
 """
 
 import pathlib

@@ -12,9 +12,9 @@ from spectr_jax.experiments.loading import AnyTokenizer
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
 
-COLUMN, ROW, MARGIN, BEND = 96, 20, 14, 24
+COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
 """Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an edge leaves its row."""
-LONGEST = 12
+LONGEST = 11
 """Characters of a token in a tree."""
 
 
@@ -109,7 +109,7 @@ def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
     order = sorted(range(1, len(paths)), key=lambda node: kinds[node] != "draft")  # What was emitted lies on top.
     edges = [_edge(places[parents[node]], places[node], kinds[node]) for node in order]
     nodes = [_node(*node) for node in zip(places, map(tokenizer.piece, tokens), kinds, about, strict=True)]
-    width, height = COLUMN * (max(map(len, paths)) + 1), 2 * MARGIN + ROW * rows.max()
+    width, height = COLUMN * (max(map(len, paths)) + 1) + MARGIN, 2 * MARGIN + ROW * rows.max()
     return f'<svg width="{width}" height="{height:g}" role="img">{"".join(edges)}{"".join(nodes)}</svg>'
 
 
@@ -136,7 +136,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ground: #15171a; --ink: #e6e8eb; --faint: #9aa3af; --line: #3a4049; --card: #1d2024;
           --accepted: #4ade80; --correction: #f87171; --bonus: #7db0ff; } }
-body { background: var(--ground); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; max-width: 1100px;
+body { background: var(--ground); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; max-width: 1180px;
        margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .3rem; } h3 { font-size: 1rem; margin: .2rem 0; }
 .about p, .figures p, figcaption { margin: .1rem 0; color: var(--faint); font-size: .9rem; }
@@ -150,7 +150,7 @@ a { color: inherit; text-decoration: none; border-radius: 3px; } a:hover { backg
 .accepted { color: var(--accepted); } .bonus { color: var(--bonus); font-weight: 600; }
 .correction { color: var(--correction); text-decoration: underline; text-underline-offset: 3px; }
 .figures { margin: .8rem 0; }
-.calls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(520px, 100%), 1fr)); gap: .8rem; }
+.calls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(540px, 100%), 1fr)); gap: .8rem; }
 figure { margin: 0; padding: .6rem .8rem; background: var(--card); border-radius: 8px; min-width: 0; }
 figure:target { outline: 2px solid var(--bonus); }
 .tree { overflow-x: auto; }

@@ -1,5 +1,6 @@
 """One prompt at a time through a method and the baseline: texts with the origin of each token, calls, tokens a second."""
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -77,7 +78,7 @@ def open_session(method: Method, target: str, draft: str, dtype: str, max_new_to
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
     else:
         loaded, drafts = load_trained(target, dtype), None
-    policy = Policy(policy.temperature, policy.top_k, policy.top_p, loaded.tokenizer.eos)
+    policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
     return Session(method, loaded, drafts, *frozen, max_new_tokens, policy)
 
@@ -134,7 +135,11 @@ def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[in
 
 
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
-    """Times the session's method and the baseline in turns on one prompt, without recording; consumes `key`."""
+    """Times the session's method and the baseline in turns on one prompt, without recording; consumes `key`.
+
+    Every run emits `max_new_tokens`, through any end of the text, so that the cost of a start weighs alike on both.
+    """
+    endless = dataclasses.replace(session.policy, eos=-1)
 
     def tokens_per_second(method: Method) -> float:
         started = time.perf_counter()
@@ -146,10 +151,10 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
             np.array([prompt]),
             np.array([len(prompt)]),
             session.max_new_tokens,
-            session.policy,
+            endless,
         )
-        new = int(jax.block_until_ready(generation).lengths[0]) - len(prompt)
-        return new / (time.perf_counter() - started)
+        jax.block_until_ready(generation)
+        return session.max_new_tokens / (time.perf_counter() - started)
 
     pair = session.method, get_method("baseline")
     rounds = [tuple(map(tokens_per_second, pair)) for _ in range(ROUNDS + 1)][1:]
