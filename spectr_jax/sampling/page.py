@@ -14,7 +14,7 @@ from spectr_jax.sampling.terminal import NAMES, speeds
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
 """Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an edge leaves its row."""
-LONGEST = 11
+LONGEST = 10
 """Characters of a token in a tree."""
 
 
@@ -63,7 +63,8 @@ def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> s
         f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
         for index, call in enumerate(shown.decoded.calls)
     )
-    trees = f'<h3>Calls of the target</h3><div class="calls">{calls}</div>' if tree.size else ""
+    width = f"--width: {COLUMN * (tree.height + 2) + 3 * MARGIN}px"  # Of a card, so that the longest path fits.
+    trees = f'<h3>Calls of the target</h3><div class="calls" style="{width}">{calls}</div>' if tree.size else ""
     return f'<article><div class="texts">{columns}</div><div class="figures">{figures}</div>{trees}</article>'
 
 
@@ -150,7 +151,7 @@ a { color: inherit; text-decoration: none; border-radius: 3px; } a:hover { backg
 .accepted { color: var(--accepted); } .bonus { color: var(--bonus); font-weight: 600; }
 .correction { color: var(--correction); text-decoration: underline; text-underline-offset: 3px; }
 .figures { margin: .8rem 0; }
-.calls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(540px, 100%), 1fr)); gap: .8rem; }
+.calls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(var(--width), 100%), 1fr)); gap: .8rem; }
 figure { margin: 0; padding: .6rem .8rem; background: var(--card); border-radius: 8px; min-width: 0; }
 figure:target { outline: 2px solid var(--bonus); }
 .tree { overflow-x: auto; }
