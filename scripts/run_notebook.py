@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import time
+from typing import NoReturn
 
 import nbformat
 from nbclient import NotebookClient
@@ -22,11 +23,16 @@ SMOKE = re.compile(r"^SMOKE = False\b", re.MULTILINE)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+def refuse(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def with_smoke(notebook) -> None:
     """Sets the parameter `SMOKE` of the notebook."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and SMOKE.search(cell.source)]
     if len(cells) != 1:
-        sys.exit(f"error: the notebook sets SMOKE = False in {len(cells)} cells; --smoke needs it in one")
+        refuse(f"the notebook sets SMOKE = False in {len(cells)} cells; --smoke needs it in one")
     cells[0].source = SMOKE.sub("SMOKE = True", cells[0].source)
 
 
@@ -38,9 +44,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3_600, help="seconds that one cell may take")
     flags = parser.parse_args()
     if not flags.notebook.is_file():
-        sys.exit(f"error: there is no notebook {flags.notebook}")
+        refuse(f"there is no notebook {flags.notebook}; fix the path")
     if flags.out is not None and flags.out.resolve() == flags.notebook.resolve():
-        sys.exit(f"error: --out={flags.out} is the notebook itself; give another file")
+        refuse(f"--out={flags.out} is the notebook itself; give another file")
 
     notebook = nbformat.read(flags.notebook, as_version=4)
     if flags.smoke:
