@@ -58,14 +58,19 @@ def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> s
     )
     lines = speeds(shown.speed, shown.baseline, shown.decoded) if shown.speed else []
     figures = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    calls = "".join(
+    trees = _calls(number, shown.decoded, tree, tokenizer) if tree.size else ""
+    return f'<article><div class="texts">{columns}</div><div class="figures">{figures}</div>{trees}</article>'
+
+
+def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -> str:
+    """A card for each call; as wide as the longest path needs."""
+    cards = "".join(
         f'<figure id="{_anchor(number, index)}"><figcaption>{_caption(index, call)}</figcaption>'
         f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
-        for index, call in enumerate(shown.decoded.calls)
+        for index, call in enumerate(decoded.calls)
     )
-    width = f"--width: {COLUMN * (tree.height + 2) + 3 * MARGIN}px"  # Of a card, so that the longest path fits.
-    trees = f'<h3>Calls of the target</h3><div class="calls" style="{width}">{calls}</div>' if tree.size else ""
-    return f'<article><div class="texts">{columns}</div><div class="figures">{figures}</div>{trees}</article>'
+    width = COLUMN * (tree.height + 2) + 3 * MARGIN
+    return f'<h3>Calls of the target</h3><div class="calls" style="--width: {width}px">{cards}</div>'
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
@@ -73,10 +78,8 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
         about = f'class="{token.origin}" title="call {token.call + 1}: {NAMES.get(token.origin, "from the target")}"'
-        where = f'href="#{_anchor(number, token.call)}"' if number else ""
-        spans.append(
-            f"<a {where} {about}>{escape(token.text)}</a>" if number else f"<span {about}>{escape(token.text)}</span>"
-        )
+        tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
+        spans.append(f"<{tag}{link} {about}>{escape(token.text)}</{tag}>")
     return f'<p class="text">{"".join(spans)}</p>'
 
 

@@ -1,6 +1,8 @@
 """What is shown of a decoded text: in the terminal and on the page."""
 
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import jax
@@ -120,3 +122,18 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
 def test_a_prompt_that_leaves_no_room(toy_session):
     with pytest.raises(UserError, match=r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"):
         session.encode(toy_session, "law " * 30)
+
+
+def test_the_command(toy, tmp_path):
+    """As a user gives it: prompts from a file, both texts side by side, the page; no colours where nobody sees them."""
+    (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token>\n")
+    flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html", "method": "baseline"}  # The least to compile.
+    models = {"target": toy.folder / "target", "draft": toy.folder / "draft.safetensors", "max_new_tokens": 4}
+    command = [sys.executable, "-m", "spectr_jax.sample", "--compare"]
+    command += [f"--{name}={value}" for name, value in {**flags, **models}.items()]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
+    figures = re.findall(r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s", ended.stdout, re.M)
+    assert figures == ["baseline"] * 4
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("<article>") == 2 and "draft &lt;token&gt;" in html
