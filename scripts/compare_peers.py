@@ -50,7 +50,7 @@ _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16", "int8"], "Of spect
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "An interpreter with torch and transformers to use as it is.")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-REQUIREMENTS = ("torch==2.13.0", "transformers>=5,<6", "safetensors")
+REQUIREMENTS = ("torch==2.13.0", "transformers>=5,<6")
 BASELINE, ASSISTED = ("transformers", "baseline", "float32", 1), ("transformers", "assisted", "float32", 1)
 COLUMNS = {
     "tokens_per_call": "Tokens per call",
@@ -86,7 +86,7 @@ def check_flags() -> None:
         get_method("otm_block", tree=tree)
     if _PEERS_PYTHON.value:
         try:
-            command = [_PEERS_PYTHON.value, "-c", "import safetensors, torch, transformers"]
+            command = [_PEERS_PYTHON.value, "-c", "import torch, transformers"]
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.SubprocessError) as error:
             raise UserError(f"--peers_python={_PEERS_PYTHON.value} does not import {', '.join(REQUIREMENTS)}") from error

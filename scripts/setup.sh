@@ -18,5 +18,6 @@ if ! wanted_now | cmp -s - "$stamp"; then
   echo "installing $wanted into .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$wanted" ${JAX:+"$JAX"} -c requirements.lock
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .  # For scripts, and for use as a library.
   wanted_now >"$stamp"
 fi

@@ -157,7 +157,7 @@ def test_a_workdir_of_another_config_is_left_alone(toy, tmp_path):
 def test_models_of_different_vocabularies(toy, tmp_path):
     proto = train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283).proto
     save_weights(tmp_path / "other", Transformer(toy.shape, rngs=nnx.Rngs(0)), proto, {})
-    with pytest.raises(UserError, match=r"have different vocabularies; train both with one data.tokenizer"):
+    with pytest.raises(UserError, match=r"have different vocabularies; give models that share one"):
         run(_config(toy.folder, drafts=(str(tmp_path / "other.safetensors"),)), tmp_path / "run")
 
 
