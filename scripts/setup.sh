@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 }
 stamp=.venv/$(basename "$wanted").installed
 wanted_now() {
-  cat requirements.txt "$wanted" requirements.lock
+  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh
   echo "${JAX:-}"
 }
 if ! wanted_now | cmp -s - "$stamp"; then
