@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from spectr_jax.decoding import Method, Policy, generate, get_method
+from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.trace import Recorded, read_calls, recorder
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import AnyTokenizer, Trained, load_pair, load_trained
@@ -101,7 +102,8 @@ def encode(session: Session, prompt: str) -> list[int]:
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
     """Continues a prompt with a method and records its calls; consumes `key`."""
-    observe = recorder(len(prompt) + session.max_new_tokens)
+    # As prompts are padded, so that one program serves many lengths.
+    observe = recorder(-(-len(prompt) // BUCKET) * BUCKET + session.max_new_tokens)
     generation = generate(
         key,
         method,
