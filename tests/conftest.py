@@ -6,8 +6,9 @@ import pathlib
 import tempfile
 from typing import Any, NamedTuple
 
-# Most of the tests' time is compilation. Set before JAX is imported.
+# Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
@@ -18,6 +19,11 @@ import jax
 import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
+
+
+def pytest_runtest_setup(item):
+    jax.config.update("jax_disable_most_optimizations", not item.get_closest_marker("optimized"))
+
 
 _TESTS_BETWEEN_CLEARANCES = 100
 _tests_done = 0

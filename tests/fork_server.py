@@ -22,6 +22,7 @@ SECONDS = 60
 def become(program: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
     """Runs the program in this process, which ends as the program does, without the half second that Python takes to end."""
     signal.alarm(SECONDS)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in ((1, stdout), (2, stderr)):

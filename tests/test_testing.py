@@ -16,7 +16,7 @@ from spectr_jax.decoding import tree as trees
 from spectr_jax.errors import UserError
 from spectr_jax.testing import methods as checks
 
-pytestmark = pytest.mark.xdist_group("testing")  # They share programs.
+pytestmark = [pytest.mark.xdist_group("testing"), pytest.mark.optimized]  # They share programs.
 
 GUIDE = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
 EXAMPLE = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]

@@ -21,6 +21,7 @@ from spectr_jax.errors import UserError, unknown
 from spectr_jax.experiments import report
 from spectr_jax.experiments.loading import Trained, load_pair
 from spectr_jax.files import write_json
+from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.transport.base import draw
 
 LARGEST_PROGRAM = 25_000
@@ -285,7 +286,11 @@ def _next_token_law(trained: Trained, prompt: str) -> np.ndarray:
     length = tokens.shape[1]
     if length > trained.model.context:
         raise UserError(f"the prompt has {length} tokens and {trained.name!r} a context of {trained.model.context}; cut it")
-    visible = np.tri(length, dtype=bool)[None]
-    cache = trained.model.init_cache(1, length)
-    logits, _ = trained.model.extend(tokens, np.arange(length)[None], visible, cache)
-    return np.asarray(jax.nn.softmax(logits[0, -1].astype(jnp.float32)), np.float64)
+    logits = _logits(freeze(trained.model), tokens)
+    return np.asarray(jax.nn.softmax(logits[0, -1]), np.float64)
+
+
+@jax.jit
+def _logits(model: Frozen, tokens: jax.Array) -> jax.Array:
+    visible = np.tri(tokens.shape[1], dtype=bool)[None]
+    return model.merge().extend(tokens, jnp.arange(tokens.shape[1])[None], visible)[0]

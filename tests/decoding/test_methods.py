@@ -12,6 +12,7 @@ from spectr_jax.models.table import TableModel, perturbed
 from spectr_jax.testing import methods as checks
 from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
 
+pytestmark = pytest.mark.optimized
 METHODS = {
     "baseline": ("baseline", {}),
     "speculative L=3": ("speculative", {"draft_length": 3}),

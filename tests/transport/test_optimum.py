@@ -15,6 +15,7 @@ from spectr_jax.transport import iopt, kseq, otm, race, spectr_plus_plus
 from spectr_jax.transport.base import draw
 from spectr_jax.transport.enumeration import emitted_law
 
+pytestmark = pytest.mark.optimized
 TOLERANCE = 1e-9
 
 

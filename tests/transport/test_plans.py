@@ -11,6 +11,7 @@ from spectr_jax import testing, transport
 from spectr_jax.errors import UserError
 from spectr_jax.transport import kseq
 
+pytestmark = pytest.mark.optimized
 PLANS = {
     "maximal": {},
     "naive": {},
