@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from spectr_jax.decoding import Method, Policy, generate, get_method
+from spectr_jax.decoding import Generation, Method, Policy, generate, get_method
 from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.trace import Recorded, read_calls, recorder
 from spectr_jax.errors import UserError
@@ -104,17 +104,7 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
     """Continues a prompt with a method and records its calls; consumes `key`."""
     # As prompts are padded, so that one program serves many lengths.
     observe = recorder(-(-len(prompt) // BUCKET) * BUCKET + session.max_new_tokens)
-    generation = generate(
-        key,
-        method,
-        session.target_model,
-        session.draft_model,
-        np.array([prompt]),
-        np.array([len(prompt)]),
-        session.max_new_tokens,
-        session.policy,
-        observe,
-    )
+    generation = _generate(key, session, method, prompt, session.policy, observe)
     calls = read_calls(method.tree, generation, row=0)
     new = np.asarray(generation.tokens[0, len(prompt) : int(generation.lengths[0])]).tolist()
     origins = [(origin, index) for index, call in enumerate(calls) for origin in call.origins]
@@ -145,16 +135,7 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
 
     def tokens_per_second(method: Method) -> float:
         started = time.perf_counter()
-        generation = generate(
-            key,
-            method,
-            session.target_model,
-            session.draft_model,
-            np.array([prompt]),
-            np.array([len(prompt)]),
-            session.max_new_tokens,
-            endless,
-        )
+        generation = _generate(key, session, method, prompt, endless)
         jax.block_until_ready(generation)
         return session.max_new_tokens / (time.perf_counter() - started)
 
@@ -162,6 +143,12 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     rounds = [tuple(map(tokens_per_second, pair)) for _ in range(ROUNDS + 1)][1:]
     method, baseline = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
     return Speed(method, baseline, statistics.median(one / other for one, other in rounds))
+
+
+def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy, observe=None) -> Generation:
+    models = session.target_model, session.draft_model
+    prompts, lengths = np.array([prompt]), np.array([len(prompt)])
+    return generate(key, method, *models, prompts, lengths, session.max_new_tokens, policy, observe)
 
 
 def shortened(text: str, characters: int = 40) -> str:
