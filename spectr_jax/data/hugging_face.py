@@ -16,7 +16,7 @@ FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a model folder, with what `data.tokenizer.Tokenizer` has."""
+    """The tokenizer of a model folder."""
 
     def __init__(self, folder: pathlib.Path, bos: int, eos: int):
         """Reads tokenizer.json, or the older vocab.json and merges.txt, of `folder`; `bos` and `eos` are the model's.
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """See `Tokenizer.vocabulary`."""
+        """See `AnyTokenizer.vocabulary`."""
         tokens = self._tokenizer.get_vocab()
         return vocabulary_digest(sorted(tokens, key=lambda token: tokens[token]))
 
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(token) for token in tokens if token not in (self.bos, self.eos)])
 
     def piece(self, token: int) -> str:
-        """See `Tokenizer.piece`."""
+        """See `AnyTokenizer.piece`."""
         name = self._tokenizer.id_to_token(int(token)) or f"<{int(token)}>"
         if token in (self.bos, self.eos):
             return name

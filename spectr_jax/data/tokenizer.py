@@ -1,6 +1,6 @@
 """SentencePiece: unigram pieces with byte fallback, so that no text is out of vocabulary.
 
-Tokenizers of other programs' models (`hugging_face.py`) have the same `encode`, `decode`, `bos`, `eos` and so on.
+Tokenizers of other programs' models are in `hugging_face.py`.
 """
 
 import functools
@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import sentencepiece
 
@@ -17,6 +18,33 @@ from spectr_jax.files import digest, write_whole
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
 """How SentencePiece writes a space inside a piece."""
+
+
+class AnyTokenizer(Protocol):
+    """What decoding needs of a tokenizer: ours below, or another program's."""
+
+    bos: int
+    eos: int
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> str:
+        """What two models that share a vocabulary have in common: a digest of its tokens, in order."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, without BOS and EOS."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; BOS and EOS vanish."""
+        ...
+
+    def piece(self, token: int) -> str:
+        """One token as it looks in a text, with the space before it; a control token or part of a character by its name."""
+        ...
 
 
 def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
@@ -78,7 +106,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """What two models that share a vocabulary have in common: a digest of its tokens, in order."""
+        """See `AnyTokenizer.vocabulary`."""
         return vocabulary_digest([self._processor.id_to_piece(token) for token in range(self.vocab_size)])
 
     def encode(self, text: str) -> list[int]:
@@ -90,7 +118,7 @@ class Tokenizer:
         return self._processor.decode([int(token) for token in tokens])
 
     def piece(self, token: int) -> str:
-        """One token as it looks in a text, with the space before it; a control piece or part of a character by its name."""
+        """See `AnyTokenizer.piece`."""
         name = self._processor.id_to_piece(int(token))
         if self._processor.is_byte(int(token)) and int(name[3:-1], 16) < 0x80:
             return chr(int(name[3:-1], 16))

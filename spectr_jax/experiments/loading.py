@@ -4,12 +4,12 @@ import dataclasses
 import json
 import pathlib
 import zlib
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 
-from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest
 from spectr_jax.models.gpt2 import load_gpt2, read_config
@@ -17,9 +17,6 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.checkpoint import Checkpoints
-
-if TYPE_CHECKING:
-    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 
 EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
@@ -29,7 +26,6 @@ HUGGING_FACE_PREFIX = "hf:"
 BEST = "@best"
 HEAD_SCALE = 1.5
 """Of random weights: sharpens their laws until two models agree as the embedded pair does, in 0.7 of their drafts."""
-AnyTokenizer: TypeAlias = "Tokenizer | HuggingFaceTokenizer"
 
 
 class Trained(NamedTuple):

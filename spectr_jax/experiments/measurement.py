@@ -15,11 +15,11 @@ import numpy as np
 from spectr_jax import hosts, sharding
 from spectr_jax.config import check_positive, config_hash
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.tokenizer import PAD
+from spectr_jax.data.tokenizer import PAD, AnyTokenizer
 from spectr_jax.decoding import Method, Policy, generate
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import DTYPES, EMBEDDED, AnyTokenizer, Trained, load_pair
+from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained, load_pair
 from spectr_jax.models.frozen import freeze
 
 CORES_OF_A_COMPILATION = 4

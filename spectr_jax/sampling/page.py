@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from spectr_jax.data.tokenizer import SPACE
+from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
 from spectr_jax.decoding.trace import Recorded
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.drawing import rows_of_paths
-from spectr_jax.experiments.loading import AnyTokenizer
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
 
