@@ -130,8 +130,8 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     model, config = load_gpt2(folder, dtype), read_config(folder)
     bos, eos = config["bos_token_id"], config["eos_token_id"]
     for name, token in (("bos", bos), ("eos", eos)):
-        if not 0 <= token < model.vocab_size:
-            raise UserError(f"{str(folder)!r} has {name}_token_id={token}, outside its vocabulary; mend its config.json")
+        if not isinstance(token, int) or not 0 <= token < model.vocab_size:  # Some models have a list of them.
+            raise UserError(f"{str(folder)!r} has {name}_token_id={token}, no token of its vocabulary; mend config.json")
     tokenizer = HuggingFaceTokenizer(folder, bos, eos)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(

@@ -43,8 +43,10 @@ def check_method(method: Method) -> None:
     check_compilations(method, dataclasses.replace(method))
 
 
-def check_outputs(method: Method, policy: Policy = PLAIN) -> None:
+def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_square.LEAST) -> None:
     """Chi-square of 200,000 whole outputs against the exact law of the target under `policy`, which has `eos`.
+
+    `least` is the p-value that is too small to be chance.
 
     Raises:
       AssertionError: they are not drawn from it.
@@ -66,7 +68,7 @@ def check_outputs(method: Method, policy: Policy = PLAIN) -> None:
     places = [len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)])) for tokens in continuations]
     observed, expected = counts[places], GENERATIONS * np.array(list(law.values()))
     p_value = chi_square.p_value(observed, expected)
-    if observed[expected > 0].sum() < GENERATIONS or not p_value >= chi_square.LEAST:
+    if observed[expected > 0].sum() < GENERATIONS or not p_value >= least:
         worst = int(np.argmax(np.abs(observed - expected) / np.sqrt(expected + 1)))
         _fail(
             method,

@@ -80,8 +80,10 @@ def check_emitted_law(plan: Plan, p, q, k: int) -> None:
         )
 
 
-def check_select(plan: Plan, p, q) -> None:
+def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
     """`plan.select`, jitted and vmapped, draws from `plan.law` with 0 to 3 drafts from p [V], and knows what it accepted.
+
+    `least` is the p-value that is too small to be chance.
 
     Raises:
       AssertionError: it does not.
@@ -100,7 +102,7 @@ def check_select(plan: Plan, p, q) -> None:
         where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"
         _check_tokens(plan, tokens, np.flatnonzero(q), where)
         _check_accepted(plan, tokens, accepted, drafts, where)
-        _check_drawn(plan, np.bincount(tokens, minlength=len(q)), plan.law(p, q, drafts) if drafts else q, where)
+        _check_drawn(plan, np.bincount(tokens, minlength=len(q)), plan.law(p, q, drafts) if drafts else q, where, least)
 
 
 def check_nonsense(plan: Plan) -> None:
@@ -179,13 +181,13 @@ def _check_accepted(plan: Plan, tokens: np.ndarray, accepted: np.ndarray, drafts
         _fail(plan, f"`select` says accepted = {accepted[wrong[0]]} of token {tokens[wrong[0]]} {where}")
 
 
-def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str) -> None:
+def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str, least: float) -> None:
     if not (abs(law.sum() - 1) <= TOLERANCE and law.min() >= -TOLERANCE):
         _fail(plan, f"`law` returns {_text(law)}, which is no law, {where}")
     # What float32 rounding may add, where the law given these drafts has nothing.
     impossible = counts[law <= 1e-12].sum() > 2e-4 * counts.sum()
     p_value = chi_square.p_value(counts, np.maximum(law, 0))
-    if counts.sum() <= 100 or impossible or not p_value >= chi_square.LEAST:
+    if counts.sum() <= 100 or impossible or not p_value >= least:
         seen = counts / max(1, counts.sum())
         worst = int(np.abs(seen - law).argmax())
         _fail(

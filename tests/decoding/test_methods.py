@@ -17,7 +17,7 @@ METHODS = {
     "baseline": ("baseline", {}),
     "speculative L=3": ("speculative", {"draft_length": 3}),
     "spectr K=3 L=2": ("spectr", {"num_drafts": 3, "draft_length": 2}),
-    "spectr K=2 L=3": ("spectr", {"num_drafts": 2, "draft_length": 3}),
+    "spectr K=2 L=5": ("spectr", {"num_drafts": 2, "draft_length": 5}),
     "kseq_gamma gamma=1.2": ("kseq_gamma", {"num_drafts": 2, "draft_length": 3, "gamma": 1.2}),
     "naive K=2 L=3": ("naive", {"num_drafts": 2, "draft_length": 3}),
     "recursive K=3 L=2": ("recursive", {"num_drafts": 3, "draft_length": 2}),
@@ -40,7 +40,7 @@ METHODS = {
 every_method = pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.xdist_group(case)) for case in METHODS])
 
 # These see a shaped law in all tests, the others the plain one: the policy acts before any method does.
-SHAPED = ("spectr K=2 L=3", "otm K=3 L=2", "otm_block tree 2,2,1", "gsd wide", "ersd wide")
+SHAPED = ("spectr K=2 L=5", "otm K=3 L=2", "otm_block tree 2,2,1", "gsd wide", "ersd wide")
 
 
 def _method(case):
@@ -54,7 +54,7 @@ def _policy(case):
 
 @every_method
 def test_whole_outputs_follow_the_target(case):
-    checks.check_outputs(_method(case), _policy(case))
+    checks.check_outputs(_method(case), _policy(case), least=1e-3)
 
 
 @every_method

@@ -1,6 +1,7 @@
 """Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests of the tables."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -107,9 +108,10 @@ def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
     folder = tmp_path / "mixed"
     shutil.copytree(gpt2_pair / "target", folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 50256}))
-    with pytest.raises(UserError, match="has eos_token_id=50256, outside its vocabulary"):
-        load_trained(f"hf:{folder}")
+    for eos in (50256, [0, 1]):
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+        with pytest.raises(UserError, match=re.escape(f"has eos_token_id={eos}, no token of its vocabulary")):
+            load_trained(f"hf:{folder}")
     (folder / "config.json").write_text(json.dumps(config))
     big = tokenizers.ByteLevelBPETokenizer()
     big.train_from_iterator([f"law {number}" for number in range(999)], vocab_size=400)

@@ -57,7 +57,7 @@ def test_emitted_law_is_q_and_acceptance_exact_by_enumeration(name, law, k):
 @cases
 @laws
 def test_select_draws_from_law(name, law):
-    testing.check_select(_plan(name), *_law(law))
+    testing.check_select(_plan(name), *_law(law), least=1e-4)
 
 
 @cases
@@ -125,7 +125,7 @@ def test_theorem_1_bound_of_too_many_subsets_is_refused():
 
 @functools.partial(jax.jit, static_argnums=0)
 def _tokens(plan, key, p, q, draft):
-    keys = jax.random.split(key, 10_000)
+    keys = jax.random.split(key, 40_000)
     return jax.vmap(lambda key: plan.select(key, p, q, draft, jnp.ones(1, bool)).token)(keys)
 
 
