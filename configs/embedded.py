@@ -12,7 +12,7 @@ huge pages, which saves time on Linux.
 from spectr_jax.config import open_text_config
 from spectr_jax.errors import unknown
 
-STEPS = {"draft_2m": 2_500, "draft_6m": 2_500, "draft_20m": 650}
+STEPS = {"draft_2m": 2_500, "draft_6m": 2_500, "draft_20m": 1_350}
 BATCH_SIZE = {"draft_2m": 32, "draft_6m": 32, "draft_20m": 64}
 
 
