@@ -5,7 +5,7 @@
 
 The 20M's weights in results/ladder came out of this; those of the 2M and 6M in spectr_jax/embedded out of an older recipe
 (AdamW in float32, results/README.md), with the same vocabulary. Far less than one pass over a corpus of 86 M tokens, the
-recipe is `open_text_config`'s; an hour or two. The environment variable gives the C library's heap
+recipe is `open_text_config`'s; one to four hours each. The environment variable gives the C library's heap
 huge pages, which saves time on Linux.
 """
 
