@@ -10,13 +10,12 @@ from spectr_jax.experiments.figures import FIGURES, Settings, run
 
 pytestmark = pytest.mark.xdist_group("figures")  # They share what they look at.
 SETTINGS = Settings(draws=300, pairs=3)
-TWIN = "spectr_plus_plus_figure_2"  # The same function as SpecTr++'s Figure 1, at another vocabulary.
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures")
-    return folder, run(SETTINGS, tuple(name for name in FIGURES if name != TWIN), folder)
+    return folder, run(SETTINGS, tuple(FIGURES), folder)
 
 
 def test_each_figure_is_written(made):
