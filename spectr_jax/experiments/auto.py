@@ -4,6 +4,7 @@ Measured once: call times of both models, times of drafting a level and of choos
 accepted. From these follow the tokens a second of every candidate; the best are run, beside what was predicted.
 """
 
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, report
-from spectr_jax.experiments.call_times import PHASES, call_seconds, phase_seconds, token_seconds
+from spectr_jax.experiments.call_times import PHASES, Timer, call_seconds, phase_timers, timed, token_timer
 from spectr_jax.experiments.loading import Trained
+from spectr_jax.experiments.measurement import Program
 from spectr_jax.experiments.node_acceptance import observe_carriers, observe_nodes, observe_winners, shares
 from spectr_jax.models.frozen import freeze
 
@@ -93,10 +95,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     def measured(method: Method, seed: int, **kwargs) -> measurement.Measurement:
         return measurement.measure(method, target, draft, prompts, config, seed, **kwargs)
 
-    acceptance = measure_acceptance(config, measured, prompts.real)
+    def compile_ahead(programs: list[tuple[Method, Callable | None]]) -> None:
+        known = [Program(method, draft, observe) for method, observe in programs]
+        measurement.compile_ahead(known, target, prompts, config)
+
+    acceptance = measure_acceptance(config, compile_ahead, measured, prompts.real)
     times = measure_times(config, target, draft)
     found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
-    tried = try_all(to_try(config, found), config.seeds, measured)
+    tried = try_all(to_try(config, found), config.seeds, compile_ahead, measured)
     result = {
         "title": f"The fastest method for {config.target}, drafts of {config.draft}, {config.batch_size} texts at once",
         "rows": tried,
@@ -125,15 +131,17 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"methods has {name!r}, which has no prediction; known are {', '.join([*PLAN_OF, *DISTINCT])}")
 
 
-def measure_acceptance(config: ml_collections.ConfigDict, measured, texts: int) -> Acceptance:
+def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measured, texts: int) -> Acceptance:
     """What batch trees show: the first k of their drafts are k drafts, for every k."""
     tree = tree_lib.batch(max(2, *config.num_drafts))
-    seed = config.seeds[0]
-    one = measured(get_method("spectr", tree=tree), seed, observe=observe_carriers)
-    winners = measured(get_method("otm", tree=tree), seed, observe=observe_winners).observed
-    R = {}
-    for name in dict.fromkeys(each for each in config.methods if each in DISTINCT):
-        nodes = measured(get_method(name, tree=tree), seed, observe=observe_nodes).observed["nodes"]
+    distinct = dict.fromkeys(each for each in config.methods if each in DISTINCT)
+    observers = {"spectr": observe_carriers, "otm": observe_winners} | dict.fromkeys(distinct, observe_nodes)
+    programs = {name: (get_method(name, tree=tree), observe) for name, observe in observers.items()}
+    compile_ahead(list(programs.values()))
+    seen = {name: measured(method, config.seeds[0], observe=observe) for name, (method, observe) in programs.items()}
+    one, winners, R = seen["spectr"], seen["otm"].observed, {}
+    for name in distinct:
+        nodes = seen[name].observed["nodes"]
         R[name] = tree_search.descending((nodes[1:] / nodes[0]).tolist())
     return Acceptance(
         {plan: shares(counts) for plan, counts in one.observed.items()},
@@ -149,24 +157,29 @@ def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Tra
     widths = sorted(set(config.num_drafts))
     target_seconds = call_seconds(target.model, batch, _counts(config.size), context)
 
-    def drafting(width: int, length: int) -> float:
+    def phases(width: int, length: int, **options) -> Callable[[], dict[str, Timer]]:
         method = get_method("spectr", num_drafts=width, draft_length=length)
-        return phase_seconds(method, target.model, draft.model, batch, context, phases=("draft",))["draft"]
+        return functools.partial(phase_timers, method, target.model, draft.model, batch, context, **options)
 
-    first = [drafting(width, 1) for width in tqdm.tqdm(widths, "drafting one level", dynamic_ncols=True)]
-    more = [drafting(width, 4) for width in tqdm.tqdm(widths, "drafting four", dynamic_ncols=True)]
-    level = [max(four - one, 0.0) / 3 for one, four in zip(first, more, strict=True)]
-    vocab_size, select = target.model.vocab_size, {}
-    for name in tqdm.tqdm(config.methods, "selection", dynamic_ncols=True):
-        seconds_at = [token_seconds(_method(name, (width, 1, 1, 1)), vocab_size, batch) for width in _widths(name, widths)]
-        select[name] = _between(_widths(name, widths), seconds_at)
-    reference = phase_seconds(get_method("spectr", num_drafts=2, draft_length=2), target.model, draft.model, batch, context)
-    together = reference["call"] / sum(reference[phase] for phase in PHASES)
+    drafting = timed(
+        "drafting", {(width, length): phases(width, length, phases=("draft",)) for width in widths for length in (1, 4)}
+    )
+    first = [drafting[width, 1]["draft"] for width in widths]
+    level = [max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths]
+    choosing = {
+        (name, width): functools.partial(token_timer, _method(name, (width, 1, 1, 1)), target.model.vocab_size, batch)
+        for name in config.methods
+        for width in _widths(name, widths)
+    }
+    chosen, select = timed("selection", choosing), {}
+    for name in config.methods:
+        select[name] = _between(_widths(name, widths), [chosen[name, width] for width in _widths(name, widths)])
+    started = get_method("baseline"), get_method("speculative", draft_length=1)
+    texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
+    whole = timed("whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
+    together = whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES)
     times = Times(target_seconds, together, (0.0, 0.0), _between(widths, first), _between(widths, level), select)
-    start = []
-    for method in (get_method("baseline"), get_method("speculative", draft_length=1)):
-        call = _call(times, "speculative", method.tree, 1)
-        start.append(max(0.0, _text_seconds(method, config, target, draft) - call))
+    start = [max(0.0, whole[at] - _call(times, "speculative", method.tree, 1)) for at, method in enumerate(started)]
     return times._replace(start=(start[0], start[1]))
 
 
@@ -277,23 +290,26 @@ def _call(times: Times, name: str, tree: Tree, expected: float) -> float:
     return times.together * (drafting + times.target(tree.size + 1) + select)
 
 
-def _text_seconds(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> float:
-    """Median seconds of texts of one new token."""
+def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Timer:
+    """Of texts of one new token."""
     models = freeze(target.model), freeze(draft.model)
     prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
     lengths = np.full(config.batch_size, prompts.shape[1])
-    seconds = []
-    for seed in range(12):
+
+    def one(seed: int) -> float:
         started = time.perf_counter()
         jax.block_until_ready(generate(jax.random.key(seed), method, *models, prompts, lengths, 1))
-        seconds.append(time.perf_counter() - started)
-    return float(np.median(seconds[1:]))
+        return time.perf_counter() - started
+
+    one(0)
+    return lambda: float(np.median([one(seed) for seed in range(1, 12)]))
 
 
-def try_all(chosen: list[Candidate], seeds, measured) -> list[dict[str, Any]]:
+def try_all(chosen: list[Candidate], seeds, compile_ahead, measured) -> list[dict[str, Any]]:
     """What the chosen ones do, the baseline first; they take turns on each seed, and ratios are medians of the seeds'."""
+    compile_ahead([(candidate.method, None) for candidate in chosen])
     for candidate in chosen:
-        measured(candidate.method, seeds[0], batches=1)  # Compiles.
+        measured(candidate.method, seeds[0], batches=1)  # The first run is not timed.
     turns = [(seed, candidate) for seed in seeds for candidate in chosen]
     seen = [measured(candidate.method, seed) for seed, candidate in tqdm.tqdm(turns, "tried", dynamic_ncols=True)]
     speeds = np.array([each.tokens / each.seconds for each in seen]).reshape(len(seeds), -1)

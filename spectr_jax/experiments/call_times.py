@@ -1,5 +1,6 @@
 """How long model calls, and the phases of a call of a method, take on this machine.
 
+A timer is compiled when it is made, so that many can be made side by side (`timed`), and measures when it is called.
 All but `call_runs` time loops that run on the device, as in decoding: no Python is between two calls, and caches are
 updated in place.
 """
@@ -7,16 +8,18 @@ updated in place.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 from spectr_jax.decoding import Method, Policy, drafting, scoring, selection
 from spectr_jax.decoding.generate import call, prefill
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.experiments.compilation import side_by_side
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import freeze
@@ -25,6 +28,24 @@ PASSES = 8
 """Of a loop on the device, for one measurement."""
 PHASES = ("draft", "score", "select", "commit")
 """Of a call of a method, by their `jax.named_scope` in `decoding.generate`."""
+
+Timer = Callable[[], float]
+"""Measures, and returns the median seconds of one pass."""
+
+
+def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Makes the timers of all tasks side by side, and then calls one after the other.
+
+    Args:
+      label: for the progress bars.
+      tasks: by any name, functions that return a timer, or a pytree of them.
+
+    Returns:
+      Seconds in place of the timers.
+    """
+    bar = functools.partial(tqdm.tqdm, total=len(tasks), dynamic_ncols=True)
+    made = list(bar(side_by_side(list(tasks.values())), f"{label}, compiling"))
+    return {name: jax.tree.map(lambda timer: timer(), timers) for name, timers in bar(zip(tasks, made, strict=True), label)}
 
 
 def call_seconds(
@@ -48,12 +69,13 @@ def call_seconds(
         model, new = fixed
         return _extend(model.merge(), new, carry[1])
 
-    medians = []
-    for count in tokens:
+    def timer(count: int) -> Timer:
         new, cache = _random_call(model, batch, count, context)
         logits = jnp.zeros((batch, count, model.vocab_size))
-        medians.append(_loop_seconds(one, [(frozen, new)], (logits, cache), repeats))
-    return lambda number: float(np.interp(number, tokens, medians))
+        return _loop_timer(one, [(frozen, new)], (logits, cache), repeats)
+
+    seconds = timed("calls", {count: functools.partial(timer, count) for count in tokens})
+    return lambda number: float(np.interp(number, tokens, list(seconds.values())))
 
 
 def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[], float]:
@@ -72,7 +94,7 @@ def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[]
     return timed
 
 
-def phase_seconds(
+def phase_timers(
     method: Method,
     target: Model,
     draft: Model,
@@ -80,8 +102,8 @@ def phase_seconds(
     context: int = 64,
     repeats: int = 10,
     phases: Sequence[str] = (*PHASES, "call"),
-) -> dict[str, float]:
-    """Median seconds of the phases of one call of `method`, each alone: draft, score, select and commit; and of the whole.
+) -> dict[str, Timer]:
+    """Timers of the phases of one call of `method`, each alone: draft, score, select and commit; and of the whole.
 
     Args:
       method: one that drafts, with a model of its own.
@@ -90,7 +112,7 @@ def phase_seconds(
       batch: texts.
       context: committed tokens of each text, random ones.
       repeats: measurements, of `PASSES` passes each, at temperature 1.
-      phases: which are measured.
+      phases: which are wanted.
     """
     models = freeze(target), freeze(draft)
     tree, room = method.tree, method.tree.height + 1
@@ -115,7 +137,10 @@ def phase_seconds(
         _, seen = whole_call(models, start._replace(step=step))
         return seen.tokens, seen.p, seen.logits, seen.chosen
 
-    samples = [sample(models, step) for step in np.arange(4)]
+    if set(phases) == {"draft"}:  # It needs a call's shapes alone.
+        samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]
+    else:
+        samples = [sample(models, step) for step in np.arange(4)]
     tokens, p, logits, chosen = samples[0]
     caches = start.target_cache, start.draft_cache
     measured: dict[str, tuple[Callable, list[Any], Any]] = {
@@ -125,11 +150,12 @@ def phase_seconds(
         "commit": (_commit_phase(tree, lengths), [each[3] for each in samples], caches),
         "call": (call_phase, [models], start),
     }
-    return {name: _loop_seconds(*measured[name], repeats) for name in phases}
+    return {name: _loop_timer(*measured[name], repeats) for name in phases}
 
 
-def token_seconds(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> float:
-    """Seconds that the walk takes for each token it emits, over `batch` texts at once, on laws that accept most drafts.
+def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> Timer:
+    """Of the seconds that the walk takes for each token it emits, over `batch` texts at once, on laws that accept most
+    drafts.
 
     Args:
       method: whose walk is timed, on its tree; no model takes part.
@@ -147,7 +173,8 @@ def token_seconds(method: Method, vocab_size: int, batch: int, repeats: int = 10
 
     walk, fixed = jax.jit(_select_phase(method, keys, lengths)), (tokens, p, logits)
     chosen = [walk(step, fixed, None) for step in range(PASSES)]
-    return _loop_seconds(walk, [fixed], chosen[0], repeats) / float(np.mean([each.emitted for each in chosen]))
+    walks, emitted = _loop_timer(walk, [fixed], chosen[0], repeats), float(np.mean([each.emitted for each in chosen]))
+    return lambda: walks() / emitted
 
 
 def _draft_phase(method: Method, keys_B, text_BxT, lengths_B) -> Callable:
@@ -212,8 +239,8 @@ def _at(cache: Cache, lengths: jax.Array) -> Cache:
     return dataclasses.replace(cache, lengths=lengths)
 
 
-def _loop_seconds(body: Callable, fixed: list[Any], carry: Any, repeats: int) -> float:
-    """Median seconds of a pass of `carry = body(step, fixed[i], carry)`, in loops on the device; the first has compiled."""
+def _loop_timer(body: Callable, fixed: list[Any], start: Any, repeats: int) -> Timer:
+    """Of a pass of `carry = body(step, fixed[i], carry)`, in loops on the device; the first is not counted."""
 
     def one_pass(step, fixed, carry):
         return body(step, *jax.lax.optimization_barrier((fixed, carry)))  # Else what does not change leaves the loop.
@@ -222,10 +249,14 @@ def _loop_seconds(body: Callable, fixed: list[Any], carry: Any, repeats: int) ->
     def run(fixed, carry):
         return jax.lax.fori_loop(0, PASSES, lambda step, carry: one_pass(step, fixed, carry), carry)
 
-    carry = jax.tree.map(jnp.copy, carry)
-    seconds = []
-    for repeat in range(repeats + 1):
-        started = time.perf_counter()
-        carry = jax.block_until_ready(run(fixed[repeat % len(fixed)], carry))
-        seconds.append(time.perf_counter() - started)
-    return float(np.median(seconds[1:])) / PASSES
+    program = run.lower(fixed[0], start).compile()
+
+    def timer() -> float:
+        carry, seconds = jax.tree.map(jnp.copy, start), []
+        for repeat in range(repeats + 1):
+            started = time.perf_counter()
+            carry = jax.block_until_ready(program(fixed[repeat % len(fixed)], carry))
+            seconds.append(time.perf_counter() - started)
+        return float(np.median(seconds[1:])) / PASSES
+
+    return timer

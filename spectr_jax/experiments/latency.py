@@ -3,6 +3,7 @@
 The paper's premise is that a call of the target on L tokens of each of B texts takes hardly longer than on one token of one.
 """
 
+import functools
 import itertools
 import pathlib
 import time
@@ -16,7 +17,8 @@ from spectr_jax.config import check_fields, check_positive, latency_config
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, paper, profile, report
-from spectr_jax.experiments.call_times import PHASES, call_runs, phase_seconds
+from spectr_jax.experiments.call_times import PHASES, call_runs, phase_timers, timed
+from spectr_jax.experiments.compilation import side_by_side
 from spectr_jax.experiments.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
 
 NAME = "latency"
@@ -65,10 +67,9 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
 def measure_cells(config: ml_collections.ConfigDict, models: list[Trained]) -> list[dict[str, Any]]:
     """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit."""
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
-    timed = [
-        call_runs(trained.model, batch, length, config.context) for trained, length, batch in tqdm.tqdm(shapes, "compiling")
-    ]
-    seconds = np.array([[one() for one in timed] for _ in tqdm.trange(config.runs, unit="run", dynamic_ncols=True)])
+    tasks = [functools.partial(call_runs, trained.model, batch, length, config.context) for trained, length, batch in shapes]
+    runs = list(tqdm.tqdm(side_by_side(tasks), "calls, compiling", len(tasks), dynamic_ncols=True))
+    seconds = np.array([[one() for one in runs] for _ in tqdm.trange(config.runs, unit="run", dynamic_ncols=True)])
     unit = seconds[:, 0].mean()
     return [
         {
@@ -86,12 +87,14 @@ def measure_cells(config: ml_collections.ConfigDict, models: list[Trained]) -> l
 
 def measure_phases(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
     """The phases of one call of each method, alone and as shares of their sum."""
-    rows = []
-    for name, length, batch in tqdm.tqdm(
-        list(itertools.product(config.methods, config.lengths, config.phase_batch_sizes)), "phases", dynamic_ncols=True
-    ):
+    tasks = {}
+    for name, length, batch in itertools.product(config.methods, config.lengths, config.phase_batch_sizes):
         method = get_method(name, num_drafts=config.num_drafts, draft_length=length)
-        seconds = phase_seconds(method, target.model, draft.model, batch, config.context)
+        tasks[name, length, batch] = functools.partial(
+            phase_timers, method, target.model, draft.model, batch, config.context
+        )
+    rows = []
+    for (name, length, batch), seconds in timed("phases", tasks).items():
         whole = sum(seconds[phase] for phase in PHASES)
         rows.append(
             {

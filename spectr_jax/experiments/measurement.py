@@ -1,28 +1,28 @@
 """What the tables share: prompts, and one method decoding all of them."""
 
+import functools
 import json
-import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import ml_collections
 import numpy as np
+import tqdm
 
 from spectr_jax import hosts, sharding
 from spectr_jax.config import check_positive, config_hash
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import PAD, AnyTokenizer
 from spectr_jax.decoding import Method, Policy, generate
+from spectr_jax.decoding.generate import Generation, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
+from spectr_jax.experiments.compilation import side_by_side
 from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained, load_pair
 from spectr_jax.models.frozen import freeze
-
-CORES_OF_A_COMPILATION = 4
 
 
 class Prompts(NamedTuple):
@@ -31,6 +31,14 @@ class Prompts(NamedTuple):
     tokens: np.ndarray
     lengths: np.ndarray
     real: int
+
+
+class Program(NamedTuple):
+    """A method with its draft model, and what is observed of its calls (`generate`)."""
+
+    method: Method
+    draft: Trained | None
+    observe: Callable | None = None
 
 
 class Measurement(NamedTuple):
@@ -132,29 +140,11 @@ def measure(
     the batch size."""
     tokens = calls = 0
     observed: dict[str, np.ndarray] = {}
-    size = config.batch_size
-    mesh = sharding.make_mesh() if jax.device_count() > 1 else None
-    target_model, draft_model = freeze(target.model), freeze(draft.model) if draft else None
-    if mesh is not None:
-        target_model, draft_model = sharding.replicate(mesh, (target_model, draft_model))
+    run = _on_batch(generate, Program(method, draft, observe), target, prompts, config, seed)
     started = time.monotonic()
     for batch in range(len(prompts.tokens))[:batches]:
-        indices = np.arange(batch * size, (batch + 1) * size)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), indices)
-        generation = generate(
-            keys,
-            method,
-            target_model,
-            draft_model,
-            prompts.tokens[batch],
-            prompts.lengths[batch],
-            config.max_new_tokens,
-            policy_of(config, target.tokenizer.eos),
-            observe=observe,
-            mesh=mesh,
-        )
-        generation = hosts.fetch(generation)
-        real = indices < prompts.real
+        generation: Generation = hosts.fetch(run(batch))
+        real = _indices(config, batch) < prompts.real
         tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
         calls += int(np.sum(np.asarray(generation.target_calls)[real]))
         for name, values in (generation.observed or {}).items():
@@ -162,12 +152,38 @@ def measure(
     return Measurement(tokens, calls, time.monotonic() - started, observed)
 
 
-def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
-    """What the tasks return, in order; a few run at once where there are cores for it, since XLA compiles one program on one
-    core or a few. Several processes must run the same in the same order: there, one at a time."""
-    workers = 1 if jax.process_count() > 1 else max(1, (os.cpu_count() or 1) // CORES_OF_A_COMPILATION)
-    with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(lambda task: task(), tasks)
+def compile_ahead(programs: list[Program], target: Trained, prompts: Prompts, config: ml_collections.ConfigDict) -> None:
+    """Compiles what `measure` is going to run, side by side."""
+    lowered = [_on_batch(lower, program, target, prompts, config, seed=0) for program in programs]
+    done = side_by_side([functools.partial(_compile, each) for each in lowered])
+    list(tqdm.tqdm(done, "compiling", len(programs), leave=False, dynamic_ncols=True, disable=not hosts.is_first()))
+
+
+def _compile(lowered: Callable[[int], jax.stages.Lowered]) -> None:
+    lowered(0).compile()  # JAX keeps it for the call.
+
+
+def _on_batch(
+    function: Callable, program: Program, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict, seed: int
+) -> Callable[[int], Any]:
+    """`generate`, or `lower`, of a program on all devices, as a function of the number of a batch."""
+    mesh = sharding.make_mesh() if jax.device_count() > 1 else None
+    models = freeze(target.model), freeze(program.draft.model) if program.draft else None
+    if mesh is not None:
+        models = sharding.replicate(mesh, models)
+
+    def on_batch(batch: int):
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), _indices(config, batch))
+        new, policy = config.max_new_tokens, policy_of(config, target.tokenizer.eos)
+        texts = prompts.tokens[batch], prompts.lengths[batch]
+        return function(keys, program.method, *models, *texts, new, policy, observe=program.observe, mesh=mesh)
+
+    return on_batch
+
+
+def _indices(config: ml_collections.ConfigDict, batch: int) -> np.ndarray:
+    """The numbers of a batch's prompts."""
+    return np.arange(batch * config.batch_size, (batch + 1) * config.batch_size)
 
 
 def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:

@@ -4,7 +4,6 @@ import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from spectr_jax.decoding import Method, get_method
 from spectr_jax.experiments import acceptance, measurement, paper, report
 from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import Trained, shape_name
-from spectr_jax.experiments.measurement import Measurement
+from spectr_jax.experiments.measurement import Measurement, Program
 
 NAME = "tokens_per_call"
 
@@ -46,8 +45,12 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     rows = table_rows(config, drafts)
     journal = Journal(workdir, NAME, config)
 
-    def measured_row(row: Row, *args, **kwargs) -> Measurement:
-        return measurement.measure(row.method, target, row.draft, prompts, config, *args, **kwargs)
+    def measured(program: Program, seed: int, **kwargs) -> Measurement:
+        method, draft, observe = program
+        return measurement.measure(method, target, draft, prompts, config, seed, observe=observe, **kwargs)
+
+    def compile_ahead(programs: list[Program]) -> None:
+        measurement.compile_ahead(programs, target, prompts, config)
 
     started = time.monotonic() - journal.seconds
     summaries: list[dict[str, Any]] = []
@@ -55,7 +58,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     with tqdm.tqdm(total=len(rows) - 1, unit="row", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
         for number, (_, group) in enumerate(groups):
             compared = [baseline, *group]
-            found = _measure_group(config, number, compared, journal, measured_row, bar)
+            found = _measure_group(config, number, compared, journal, compile_ahead, measured, bar)
             summaries += found[1 if summaries else 0 :]
             jax.clear_caches()  # A process may hold so many programs only.
             bar.update(len(compared) - 1)
@@ -182,31 +185,36 @@ def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline:
 
 
 def _measure_group(
-    config: ml_collections.ConfigDict, number: int, rows: list[Row], journal: Journal, measured_row, bar: tqdm.tqdm
+    config: ml_collections.ConfigDict,
+    number: int,
+    rows: list[Row],
+    journal: Journal,
+    compile_ahead,
+    measured,
+    bar: tqdm.tqdm,
 ) -> list[dict[str, Any]]:
     """The rows that are compared with the baseline in front of them, close together in time: of one draft and L."""
 
     def name(row: Row, run: int | str) -> str:
         return f"group {number}, {_label(row)}, {run}"  # Two drafts may have one name.
 
-    compilations: list[Callable] = []
-    for row in rows:
-        if not all(name(row, seed) in journal for seed in config.seeds):
-            compilations.append(functools.partial(measured_row, row, 0, batches=1))
-        if name(row, "acceptance") not in journal:
-            compilations.append(functools.partial(measured_row, row, 0, batches=1, observe=acceptance.observe))
-    for done, _ in enumerate(measurement.side_by_side(compilations), start=1):
-        bar.set_description(f"compiled {done} of {len(compilations)} programs")
-    measured: list[list[Measurement]] = [[] for _ in rows]
+    programs = [(row, Program(row.method, row.draft), Program(row.method, row.draft, acceptance.observe)) for row in rows]
+    missing = [plain for row, plain, _ in programs if not all(name(row, seed) in journal for seed in config.seeds)]
+    unobserved = [observed for row, _, observed in programs if name(row, "acceptance") not in journal]
+    compile_ahead(missing + unobserved)
+    for plain in missing:
+        measured(plain, 0, batches=1)  # The first run is not timed.
+    runs: list[list[Measurement]] = [[] for _ in rows]
     for seed in config.seeds:
-        for row, results in zip(rows, measured, strict=True):
+        for (row, plain, _), results in zip(programs, runs, strict=True):
             bar.set_description(f"seed {seed}, {_label(row)}")
-            results.append(journal.measurement(name(row, seed), functools.partial(measured_row, row, seed)))
+            results.append(journal.measurement(name(row, seed), functools.partial(measured, plain, seed)))
     summaries = []
-    for row, results in zip(rows, measured, strict=True):  # The first seed again: what is observed would count in the time.
+    # The first seed again: what is observed would count in the time.
+    for (row, _, observed), results in zip(programs, runs, strict=True):
         bar.set_description(f"acceptance of {_label(row)}")
-        take = functools.partial(measured_row, row, config.seeds[0], observe=acceptance.observe)
-        summaries.append(_summary(row, results, journal.measurement(name(row, "acceptance"), take), measured[0]))
+        take = functools.partial(measured, observed, config.seeds[0])
+        summaries.append(_summary(row, results, journal.measurement(name(row, "acceptance"), take), runs[0]))
     return summaries
 
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +25,13 @@ from spectr_jax.experiments import drawing, measurement, report, tree_figures
 from spectr_jax.experiments.call_times import call_seconds
 from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import Trained, shape_name
-from spectr_jax.experiments.measurement import Measurement
+from spectr_jax.experiments.measurement import Measurement, Program
 from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes, shares
 
 NAME = "trees"
 RACES = ("gsd", "ersd")
+ROWS_AT_ONCE = 16
+"""Whose programs are compiled side by side, and held."""
 
 
 class Row(NamedTuple):
@@ -83,16 +86,22 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     journal = Journal(workdir, NAME, config)
     started = time.monotonic() - journal.seconds
 
-    def measured(method: Method, *args, **kwargs) -> Measurement:
-        own = None if method.exit_layer else draft
-        return measurement.measure(method, target, own, prompts, config, *args, **kwargs)
+    def own_draft(method: Method) -> Trained | None:
+        return None if method.exit_layer else draft
 
-    acceptance = measure_acceptance(config, measured, journal)
+    def measured(method: Method, *args, **kwargs) -> Measurement:
+        return measurement.measure(method, target, own_draft(method), prompts, config, *args, **kwargs)
+
+    def compile_ahead(programs: list[tuple[Method, Callable | None]]) -> None:
+        known = [Program(method, own_draft(method), observe) for method, observe in programs]
+        measurement.compile_ahead(known, target, prompts, config)
+
+    acceptance = measure_acceptance(config, compile_ahead, measured, journal)
     fastest = journal.value("fastest trees", lambda: fastest_trees(config, acceptance, target, draft))
     rows = table_rows(config, acceptance, {name: Tree(tuple(each["parents"])) for name, each in fastest.items()})
     result = {
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft.model.config)} drafts for {target.name}",
-        "rows": _measure_rows(config, rows, measured, journal),
+        "rows": _measure_rows(config, rows, compile_ahead, measured, journal),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
         "kl_bits": acceptance.kl,
@@ -131,33 +140,38 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
 
 
-def measure_acceptance(config: ml_collections.ConfigDict, measured, journal: Journal) -> Acceptance:
+def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measured, journal: Journal) -> Acceptance:
     """Runs GSD and ERSD on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an observer."""
     size = max(config.sizes)
-    R: dict[str, list[float]] = {}
     nodes: dict[tuple[str, str], Nodes] = {}
     divergences: list[float] = []
-    with tqdm.tqdm(total=4 * len(RACES) + 1, unit="run", dynamic_ncols=True) as bar:
 
-        def run_nodes(name: str, shape: str, paths) -> None:
-            bar.set_description(f"acceptance of {name}, {shape}")
-            tree = tree_search.tree_of(paths)
+    def entry(name: str, shape: str, seed: int) -> str:
+        return f"acceptance of {name}, {shape}, {seed}"
+
+    def run_nodes(shapes: dict[tuple[str, str], Any]) -> None:
+        methods = {key: get_method(key[0], tree=tree_search.tree_of(paths)) for key, paths in shapes.items()}
+        missing = [key for key in methods if not all(entry(*key, seed) in journal for seed in config.seeds)]
+        compile_ahead([(methods[key], observe_nodes) for key in missing])
+        for key, paths in shapes.items():
+            tree, sums = methods[key].tree, []
             numbers = {tree.path(node): node for node in range(1, size + 1)}
-            method = get_method(name, tree=tree)
-            sums = []
             for seed in config.seeds:
-                take = functools.partial(measured, method, seed, observe=observe_nodes)
-                sums.append(journal.measurement(f"acceptance of {name}, {shape}, {seed}", take).observed)
+                bar.set_description(entry(*key, seed))
+                take = functools.partial(measured, methods[key], seed, observe=observe_nodes)
+                sums.append(journal.measurement(entry(*key, seed), take).observed)
             counts = np.array([each["nodes"] for each in sums])
-            nodes[name, shape] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
+            nodes[key] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
             divergences.extend(each["kl"] / each["nodes"][0] for each in sums)
             bar.update()
 
-        for name in RACES:
-            for shape, tree in _fixed_shapes(size).items():
-                run_nodes(name, shape, [tree.path(node) for node in range(1, size + 1)])
-            R[name] = tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
-            run_nodes(name, "optimal", tree_search.optimal_order(R[name], size))
+    with tqdm.tqdm(total=4 * len(RACES) + 1, unit="run", dynamic_ncols=True) as bar:
+        fixed = _fixed_shapes(size).items()
+        run_nodes(
+            {(name, shape): [tree.path(node) for node in range(1, size + 1)] for name in RACES for shape, tree in fixed}
+        )
+        R = {name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist()) for name in RACES}
+        run_nodes({(name, "optimal"): tree_search.optimal_order(R[name], size) for name in RACES})
         bar.set_description("i.i.d. drafts")
         method = get_method("spectr", tree=tree_lib.batch(size))
         take = functools.partial(measured, method, config.seeds[0], observe=observe_carriers)
@@ -238,25 +252,32 @@ def _spelled(branching: tuple[int, ...]) -> str:
     return ", ".join(str(children) if times == 1 else f"{children}x{times}" for children, times in runs)
 
 
-def _measure_rows(config: ml_collections.ConfigDict, rows: list[Row], measured, journal: Journal) -> list[dict[str, Any]]:
+def _measure_rows(
+    config: ml_collections.ConfigDict, rows: list[Row], compile_ahead, measured, journal: Journal
+) -> list[dict[str, Any]]:
     baseline, results = rows[0].method, []
+
+    def name(row: Row) -> str:
+        return f"N={row.size} {row.method.name} {row.shape}"
 
     def measured_row(row: Row) -> dict[str, Any]:
         for method in (baseline, row.method):
-            measured(method, 0, batches=1)  # Compiles.
+            measured(method, 0, batches=1)  # The first run is not timed.
         # The baseline close by in time, for the ratio.
         before = measured(baseline, 0, batches=2)
         runs = [measured(row.method, seed) for seed in config.seeds]
         return _summary(row, runs, [before, measured(baseline, 0, batches=2)])
 
     with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
-        for index, row in enumerate(rows):
-            if index % 8 == 7:
-                jax.clear_caches()  # A process may hold so many programs only.
-            name = f"N={row.size} {row.method.name} {row.shape}"
-            bar.set_description(name)
-            results.append(journal.value(name, functools.partial(measured_row, row)))
-            bar.update()
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            some = rows[first : first + ROWS_AT_ONCE]
+            missing = [row.method for row in some if name(row) not in journal]
+            compile_ahead([(method, None) for method in ([baseline, *missing] if missing else [])])
+            for row in some:
+                bar.set_description(name(row))
+                results.append(journal.value(name(row), functools.partial(measured_row, row)))
+                bar.update()
+            jax.clear_caches()  # A process may hold so many programs only.
     return results
 
 

@@ -81,7 +81,7 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path):
         seconds = (1, 3, 10)[seed] * (2 if method.tree.size else 8)
         return Measurement(80, 80 if not method.tree.size else 40, seconds, {})
 
-    baseline, best = auto.try_all(found, (0, 1, 2), measured)
+    baseline, best = auto.try_all(found, (0, 1, 2), len, measured)
     assert baseline["speedup"] == 1 and best["speedup"] == 4 and best["measured_per_call"] == 2
     assert baseline["measured_per_second"] == pytest.approx(80 / 24)
 

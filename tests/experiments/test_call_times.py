@@ -1,10 +1,12 @@
 """Call times: measured where asked, interpolated between; no word about how long they are."""
 
+import functools
+
 import pytest
 from flax import nnx
 
 from spectr_jax.decoding import get_method
-from spectr_jax.experiments.call_times import PHASES, call_runs, call_seconds, phase_seconds, token_seconds
+from spectr_jax.experiments.call_times import PHASES, call_runs, call_seconds, phase_timers, timed, token_timer
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -27,11 +29,24 @@ def test_call_runs_goes_on_with_the_cache_it_gave_away(model):
 
 def test_phases(model):
     method = get_method("otm_block", tree="2,1")
-    seconds = phase_seconds(method, model, model, 2, context=8, repeats=2)
-    assert set(seconds) == {*PHASES, "call"} and all(value > 0 for value in seconds.values())
-    assert set(phase_seconds(method, model, model, 1, context=8, repeats=2, phases=("draft",))) == {"draft"}
+    everything = functools.partial(phase_timers, method, model, model, 2, context=8, repeats=2)
+    draft = functools.partial(phase_timers, method, model, model, 1, context=8, repeats=2, phases=("draft",))
+    seconds = timed("phases", {"everything": everything, "draft": draft})
+    assert set(seconds["everything"]) == {*PHASES, "call"} and set(seconds["draft"]) == {"draft"}
+    assert all(value > 0 for value in (*seconds["everything"].values(), *seconds["draft"].values()))
+
+
+def test_timers_are_made_before_any_is_called():
+    events = []
+
+    def make(name: str):
+        events.append(f"make {name}")
+        return lambda: events.append(f"call {name}") or 1.0
+
+    assert timed("both", {name: functools.partial(make, name) for name in "ab"}) == {"a": 1.0, "b": 1.0}
+    assert sorted(events[:2]) == ["make a", "make b"] and events[2:] == ["call a", "call b"]
 
 
 @pytest.mark.parametrize(("name", "options"), [("block", {"draft_length": 2}), ("ersd", {"tree": "2,1"})])
 def test_token_seconds(name, options):
-    assert token_seconds(get_method(name, **options), 13, 2, repeats=2) > 0
+    assert token_timer(get_method(name, **options), 13, 2, repeats=2)() > 0

@@ -11,9 +11,10 @@ from spectr_jax.config import eval_config
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import report
+from spectr_jax.experiments import acceptance, report
+from spectr_jax.experiments.compilation import CORES_OF_A_PROGRAM
 from spectr_jax.experiments.loading import EMBEDDED, load_pair, load_trained, shape_name
-from spectr_jax.experiments.measurement import measure, read_prompts
+from spectr_jax.experiments.measurement import Program, compile_ahead, measure, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.models.transformer import LADDER, Transformer
@@ -68,15 +69,34 @@ def test_table_is_written_and_repeats(toy, tmp_path):
     assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
 
 
+def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
+    config = _config(toy.folder)
+    target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)
+    prompts = read_prompts(config, target.tokenizer)
+
+    def measured(method, observe):
+        measure(method, target, draft, prompts, config, 0, observe=observe)
+
+    measured(get_method("speculative"), None)  # What is around a program is small, and does not count.
+    programs = [Program(get_method("block"), draft), Program(get_method("block"), draft, acceptance.observe)]
+    with count_compilations() as compiled:
+        compile_ahead(programs, target, prompts, config)
+    assert len(compiled) == len(programs)
+    with count_compilations() as compiled:
+        for method, _, observe in programs:
+            measured(method, observe)
+    assert not compiled
+
+
 @pytest.mark.xdist_group("table")
 def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and nothing comes out differently."""
     config, measured = _config(toy.folder), []
     whole = run(config, tmp_path / "whole")
-    monkeypatch.setattr("spectr_jax.experiments.measurement.CORES_OF_A_COMPILATION", 1)  # Some side by side.
+    monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Some side by side.
 
     def stopped(*args, batches=None, observe=None, **kwargs):
-        if batches is None:  # Else it compiles only.
+        if batches is None:  # Else it only warms up.
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
