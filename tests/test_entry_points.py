@@ -37,8 +37,9 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/chaos.py": ("workdir",),
     "scripts/compare_peers.py": ("workdir",),
     "scripts/prepare_lm1b.py": ("data_dir",),
+    "scripts/compile_for.py": ("workdir",),
 }
-TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B = PROGRAMS
+TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
 CASES = [
@@ -120,6 +121,8 @@ CASES = [
     (PEERS, "--trees=x", "tree 'x' is not known"),
     (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
+    (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
+    (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
 ]
 
 Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])

@@ -1,0 +1,199 @@
+"""Compiles everything for an accelerator that this machine does not have; writes results/compiled/DEVICE.
+
+    pip install libtpu                                                  # for a TPU
+    pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
+    python scripts/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
+
+The training step of each size, and every method at its default options with a target of 97M and drafts of 6M, go through
+the compiler that the device would use. That tells whether they compile, how long it takes here, and what memory they will
+take there. Nothing runs, no weights are made, and kernels are not tuned as they would be on the device.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+from spectr_jax import cli, sharding
+from spectr_jax.config import open_text_config
+from spectr_jax.decoding import get_method
+from spectr_jax.decoding.generate import lower
+from spectr_jax.decoding.methods import METHODS
+from spectr_jax.errors import UserError, unknown
+from spectr_jax.experiments import acceptance, report
+from spectr_jax.files import write_json, write_whole
+from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.quantized import quantize
+from spectr_jax.models.transformer import LADDER, Transformer
+from spectr_jax.training.programs import make_programs
+
+_WORKDIR = flags.DEFINE_string("workdir", "results/compiled", "Where the table goes: Markdown and JSON.")
+_DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
+_ONLY = flags.DEFINE_list("only", [], "Methods, and `train` for the training steps; empty for all.")
+_TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", 64, "Rows of 128 tokens of a training step.", lower_bound=1)
+
+H100 = """
+platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3" dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3" device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: 233472 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  l2_cache_size: 52428800 device_memory_size: 84942979072 memory_bandwidth: 3352320000000 device_address_bits: 64
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+}"""
+"""What CUDA says of the device, in XLA's words (`GpuTargetConfigProto`)."""
+
+
+class Device(NamedTuple):
+    """An accelerator: JAX's name for its kind, the package that compiles for it, and XLA's description."""
+
+    backend: str
+    package: str
+    topology: Callable[[], topologies.TopologyDescription]
+
+
+DEVICES = {
+    "h100": Device(
+        "gpu",
+        "jax-cuda13-plugin",
+        lambda: topologies.get_topology_desc("", "cuda", target_config=H100, topology="1x1x1"),
+    ),
+    "v5e": Device("tpu", "libtpu", lambda: topologies.get_topology_desc("v5e:2x2", "tpu")),
+}
+
+
+def main():
+    if _DEVICE.value not in DEVICES:
+        raise unknown("--device", _DEVICE.value, DEVICES)
+    for name in _ONLY.value:
+        if name not in (*METHODS, "train"):
+            raise unknown("--only", name, (*METHODS, "train"))
+    device = DEVICES[_DEVICE.value]
+    place = accelerator(device)
+    rows = []
+    # What a CPU does otherwise is asked of the backend while it is traced.
+    with mock.patch.object(jax, "default_backend", lambda: device.backend):
+        for name, program in programs(place).items():
+            rows.append({"program": name, **compiled(program)})
+            print(" ".join(cells(rows[-1])), flush=True)
+    result = {"device": place.device_kind, "rows": rows, **report.provenance()}
+    workdir = pathlib.Path(_WORKDIR.value)
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_json(workdir / f"{_DEVICE.value}.json", result)
+    write_whole(workdir / f"{_DEVICE.value}.md", markdown(result))
+
+
+def accelerator(device: Device) -> jax.Device:
+    """One that can be compiled for and not run on."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # Else libtpu looks for the metadata of a cloud machine.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    with contextlib.suppress(Exception):  # Each plugin has errors of its own.
+        return device.topology().devices[0]
+    raise UserError(f"--device={_DEVICE.value}: its compiler cannot be loaded; pip install {device.package}, as above")
+
+
+def programs(place: jax.Device) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """What is to be compiled, by name; the methods in bfloat16."""
+    wanted = _ONLY.value or ["train", *METHODS]
+    found: dict[str, Callable[[], jax.stages.Lowered]] = {}
+    if "train" in wanted:
+        found |= {f"training step, {name}": lambda name=name: training_step(name, place) for name in LADDER}
+    for name in METHODS:
+        if name in wanted:
+            found[f"`{name}`"] = lambda name=name: decoding(name, "bfloat16", place)
+    if "otm" in wanted:
+        found["`otm`, float32"] = lambda: decoding("otm", "float32", place)
+        found["`otm`, int8"] = lambda: decoding("otm", "int8", place)
+        found["`otm`, acceptance at its nodes"] = lambda: decoding("otm", "bfloat16", place, acceptance.observe)
+    return found
+
+
+def training_step(name: str, place: jax.Device) -> jax.stages.Lowered:
+    config = open_text_config(name)
+    config.batch_size = _ROWS.value
+    mesh = Mesh(np.array([[place]]), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    step = make_programs(config, mesh)
+    rows = jax.ShapeDtypeStruct(
+        (_ROWS.value, config.model.context), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, sharding.ROWS)
+    )
+    return step.step.lower(step.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
+
+
+def decoding(name: str, dtype: str, place: jax.Device, observe=None) -> jax.stages.Lowered:
+    prompts, lengths = np.ones((_TEXTS.value, 16), np.int32), np.full(_TEXTS.value, 9)
+    models = (weights(model, dtype, place) for model in ("target_97m", "draft_6m"))
+    return lower(jax.random.key(0), get_method(name), *models, prompts, lengths, 64, observe=observe)
+
+
+def weights(name: str, dtype: str, place: jax.Device) -> Frozen:
+    """A model of the ladder without its weights."""
+    shape = dataclasses.replace(LADDER[name], dtype="float32" if dtype == "int8" else dtype)
+
+    def build():
+        model = Transformer(shape, rngs=nnx.Rngs(0))
+        return quantize(model) if dtype == "int8" else model
+
+    frozen = freeze(nnx.eval_shape(build))
+    there = SingleDeviceSharding(place)
+    leaves: list[Any] = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype == "int8" else dtype, sharding=there) for leaf in frozen.leaves
+    ]
+    return dataclasses.replace(frozen, leaves=leaves)
+
+
+def compiled(program: Callable[[], jax.stages.Lowered]) -> dict[str, float]:
+    started = time.perf_counter()
+    lowered = program()
+    between = time.perf_counter()
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return {
+        "lowering_seconds": between - started,
+        "compilation_seconds": time.perf_counter() - between,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["program"],
+        f"{row['lowering_seconds']:.1f}",
+        f"{row['compilation_seconds']:.1f}",
+        f"{row['argument_bytes'] / 1e9:.2f}",
+        f"{row['temporary_bytes'] / 1e9:.2f}",
+    ]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    header = ["Program", "Lowering, s", "Compilation, s", "Arguments, GB", "Temporary, GB"]
+    return (
+        f"# Compiled for {result['device']}, without one\n\n"
+        f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
+        f"Training: {_ROWS.value} rows of 128 tokens, bfloat16 products, Muon. Methods: default options, target_97m and "
+        f"draft_6m in bfloat16 where no other is named, {_TEXTS.value} texts, up to 64 new tokens. Seconds are of this "
+        "machine, memory is the device's. Nothing ran, and kernels were not tuned.\n\n"
+        f"Made by `{result['command']}` (commit {result['commit'][:12]}, jax {result['jax']}) on {result['hardware']}.\n"
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, output=_WORKDIR)
