@@ -4,13 +4,16 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
     python scripts/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
 
-The training step of each size, and every method at its default options with a target of 97M and drafts of 6M, go through
-the compiler that the device would use. That tells whether they compile, how long it takes here, and what memory they will
-take there. Nothing runs, no weights are made, and kernels are not tuned as they would be on the device.
+The training steps of each size (configs/lm1b, configs/campaign.py), and every method at its default options with a target
+of 97M and drafts of 6M, go through the compiler that the device would use. That tells whether they compile, how long it
+takes here, and what memory they will take there. Nothing runs, no weights are made, and kernels are not tuned as they would
+be on the device.
 """
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import os
 import pathlib
 import time
@@ -20,6 +23,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 from absl import flags
 from flax import nnx
@@ -27,7 +31,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from spectr_jax import cli, sharding
-from spectr_jax.config import open_text_config
+from spectr_jax.config import lm1b_config, open_text_config
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import lower
 from spectr_jax.decoding.methods import METHODS
@@ -43,7 +47,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "results/compiled", "Where the table g
 _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
 _ONLY = flags.DEFINE_list("only", [], "Methods, and `train` for the training steps; empty for all.")
 _TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)
-_ROWS = flags.DEFINE_integer("rows", 64, "Rows of 128 tokens of a training step.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", 256, "Rows of 128 tokens of a training step.", lower_bound=1)
 
 H100 = """
 platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3" dnn_version_info { major: 9 minor: 10 }
@@ -113,34 +117,35 @@ def accelerator(device: Device) -> jax.Device:
 def programs(place: jax.Device) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """What is to be compiled, by name; the methods in bfloat16."""
     wanted = _ONLY.value or ["train", *METHODS]
+    recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
     found: dict[str, Callable[[], jax.stages.Lowered]] = {}
-    if "train" in wanted:
-        found |= {f"training step, {name}": lambda name=name: training_step(name, place) for name in LADDER}
-    for name in METHODS:
-        if name in wanted:
-            found[f"`{name}`"] = lambda name=name: decoding(name, "bfloat16", place)
+    for model, (optimizer, recipe) in itertools.product(LADDER if "train" in wanted else (), recipes.items()):
+        found[f"training, {model}, {optimizer}"] = functools.partial(training_step, recipe(model), place)
+    for method in METHODS:
+        if method in wanted:
+            found[f"`{method}`"] = functools.partial(decoding, method, "bfloat16", place)
     if "otm" in wanted:
-        found["`otm`, float32"] = lambda: decoding("otm", "float32", place)
-        found["`otm`, int8"] = lambda: decoding("otm", "int8", place)
-        found["`otm`, acceptance at its nodes"] = lambda: decoding("otm", "bfloat16", place, acceptance.observe)
+        for dtype in ("float32", "int8"):
+            found[f"`otm`, {dtype}"] = functools.partial(decoding, "otm", dtype, place)
+        found["`otm`, acceptance at its nodes"] = functools.partial(decoding, "otm", "bfloat16", place, acceptance.observe)
     return found
 
 
-def training_step(name: str, place: jax.Device) -> jax.stages.Lowered:
-    config = open_text_config(name)
+def training_step(config: ml_collections.ConfigDict, place: jax.Device) -> jax.stages.Lowered:
     config.batch_size = _ROWS.value
     mesh = Mesh(np.array([[place]]), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    step = make_programs(config, mesh)
+    made = make_programs(config, mesh)
     rows = jax.ShapeDtypeStruct(
         (_ROWS.value, config.model.context), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, sharding.ROWS)
     )
-    return step.step.lower(step.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
+    step: Any = made.step
+    return step.lower(made.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
 
 
 def decoding(name: str, dtype: str, place: jax.Device, observe=None) -> jax.stages.Lowered:
     prompts, lengths = np.ones((_TEXTS.value, 16), np.int32), np.full(_TEXTS.value, 9)
-    models = (weights(model, dtype, place) for model in ("target_97m", "draft_6m"))
-    return lower(jax.random.key(0), get_method(name), *models, prompts, lengths, 64, observe=observe)
+    target, draft = (weights(model, dtype, place) for model in ("target_97m", "draft_6m"))
+    return lower(jax.random.key(0), get_method(name), target, draft, prompts, lengths, 64, observe=observe)
 
 
 def weights(name: str, dtype: str, place: jax.Device) -> Frozen:
@@ -188,9 +193,10 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"# Compiled for {result['device']}, without one\n\n"
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
-        f"Training: {_ROWS.value} rows of 128 tokens, bfloat16 products, Muon. Methods: default options, target_97m and "
-        f"draft_6m in bfloat16 where no other is named, {_TEXTS.value} texts, up to 64 new tokens. Seconds are of this "
-        "machine, memory is the device's. Nothing ran, and kernels were not tuned.\n\n"
+        f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in configs/lm1b, Muon as in "
+        "configs/campaign.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
+        f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are of this machine, memory is the device's. Nothing ran, and "
+        "kernels were not tuned.\n\n"
         f"Made by `{result['command']}` (commit {result['commit'][:12]}, jax {result['jax']}) on {result['hardware']}.\n"
     )
 
