@@ -6,6 +6,7 @@ The sizes take turns in each round, after one that compiles; figures are medians
 pack, batch, in one process) runs while nothing else does. Batches are packed from --data, by default prompts of ours.
 """
 
+import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import report
+from spectr_jax.experiments.compilation import side_by_side
 from spectr_jax.experiments.loading import EMBEDDED
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.models.transformer import LADDER, TransformerConfig
@@ -92,15 +94,19 @@ def configs() -> list[ml_collections.ConfigDict]:
 
 
 def step_rows(sentences, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> list[dict[str, Any]]:
-    runs: dict[str, tuple[Callable[[int], float], int, int]] = {}
-    for name, config in zip(LADDER, configs(), strict=True):
+    def compiled(config: ml_collections.ConfigDict) -> tuple[Callable[[int], float], int]:
         iterator = iter(training_batches(sentences, tokenizer, batch=config.batch_size, length=config.model.context, seed=0))
         batch = next(iterator)
         iterator.close()
         steps_in = timed_steps(make_programs(config, mesh), sharding.put_rows(mesh, batch))
         steps_in(1)
+        return steps_in, int((batch["segments"] > 0).sum())
+
+    runs: dict[str, tuple[Callable[[int], float], int, int]] = {}
+    ready = list(side_by_side([functools.partial(compiled, config) for config in configs()]))
+    for name, (steps_in, tokens) in zip(LADDER, ready, strict=True):
         count = max(2, round(_SECONDS.value / steps_in(1)))
-        runs[name] = steps_in, count, int((batch["segments"] > 0).sum())
+        runs[name] = steps_in, count, tokens
         print(f"{name}: {count} steps a round", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS.value):

@@ -1,6 +1,7 @@
 """Bits per character of models on held-out sentences, in every precision that they decode in."""
 
 import functools
+import itertools
 import pathlib
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, report
+from spectr_jax.experiments.compilation import side_by_side
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.transformer import parameter_count
 from spectr_jax.training.heldout import evaluate, pack_heldout
@@ -42,8 +44,12 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             raise UserError(f"model {spec!r} has another program's tokenizer, which packs no sentences; leave it out")
     started = time.monotonic()
     rows = []
+    tasks = [
+        functools.partial(_scores, config, sentences, *each) for each in itertools.product(config.models, config.dtypes)
+    ]
+    found = side_by_side(tasks)
     for spec in config.models:
-        scores = {dtype: _scores(config, sentences, spec, dtype) for dtype in config.dtypes}
+        scores = {dtype: next(found) for dtype in config.dtypes}
         trained = load_trained(spec)
         rows.append({"model": trained.name, "parameters": parameter_count(trained.model.config), "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
