@@ -78,7 +78,9 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
     for token in decoded.tokens:
         about = f'class="{token.origin}" title="call {token.call + 1}: {NAMES.get(token.origin, "from the target")}"'
         tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
-        spans.append(f"<{tag}{link} {about}>{escape(token.text)}</{tag}>")
+        text = token.text.lstrip()
+        space = token.text[: len(token.text) - len(text)]  # Not underlined.
+        spans.append(f"{space}<{tag}{link} {about}>{escape(text)}</{tag}>")
     return f'<p class="text">{"".join(spans)}</p>'
 
 

@@ -126,6 +126,11 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
     assert "prefers-color-scheme: dark" in html
 
 
+def test_the_space_in_front_of_a_token_is_not_underlined_with_it(toy_session):
+    html = page(toy_session, "", [Shown("Once", Decoded("otm", TOKENS, []), None, None)])
+    assert re.search(r"> <a [^>]*>again</a> <a [^>]*>and</a> <a [^>]*>on</a>", html)
+
+
 def test_a_prompt_that_leaves_no_room(toy_session):
     with pytest.raises(UserError, match=r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"):
         session.encode(toy_session, "law " * 30)
