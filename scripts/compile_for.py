@@ -102,6 +102,9 @@ def main():
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / f"{_DEVICE.value}.json", result)
     write_whole(workdir / f"{_DEVICE.value}.md", markdown(result))
+    failed = [row["program"] for row in rows if "error" in row]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(rows)} programs do not compile for {_DEVICE.value}: {', '.join(failed)}")
 
 
 def accelerator(device: Device) -> jax.Device:
@@ -164,12 +167,14 @@ def weights(name: str, dtype: str, place: jax.Device) -> Frozen:
     return dataclasses.replace(frozen, leaves=leaves)
 
 
-def compiled(program: Callable[[], jax.stages.Lowered]) -> dict[str, float]:
+def compiled(program: Callable[[], jax.stages.Lowered]) -> dict[str, Any]:
     started = time.perf_counter()
     lowered = program()
     between = time.perf_counter()
-    memory = lowered.compile().memory_analysis()
-    assert memory is not None
+    try:
+        memory: Any = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error).splitlines()[0]}
     return {
         "lowering_seconds": between - started,
         "compilation_seconds": time.perf_counter() - between,
@@ -179,6 +184,8 @@ def compiled(program: Callable[[], jax.stages.Lowered]) -> dict[str, float]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["program"], "-", f"fails: {row['error'][:80]}", "-", "-"]
     return [
         row["program"],
         f"{row['lowering_seconds']:.1f}",

@@ -25,7 +25,10 @@ class Int8Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Float32 [..., outputs] of float32 [..., inputs]."""
-        whole, scale = quantized(x.reshape(-1, x.shape[-1]))
+        rows = x.reshape(-1, x.shape[-1])
+        if jax.default_backend() == "gpu":  # XLA (jax 0.11) fails there on a transpose fused with a conversion to int8.
+            rows = jax.lax.optimization_barrier(rows)
+        whole, scale = quantized(rows)
         product = jax.lax.dot_general(
             pair_lone_row(whole), self.kernel[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
         )
