@@ -153,14 +153,13 @@ def measure(
 
 
 def compile_ahead(programs: list[Program], target: Trained, prompts: Prompts, config: ml_collections.ConfigDict) -> None:
-    """Compiles what `measure` is going to run, side by side."""
-    lowered = [_on_batch(lower, program, target, prompts, config, seed=0) for program in programs]
-    done = side_by_side([functools.partial(_compile, each) for each in lowered])
+    """Compiles what `measure` is going to run, side by side; JAX keeps it for the call."""
+
+    def compile_one(program: Program) -> None:
+        _on_batch(lower, program, target, prompts, config, seed=0)(0).compile()
+
+    done = side_by_side([functools.partial(compile_one, program) for program in programs])
     list(tqdm.tqdm(done, "compiling", len(programs), leave=False, dynamic_ncols=True, disable=not hosts.is_first()))
-
-
-def _compile(lowered: Callable[[int], jax.stages.Lowered]) -> None:
-    lowered(0).compile()  # JAX keeps it for the call.
 
 
 def _on_batch(

@@ -272,7 +272,7 @@ def _measure_rows(
         for first in range(0, len(rows), ROWS_AT_ONCE):
             some = rows[first : first + ROWS_AT_ONCE]
             missing = [row.method for row in some if name(row) not in journal]
-            compile_ahead([(method, None) for method in ([baseline, *missing] if missing else [])])
+            compile_ahead([(method, None) for method in dict.fromkeys([baseline, *missing] if missing else [])])
             for row in some:
                 bar.set_description(name(row))
                 results.append(journal.value(name(row), functools.partial(measured_row, row)))
