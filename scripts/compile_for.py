@@ -1,4 +1,4 @@
-"""Compiles everything for an accelerator that this machine does not have; writes results/compiled/DEVICE.
+"""Compiles every method and training step for an accelerator that this machine has not; writes results/compiled/DEVICE.
 
     pip install libtpu                                                  # for a TPU
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version

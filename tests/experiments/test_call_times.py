@@ -48,5 +48,5 @@ def test_timers_are_made_before_any_is_called():
 
 
 @pytest.mark.parametrize(("name", "options"), [("block", {"draft_length": 2}), ("ersd", {"tree": "2,1"})])
-def test_token_seconds(name, options):
+def test_token_timer(name, options):
     assert token_timer(get_method(name, **options), 13, 2, repeats=2)() > 0
