@@ -5,9 +5,9 @@
     python scripts/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
 
 The training steps of each size (configs/lm1b, configs/campaign.py), and every method at its default options with a target
-of 97M and drafts of 6M, go through the compiler that the device would use. That tells whether they compile, how long it
-takes here, and what memory they will take there. Nothing runs, no weights are made, and kernels are not tuned as they would
-be on the device.
+of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
+mesh of four devices. That tells whether they compile, how long it takes here, and what memory they will take there. Nothing
+runs, no weights are made, and kernels are not tuned as they would be on the device.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax import cli, sharding
 from spectr_jax.config import lm1b_config, open_text_config
@@ -45,7 +45,7 @@ from spectr_jax.training.programs import make_programs
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/compiled", "Where the table goes: Markdown and JSON.")
 _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
-_ONLY = flags.DEFINE_list("only", [], "Methods, and `train` for the training steps; empty for all.")
+_ONLY = flags.DEFINE_list("only", [], "Methods, `train` for the training steps, `mesh` for several devices; empty for all.")
 _TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 256, "Rows of 128 tokens of a training step.", lower_bound=1)
 
@@ -77,7 +77,7 @@ DEVICES = {
     "h100": Device(
         "gpu",
         "jax-cuda13-plugin",
-        lambda: topologies.get_topology_desc("", "cuda", target_config=H100, topology="1x1x1"),
+        lambda: topologies.get_topology_desc("", "cuda", target_config=H100, topology="1x1x4"),
     ),
     "v5e": Device("tpu", "libtpu", lambda: topologies.get_topology_desc("v5e:2x2", "tpu")),
 }
@@ -87,17 +87,17 @@ def main():
     if _DEVICE.value not in DEVICES:
         raise unknown("--device", _DEVICE.value, DEVICES)
     for name in _ONLY.value:
-        if name not in (*METHODS, "train"):
-            raise unknown("--only", name, (*METHODS, "train"))
+        if name not in (*METHODS, "train", "mesh"):
+            raise unknown("--only", name, (*METHODS, "train", "mesh"))
     device = DEVICES[_DEVICE.value]
-    place = accelerator(device)
+    places = accelerators(device)
     rows = []
     # What a CPU does otherwise is asked of the backend while it is traced.
     with mock.patch.object(jax, "default_backend", lambda: device.backend):
-        for name, program in programs(place).items():
+        for name, program in programs(places).items():
             rows.append({"program": name, **compiled(program)})
             print(" ".join(cells(rows[-1])), flush=True)
-    result = {"device": place.device_kind, "rows": rows, **report.provenance()}
+    result = {"device": places[0].device_kind, "rows": rows, **report.provenance()}
     workdir = pathlib.Path(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / f"{_DEVICE.value}.json", result)
@@ -107,52 +107,61 @@ def main():
         raise UserError(f"{len(failed)} of {len(rows)} programs do not compile for {_DEVICE.value}: {', '.join(failed)}")
 
 
-def accelerator(device: Device) -> jax.Device:
-    """One that can be compiled for and not run on."""
+def accelerators(device: Device) -> list[jax.Device]:
+    """Those of one machine, which can be compiled for and not run on."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # Else libtpu looks for the metadata of a cloud machine.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     with contextlib.suppress(Exception):  # Each plugin has errors of its own.
-        return device.topology().devices[0]
+        return device.topology().devices
     raise UserError(f"--device={_DEVICE.value}: its compiler cannot be loaded; pip install {device.package}, as above")
 
 
-def programs(place: jax.Device) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """What is to be compiled, by name; the methods in bfloat16."""
-    wanted = _ONLY.value or ["train", *METHODS]
+def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """What is to be compiled, by name: for the first of `places`, and for all of them; the methods in bfloat16."""
+    wanted = _ONLY.value or ["train", *METHODS, "mesh"]
+    one, several = mesh_of(places[:1]), len(places)
     recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
     found: dict[str, Callable[[], jax.stages.Lowered]] = {}
     for model, (optimizer, recipe) in itertools.product(LADDER if "train" in wanted else (), recipes.items()):
-        found[f"training, {model}, {optimizer}"] = functools.partial(training_step, recipe(model), place)
+        found[f"training, {model}, {optimizer}"] = functools.partial(training_step, recipe(model), one)
     for method in METHODS:
         if method in wanted:
-            found[f"`{method}`"] = functools.partial(decoding, method, "bfloat16", place)
+            found[f"`{method}`"] = functools.partial(decoding, method, "bfloat16", one)
     if "otm" in wanted:
         for dtype in ("float32", "int8"):
-            found[f"`otm`, {dtype}"] = functools.partial(decoding, "otm", dtype, place)
-        found["`otm`, acceptance at its nodes"] = functools.partial(decoding, "otm", "bfloat16", place, acceptance.observe)
+            found[f"`otm`, {dtype}"] = functools.partial(decoding, "otm", dtype, one)
+        found["`otm`, acceptance at its nodes"] = functools.partial(decoding, "otm", "bfloat16", one, acceptance.observe)
+    if "mesh" in wanted:
+        for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
+            name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"
+            found[name] = functools.partial(training_step, recipe("target_97m"), mesh_of(places, fsdp))
+        found[f"`otm`, {several} devices"] = functools.partial(decoding, "otm", "bfloat16", mesh_of(places))
     return found
 
 
-def training_step(config: ml_collections.ConfigDict, place: jax.Device) -> jax.stages.Lowered:
+def mesh_of(places: list[jax.Device], fsdp: int = 1) -> Mesh:
+    """As `sharding.make_mesh`, of these devices."""
+    return Mesh(np.array(places).reshape(-1, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.Lowered:
     config.batch_size = _ROWS.value
-    mesh = Mesh(np.array([[place]]), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     made = make_programs(config, mesh)
-    rows = jax.ShapeDtypeStruct(
-        (_ROWS.value, config.model.context), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, sharding.ROWS)
-    )
+    rows = jax.ShapeDtypeStruct((_ROWS.value, config.model.context), jnp.int32, sharding=NamedSharding(mesh, sharding.ROWS))
     step: Any = made.step
     return step.lower(made.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
 
 
-def decoding(name: str, dtype: str, place: jax.Device, observe=None) -> jax.stages.Lowered:
+def decoding(name: str, dtype: str, mesh: Mesh, observe=None) -> jax.stages.Lowered:
     prompts, lengths = np.ones((_TEXTS.value, 16), np.int32), np.full(_TEXTS.value, 9)
-    target, draft = (weights(model, dtype, place) for model in ("target_97m", "draft_6m"))
-    return lower(jax.random.key(0), get_method(name), target, draft, prompts, lengths, 64, observe=observe)
+    target, draft = (weights(model, dtype, mesh) for model in ("target_97m", "draft_6m"))
+    several = mesh if mesh.size > 1 else None
+    return lower(jax.random.key(0), get_method(name), target, draft, prompts, lengths, 64, observe=observe, mesh=several)
 
 
-def weights(name: str, dtype: str, place: jax.Device) -> Frozen:
-    """A model of the ladder without its weights."""
+def weights(name: str, dtype: str, mesh: Mesh) -> Frozen:
+    """A model of the ladder without its weights, on every device of the mesh."""
     shape = dataclasses.replace(LADDER[name], dtype="float32" if dtype == "int8" else dtype)
 
     def build():
@@ -160,7 +169,7 @@ def weights(name: str, dtype: str, place: jax.Device) -> Frozen:
         return quantize(model) if dtype == "int8" else model
 
     frozen = freeze(nnx.eval_shape(build))
-    there = SingleDeviceSharding(place)
+    there = NamedSharding(mesh, PartitionSpec())
     leaves: list[Any] = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype == "int8" else dtype, sharding=there) for leaf in frozen.leaves
     ]
@@ -202,7 +211,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
         f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in configs/lm1b, Muon as in "
         "configs/campaign.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
-        f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is the device's. Nothing ran, and "
+        f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is one device's. Nothing ran, and "
         "kernels were not tuned.\n\n"
         f"Made by `{result['command']}` (commit {result['commit'][:12]}, jax {result['jax']}) on {result['hardware']}.\n"
     )

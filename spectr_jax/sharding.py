@@ -45,7 +45,9 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
     place = NamedSharding(mesh, PartitionSpec())
 
     def put(leaf):
-        if jax.process_count() == 1 or leaf.sharding == place:
+        if leaf.sharding == place:
+            return leaf
+        if jax.process_count() == 1:
             return jax.device_put(leaf, place)
         on_host = np.asarray(leaf)  # A device of one process cannot always send to those of another.
         return jax.make_array_from_callback(leaf.shape, place, lambda index: on_host[index])

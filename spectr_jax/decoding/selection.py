@@ -101,21 +101,21 @@ def select(
 def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy: Policy) -> Callable[..., Selection]:
     """`walk` over texts: a function of (done, key, length, tokens, p, logits), with a leading B each; `key` is consumed.
 
-    What it returns for a text that is done is nothing. A processor takes the texts in turn, so that none pays for one that
-    is done or for the longer path of another; an accelerator takes all at once.
+    What it returns for a text that is done counts for nothing. A processor takes the texts in turn, so that none pays for
+    one that is done or for the longer path of another; an accelerator takes all at once.
     """
 
-    def one(done, *arguments):
-        def step():
-            key, length, *rest = arguments
-            return walk(key, plan, tree, policy, length, *rest)
+    def walk_one(key, length, *rest):
+        return walk(key, plan, tree, policy, length, *rest)
 
-        shape = jax.eval_shape(step)
-        return jax.lax.cond(done, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape), step)
+    def unless_done(text):
+        done, *arguments = text
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(walk_one, *arguments))
+        return jax.lax.cond(done, lambda: nothing, lambda: walk_one(*arguments))
 
     if jax.default_backend() == "cpu":
-        return lambda *batch: jax.lax.map(lambda text: one(*text), batch)
-    return jax.vmap(one)
+        return lambda *batch: jax.lax.map(unless_done, batch)
+    return lambda done, *batch: jax.vmap(walk_one)(*batch)
 
 
 def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array, jax.Array]:

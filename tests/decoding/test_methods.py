@@ -12,7 +12,6 @@ from spectr_jax.models.table import TableModel, perturbed
 from spectr_jax.testing import methods as checks
 from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
 
-pytestmark = pytest.mark.optimized
 METHODS = {
     "baseline": ("baseline", {}),
     "speculative L=3": ("speculative", {"draft_length": 3}),
@@ -37,7 +36,9 @@ METHODS = {
     "self_speculative": ("self_speculative", {"method": "otm_block", "tree": "2,2,1"}),
 }
 # The tests of a method run in one process: most share one compiled program.
-every_method = pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.xdist_group(case)) for case in METHODS])
+every_method = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.xdist_group(case), pytest.mark.optimized]) for case in METHODS]
+)
 
 # These see a shaped law in all tests, the others the plain one: the policy acts before any method does.
 SHAPED = ("spectr K=2 L=5", "otm K=3 L=2", "otm_block tree 2,2,1", "gsd wide", "ersd wide")
@@ -107,6 +108,20 @@ def test_a_row_alone_is_a_row_of_a_batch():
             np.testing.assert_array_equal(mine[0], theirs[row])
 
 
+@pytest.mark.parametrize("case", ["spectr K=3 L=2", "spectr++ K=3 L=2", "otm_block K=3 L=3", "gsd wide", "ersd specinfer"])
+def test_texts_are_the_same_where_an_accelerator_takes_them_together(case, monkeypatch):
+    """A processor walks down one tree after the other, an accelerator down all at once (`selection.for_each_text`)."""
+    prompts, lengths = _ragged_prompts(5, rows=200)
+    asked, texts = [], []
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: asked.append(backend) or backend)
+        seen = {"observe": lambda call: {}}  # A function that jit has not seen: it traces anew.
+        texts.append(generate(jax.random.key(3), _method(case), *_models(), prompts, lengths, 9, Policy(eos=EOS), **seen))
+    assert {"cpu", "gpu"} <= set(asked)
+    for in_turn, together in zip(*map(jax.tree.leaves, texts), strict=True):
+        np.testing.assert_array_equal(in_turn, together)
+
+
 DRAW_FOR_DRAW = {
     "spectr, one chain": (("speculative", {"draft_length": 4}), ("spectr", {"num_drafts": 1, "draft_length": 4})),
     "otm, one chain": (("speculative", {"draft_length": 4}), ("otm", {"num_drafts": 1, "draft_length": 4})),
@@ -142,6 +157,7 @@ def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
     assert calls[3] < calls[0] < calls[2]
 
 
+@pytest.mark.optimized
 def test_block_verification_accepts_more_of_the_same_drafts():
     """The first call has the same drafts: with at most L + 1 tokens to go, fewer calls mean that it emitted more."""
     prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
@@ -153,6 +169,7 @@ def test_block_verification_accepts_more_of_the_same_drafts():
     assert calls["block"] < calls["speculative"] - 0.005
 
 
+@pytest.mark.optimized
 def test_expected_accepted_tokens_of_block_verification():
     """Two drafts, by enumeration: token by token, and by Sun et al. (2024)."""
     prompts, lengths = np.tile(PROMPT, (100_000, 1)), np.full(100_000, 2)

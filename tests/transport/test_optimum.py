@@ -100,7 +100,7 @@ def _simulate(key, select, p, q, k, draws):
         # Not `Plan.select`: to it k depends on the drafts, and then nothing is shared between the draws.
         return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
 
-    choices = jax.vmap(one)(jax.random.split(key, draws))
+    choices = jax.lax.map(one, jax.random.split(key, draws), batch_size=50)  # So many laws stay in a cache.
     return jnp.bincount(choices.token, length=len(q)), jnp.sum(choices.accepted)
 
 
