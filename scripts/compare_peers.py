@@ -8,6 +8,7 @@ noisy. Let nothing else run meanwhile: torch's threads wait for each other, and 
 """
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -29,8 +30,10 @@ from spectr_jax import cli
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import BOS, Tokenizer
 from spectr_jax.decoding import Method, generate, get_method
+from spectr_jax.decoding.generate import lower
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import report
+from spectr_jax.experiments.compilation import side_by_side
 from spectr_jax.experiments.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained, load_pair
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.models.frozen import Frozen, freeze
@@ -43,7 +46,7 @@ _DRAFT = flags.DEFINE_string("draft", "random:draft_6m", "Likewise.")
 _L = flags.DEFINE_integer("draft_length", 4, "Tokens of each drafted chain.")
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Of each generation.")
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 8, "Of each prompt, behind BOS.")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed rounds, after one that compiles.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed rounds, after one that warms up.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Texts at once in the second table, of at most three rounds; 1 for no such table.")
 _TREES = flags.DEFINE_string("trees", "2,1,1,1;4,2,1", "Candidate trees of otm_block, with semicolons between.")
 _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16", "int8"], "Of spectr_jax; transformers runs in float32.")
@@ -164,16 +167,23 @@ def call_bytes(model: Transformer) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) - model.embed.embedding[...].nbytes
 
 
-def our_runs(dtype: str, target: Trained, draft: Trained, batch: int, trees: list[str]) -> Runs:
-    """Rows of ours; at more than one text those that are worth a look."""
+def our_runs(dtype: str, target: Trained, draft: Trained, batch: int, trees: list[str], prompts: list[list[int]]) -> Runs:
+    """Rows of ours, compiled; at more than one text those that are worth a look."""
     L = _L.value
     methods = {"baseline": get_method("baseline")}
     methods |= {f"{name}, L={L}": get_method(name, draft_length=L) for name in ("speculative", "block")}
     if batch == 1:
         methods |= {f"{name}, K=2, L={L}": get_method(name, num_drafts=2, draft_length=L) for name in ("spectr", "otm")}
     methods |= {f"otm_block, tree {tree}": get_method("otm_block", tree=tree) for tree in trees}
-    run = functools.partial(our_run, freeze(target.model), freeze(draft.model))
-    return {("spectr_jax", name, dtype, batch): functools.partial(run, methods[name]) for name in methods}
+    models, texts = (freeze(target.model), freeze(draft.model)), list(itertools.islice(itertools.cycle(prompts), batch))
+    list(side_by_side([functools.partial(our_program, *models, method, texts) for method in methods.values()]))
+    return {("spectr_jax", name, dtype, batch): functools.partial(our_run, *models, methods[name]) for name in methods}
+
+
+def our_program(target: Frozen, draft: Frozen, method: Method, prompts: list[list[int]]) -> None:
+    """Compiles what `our_run` runs; JAX keeps it."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    lower(jax.random.key(0), method, target, draft, prompts, lengths, _NEW_TOKENS.value).compile()
 
 
 def our_run(target: Frozen, draft: Frozen, method: Method, prompts: list[list[int]], seed: int) -> Sample:
@@ -198,7 +208,7 @@ def measure(runs: Runs, prompts: list[list[int]], rounds: int) -> dict[Row, list
             chosen = [prompts[(round_ * row[3] + text) % len(prompts)] for text in range(row[3])]
             samples[row].append(runs[row](chosen, round_))
         print(f"round {round_} of {rounds}", flush=True)
-    return {row: samples[row][1:] for row in runs}  # The first round compiles.
+    return {row: samples[row][1:] for row in runs}  # The first round warms up.
 
 
 def summary(samples: dict[Row, list[Sample]], row: Row, floor: float) -> dict[str, Any]:
@@ -287,7 +297,7 @@ def main() -> None:
         for batch in dict.fromkeys((1, _BATCH.value)):
             for dtype in trees:
                 target, (draft,) = models[dtype]
-                runs |= our_runs(dtype, target, draft, batch, trees[dtype])
+                runs |= our_runs(dtype, target, draft, batch, trees[dtype], prompts)
             samples = measure(runs, prompts, _ROUNDS.value if batch == 1 else min(_ROUNDS.value, 3))
             rows += [summary(samples, row, call_bytes(models[row[2]][0].model) / speed) for row in samples]
             fastest_last = sorted(rows, key=lambda row: -row["ms_per_token"])

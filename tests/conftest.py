@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # Takes half as long to compile; 0.11 has no choice.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
