@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax import cli, sharding
 from spectr_jax.config import lm1b_config, open_text_config
@@ -120,7 +120,7 @@ def accelerators(device: Device) -> list[jax.Device]:
 def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """What is to be compiled, by name: for the first of `places`, and for all of them; the methods in bfloat16."""
     wanted = _ONLY.value or ["train", *METHODS, "mesh"]
-    one, several = mesh_of(places[:1]), len(places)
+    one, several = sharding.make_mesh(devices=places[:1]), len(places)
     recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
     found: dict[str, Callable[[], jax.stages.Lowered]] = {}
     for model, (optimizer, recipe) in itertools.product(LADDER if "train" in wanted else (), recipes.items()):
@@ -135,14 +135,11 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
     if "mesh" in wanted:
         for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
             name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"
-            found[name] = functools.partial(training_step, recipe("target_97m"), mesh_of(places, fsdp))
-        found[f"`otm`, {several} devices"] = functools.partial(decoding, "otm", "bfloat16", mesh_of(places))
+            found[name] = functools.partial(training_step, recipe("target_97m"), sharding.make_mesh(fsdp, places))
+        found[f"`otm`, {several} devices"] = functools.partial(
+            decoding, "otm", "bfloat16", sharding.make_mesh(devices=places)
+        )
     return found
-
-
-def mesh_of(places: list[jax.Device], fsdp: int = 1) -> Mesh:
-    """As `sharding.make_mesh`, of these devices."""
-    return Mesh(np.array(places).reshape(-1, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.Lowered:

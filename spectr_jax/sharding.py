@@ -12,12 +12,12 @@ ROWS = PartitionSpec(("data", "fsdp"))
 """Rows of a batch, or texts, over all devices."""
 
 
-def make_mesh(fsdp: int = 1) -> Mesh:
-    """All devices as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters."""
-    devices = jax.device_count()
-    if fsdp < 1 or devices % fsdp:
-        raise UserError(f"mesh.fsdp={fsdp} does not divide the {devices} devices; choose a divisor")
-    return jax.make_mesh((devices // fsdp, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+    """All devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters."""
+    count = len(devices or jax.devices())
+    if fsdp < 1 or count % fsdp:
+        raise UserError(f"mesh.fsdp={fsdp} does not divide the {count} devices; choose a divisor")
+    return jax.make_mesh((count // fsdp, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
