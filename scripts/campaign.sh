@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The paper's experiment at its own size on open text: trains the ladder and makes every table and figure on it, stage by stage.
-# Stop it at any time (Ctrl-C, kill, a lost machine); the same command goes on from there.
+# Stop it at any time (Ctrl-C, kill, a lost machine); the same command goes on from there. Where a stage fails, those that do not
+# need it still run.
 #
 #   scripts/campaign.sh DATA WORK [STAGE ...]
 #
@@ -194,7 +195,7 @@ collect() { # What there is, finished or not.
   ls -l "$work/back"
 }
 
-unfinished=()
+unfinished=() failed=()
 for stage in "${stages[@]}"; do
   [ "$stage" = collect ] || [ ! -e "$state/$stage.done" ] || continue
   if [ "$(date +%s)" -ge $((end - 60)) ] && [ "$stage" != collect ]; then
@@ -205,18 +206,19 @@ for stage in "${stages[@]}"; do
   status=0
   if [ "$stage" = export ]; then export_ || status=$?; else "$stage" || status=$?; fi
   case $status in
-  0) touch "$state/$stage.done" ;;
-  75)
-    echo "== $stage was stopped in time"
-    unfinished+=("$stage")
-    [ -z "$stopping" ] || break
-    # What comes after a training, or after the corpus, needs it.
-    case $stage in pack | speed | train_* | export) [ "${stages[-1]}" != collect ] || collect && break ;; esac
+  0) touch "$state/$stage.done" && continue ;;
+  75) echo "== $stage was stopped in time" && unfinished+=("$stage") ;;
+  *) echo "== $stage failed with status $status" && failed+=("$stage") ;;
+  esac
+  [ -z "$stopping" ] || break
+  # What comes after a training, or after the corpus, needs it.
+  case $stage in pack | speed | train_* | export)
+    [ "${stages[-1]}" != collect ] || collect || failed+=(collect)
+    break
     ;;
-  *) exit $status ;;
   esac
 done
-[ ${#unfinished[@]} -eq 0 ] || {
+[ ${#unfinished[@]} -eq 0 ] ||
   echo "unfinished: ${unfinished[*]}; the same command goes on (a stage past its limit needs LIMITS=\"STAGE=MINUTES\")"
-  exit 75
-}
+[ ${#failed[@]} -eq 0 ] || fail "failed (see above): ${failed[*]}; mend that, and give the same command again"
+[ ${#unfinished[@]} -eq 0 ] || exit 75

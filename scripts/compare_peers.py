@@ -4,7 +4,8 @@
 
 Makes an environment of its own for torch and transformers in .venv-peers, unless --peers_python names one. All rows take
 turns in an order drawn for each round, and ratios are medians over the rounds of what ran side by side, since machines are
-noisy. Let nothing else run meanwhile: torch's threads wait for each other, and one busy core slows them several times.
+noisy. Let nothing else run meanwhile: torch's threads wait for each other, and one busy core slows them several times. Both
+run on the CPU, or both on the GPU that JAX sees.
 """
 
 import functools
@@ -55,6 +56,8 @@ _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "An interpreter with tor
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REQUIREMENTS = ("torch==2.13.0", "transformers>=5,<6")
 BASELINE, ASSISTED = ("transformers", "baseline", "float32", 1), ("transformers", "assisted", "float32", 1)
+DEVICES = {"cpu": "cpu", "gpu": "cuda"}
+"""torch's names of JAX's backends."""
 COLUMNS = {
     "tokens_per_call": "Tokens per call",
     "ms_per_token": "ms per token",
@@ -79,7 +82,9 @@ Runs = dict[Row, Callable[[list[list[int]], int], Sample]]  # each a function of
 
 
 def check_flags() -> None:
-    """Raises `UserError` for flags that cannot be used, before anything takes long."""
+    """Raises `UserError` for flags or a machine that cannot be used, before anything takes long."""
+    if jax.default_backend() not in DEVICES:
+        raise UserError(f"transformers does not run on {jax.default_backend()} as JAX does; give JAX_PLATFORMS=cpu")
     for name in ("draft_length", "new_tokens", "prompt_tokens", "rounds", "batch"):
         if flags.FLAGS[name].value < 1:
             raise UserError(f"--{name}={flags.FLAGS[name].value} is less than 1; give at least 1")
@@ -88,11 +93,14 @@ def check_flags() -> None:
     for tree in _TREES.value.split(";"):
         get_method("otm_block", tree=tree)
     if _PEERS_PYTHON.value:
+        device = DEVICES[jax.default_backend()]
         try:
-            command = [_PEERS_PYTHON.value, "-c", "import torch, transformers"]
+            command = [_PEERS_PYTHON.value, "-c", f"import torch, transformers; torch.ones(1, device='{device}')"]
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise UserError(f"--peers_python={_PEERS_PYTHON.value} does not import {', '.join(REQUIREMENTS)}") from error
+            raise UserError(
+                f"--peers_python={_PEERS_PYTHON.value} does not import {', '.join(REQUIREMENTS)}, or not for {device!r}"
+            ) from error
 
 
 def read_prompts(tokenizer: Tokenizer) -> list[list[int]]:
@@ -143,7 +151,8 @@ def logits_difference(worker: subprocess.Popen, name: str, model: Transformer) -
     """The largest difference of logits between the frameworks on random tokens; raises `UserError` above 1e-4."""
     N = 1 + _PROMPT_TOKENS.value + _NEW_TOKENS.value
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (1, N))
-    ours, _ = model.extend(jnp.asarray(tokens), jnp.arange(N)[None], causal(jnp.zeros((1, N))))
+    with jax.default_matmul_precision("highest"):  # On a GPU both round to TF32 where speed counts.
+        ours, _ = model.extend(jnp.asarray(tokens), jnp.arange(N)[None], causal(jnp.zeros((1, N))))
     theirs = ask(worker, op="logits", model=name, tokens=tokens.tolist())["logits"]
     difference = float(np.abs(np.asarray(ours) - np.array(theirs)).max())
     if not difference <= 1e-4:
@@ -152,14 +161,24 @@ def logits_difference(worker: subprocess.Popen, name: str, model: Transformer) -
 
 
 def bandwidth() -> float:
-    """Bytes that all cores read from memory in a second, at best of ten."""
-    array, threads, seconds = np.ones(2**27, np.float32), os.cpu_count() or 1, []
+    """Bytes that the device, or all cores, read from memory in a second, at best of ten."""
+    if jax.default_backend() != "cpu":
+        there, total = jnp.ones(2**29), jax.jit(jnp.sum)
+        return there.nbytes / fastest(lambda: total(there).block_until_ready())
+    here, threads = np.ones(2**27, np.float32), os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(10):
-            started = time.perf_counter()
-            list(pool.map(lambda part: np.dot(part, part), np.array_split(array, threads)))  # NumPy's sum reads slower.
-            seconds.append(time.perf_counter() - started)
-    return array.nbytes / min(seconds)
+        parts = np.array_split(here, threads)
+        return here.nbytes / fastest(lambda: list(pool.map(lambda part: np.dot(part, part), parts)))  # Its sum reads slower.
+
+
+def fastest(read: Callable[[], Any]) -> float:
+    """Seconds, the least of ten."""
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def call_bytes(model: Transformer) -> int:
@@ -245,6 +264,8 @@ def notes(facts: dict[str, Any]) -> str:
     untrained = """
 - **The weights are random**, nothing was trained. The time of a call is that of any weights of these shapes; tokens per
   call, and so the speed of every method that drafts, are those of a pair that agrees in about 0.7 of its drafts."""
+    on_gpu = jax.default_backend() == "gpu"
+    where = "the same GPU, with products in TF32 as JAX's there" if on_gpu else f"{os.cpu_count()} threads"
     return f"""{untrained if RANDOM_PREFIX in _TARGET.value + _DRAFT.value else ""}
 - Medians over {_ROUNDS.value} rounds (at most 3 at {_BATCH.value} texts). All rows take turns; a ratio is the median of the
   rounds' ratios of speeds, above 1 is faster. Times are of whole generations, the call on the prompt included.
@@ -252,7 +273,7 @@ def notes(facts: dict[str, Any]) -> str:
   the prompt emits the first token, or in `assisted` scores the first drafts. With spectr_jax the call on the prompt emits
   none and is not counted, so that a baseline of n tokens makes n + 1 calls, and n with transformers.
 - transformers {facts["transformers"]} on torch {facts["torch"]}: `generate` as installed, in float32, not compiled, on
-  {os.cpu_count()} threads. `assisted` drafts {_L.value} tokens a call (constant schedule, no confidence threshold or top-k),
+  {where}. `assisted` drafts {_L.value} tokens a call (constant schedule, no confidence threshold or top-k),
   fewer at the end. It refuses more than one text, and caches of a fixed size.
 - On random tokens the logits of the frameworks differ by at most {facts["logits_difference"]:.1e}.
 - Memory floor: the bytes of the target's weights, less the embedding table, over the bandwidth of reading measured here,
@@ -290,7 +311,8 @@ def main() -> None:
         pair = {"target": target.model, "draft": draft.model}
         for name in pair:
             save_gpt2(pathlib.Path(made, name), pair[name])
-        facts |= ask(worker, op="load", threads=os.cpu_count(), **{name: f"{made}/{name}" for name in pair})
+        place = {"device": DEVICES[jax.default_backend()], "threads": os.cpu_count()}
+        facts |= ask(worker, op="load", **place, **{name: f"{made}/{name}" for name in pair})
         facts["logits_difference"] = max(logits_difference(worker, name, pair[name]) for name in pair)
         runs: Runs = {row: functools.partial(peer_run, worker, row[1]) for row in (BASELINE, ASSISTED)}
         trees = dict.fromkeys(_DTYPES.value, _TREES.value.split(";"))

@@ -49,8 +49,14 @@ def test_the_campaign_is_stopped_and_goes_on(tmp_path):
     assert (work / "state/train_6m.done").exists() and not (work / "state/train_20m.done").exists()
     saved = int(output.split("stopped and saved at step ")[1].split()[0])
 
+    other = work / "results/quality/quality.json"
+    other.parent.mkdir(parents=True)
+    other.write_text('{"config_hash": "of another"}')
     limited = _run(tmp_path, *STAGES, FLAGS_train_20m=f"--config.steps={saved + 10}", LIMITS="tables=0.01")
-    assert limited.returncode == 75 and "unfinished: tables; the same command goes on" in limited.stdout, limited.stdout
+    other.unlink()
+    assert "unfinished: tables; the same command goes on" in limited.stdout, limited.stdout
+    assert limited.returncode == 2 and "failed (see above): quality; mend that" in limited.stdout, limited.stdout
+    assert (work / "back/draft_2m.safetensors").exists()
     assert f"going on from step {saved}" in limited.stdout and "train_6m (" not in limited.stdout
     whole = _run(tmp_path, *STAGES, MINUTES="8")
     assert whole.returncode == 0, whole.stdout

@@ -69,6 +69,10 @@ WRONG = {
         ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
         r"`select` says accepted = False of token \d for p = .* valid drafts",
     ),
+    "a product that accelerators round": (
+        ("jnp.maximum(q - p, 0), q), q)", "jnp.maximum(q - p, 0), q), jnp.eye(len(q)) @ q)"),
+        r"`select` multiplies matrices of float32 in default precision at V = 6, which TPUs and GPUs round",
+    ),
 }
 
 

@@ -2,7 +2,8 @@
 
 Runs in an environment of its own, of torch and transformers; nothing of spectr_jax is imported.
 
-    {"op": "load", "target": folder, "draft": folder, "threads": 2}    -> {"torch": version, "transformers": version}
+    {"op": "load", "target": folder, "draft": folder, "device": "cpu", "threads": 2}
+                                                                       -> {"torch": version, "transformers": version}
     {"op": "logits", "model": "target", "tokens": [[...]]}             -> {"logits": [[[...]]]}
     {"op": "generate", "method": "assisted", "prompt": [[...]], "new_tokens": 64, "draft_length": 4, "seed": 0}
                                                                        -> {"seconds", "new_tokens", "target_calls"}
@@ -21,19 +22,21 @@ MODELS: dict[str, GPT2LMHeadModel] = {}
 CALLS = {"target": 0}
 
 
-def load(target: str, draft: str, threads: int) -> dict:
-    """Loads both models; their GPT-2 checkpoints are ours, see spectr_jax/models/gpt2.py."""
+def load(target: str, draft: str, device: str, threads: int) -> dict:
+    """Loads both models to `device`, "cpu" or "cuda"; their GPT-2 checkpoints are ours, see spectr_jax/models/gpt2.py."""
     torch.set_num_threads(threads)
     for name, folder in (("target", target), ("draft", draft)):
-        MODELS[name] = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
+        MODELS[name] = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     MODELS["target"].register_forward_hook(_count)
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def logits(model: str, tokens: list[list[int]]) -> dict:
-    """Logits of a whole forward pass, without a cache."""
+    """Logits of a whole forward pass, without a cache; products in full float32."""
+    torch.set_float32_matmul_precision("highest")
     with torch.inference_mode():
-        return {"logits": MODELS[model](torch.tensor(tokens), use_cache=False).logits.tolist()}
+        given = torch.tensor(tokens, device=MODELS[model].device)
+        return {"logits": MODELS[model](given, use_cache=False).logits.tolist()}
 
 
 def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length: int, seed: int) -> dict:
@@ -57,7 +60,10 @@ def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length
         eos_token_id=None,
         pad_token_id=0,
     )
-    tokens = torch.tensor(prompt)
+    target = MODELS["target"]
+    tokens = torch.tensor(prompt, device=target.device)
+    if tokens.is_cuda:
+        torch.set_float32_matmul_precision("high")  # TF32, as JAX's products of float32 there.
     options = {"generation_config": config, "attention_mask": torch.ones_like(tokens)}
     if method == "assisted":
         # These are read from the assistant, not from the config of the call. The defaults are drafts of 20 tokens that end
@@ -70,7 +76,9 @@ def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length
     torch.manual_seed(seed)
     CALLS["target"] = 0
     started = time.perf_counter()
-    out = MODELS["target"].generate(tokens, **options)
+    out = target.generate(tokens, **options)
+    if out.is_cuda:
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "new_tokens": out.shape[1] - tokens.shape[1], "target_calls": CALLS["target"]}
 

@@ -123,6 +123,7 @@ def markdown(result: dict[str, Any]) -> str:
         parts += [f"`{model}`, mean ± standard deviation over {config['runs']} runs (in italics the paper's):"]
         parts += [_cell_table(config, [cell for cell in result["cells"] if cell["model"] == model])]
     unit = result["cells"][0]["median_ms"]
+    unseen = "" if result["profile"] else " This machine shows it nothing."
     parts += [
         f"1.00 is {unit:.2f} ms (median). {config['dtype']}; calls from Python on random tokens behind {config['context']} "
         "committed ones in the cache, all cells in turns. The paper: SpecTr, Table 1 (97M) and Table 3 (6M), on a GPU. The "
@@ -145,7 +146,7 @@ def markdown(result: dict[str, Any]) -> str:
         ),
         f"`{config['methods'][0]}`, K = {config['num_drafts']}, L = {config['lengths'][-1]}, one text: time inside "
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the call on the prompt "
-        "and the loop itself; rows below 0.5 % are left out.",
+        f"and the loop itself; rows below 0.5 % are left out.{unseen}",
         report.made_by(result),
     ]
     return "\n\n".join(parts) + "\n"

@@ -18,7 +18,14 @@ from spectr_jax.testing.methods import (
     check_rows,
     count_compilations,
 )
-from spectr_jax.testing.plans import LAWS, check_emitted_law, check_nonsense, check_plan, check_select
+from spectr_jax.testing.plans import (
+    LAWS,
+    check_emitted_law,
+    check_nonsense,
+    check_plan,
+    check_precision,
+    check_select,
+)
 
 __all__ = [
     "LAWS",
@@ -30,6 +37,7 @@ __all__ = [
     "check_nonsense",
     "check_outputs",
     "check_plan",
+    "check_precision",
     "check_rows",
     "check_select",
     "count_compilations",

@@ -1,6 +1,7 @@
 """What every plan is checked for: one function a property, and `check_plan` for all of them."""
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -37,12 +38,14 @@ DRAFTS = (1, 2, 3, 4)
 DRAWS = 40_000
 WIDEST = 6
 """Laws are padded to so many tokens, so that `select` is compiled once."""
+VOCABULARIES = (WIDEST, 1_024)
+"""A plan may go another way for large ones."""
 VALID = ((False, False, False), (False, True, False), (True, False, True), (True, True, True))
 """Which of three drafts are valid, for 0, 1, 2 and 3 of them."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Checks a plan on all `LAWS` with 1 to 4 drafts: its emitted law, its acceptance, what it draws, and nonsense.
+    """Checks a plan on all `LAWS` with 1 to 4 drafts: its emitted law, its acceptance, what it draws, nonsense, precision.
 
     Raises:
       AssertionError: the plan is wrong; it says where.
@@ -52,6 +55,7 @@ def check_plan(plan: Plan) -> None:
             check_emitted_law(plan, p, q, k)
         check_select(plan, p, q)
     check_nonsense(plan)
+    check_precision(plan)
 
 
 def check_emitted_law(plan: Plan, p, q, k: int) -> None:
@@ -131,6 +135,27 @@ def check_nonsense(plan: Plan) -> None:
             where = f"under jit for p = {_text(this_p)}, q = {_text(this_q)} and usable drafts {usable} of {these.tolist()}"
             _check_tokens(plan, tokens[row], np.flatnonzero(this_q > 0) if (this_q > 0).any() else [-1], where)
             _check_accepted(plan, tokens[row], accepted[row], usable, where)
+
+
+def check_precision(plan: Plan) -> None:
+    """No product of matrices in `plan.select` is left to a backend's default precision, for small and large vocabularies.
+
+    Of float32 that is less than float32 on TPUs (bfloat16) and GPUs (TF32), which no draws on a CPU would show.
+
+    Raises:
+      AssertionError: one is.
+    """
+    for V in VOCABULARIES:
+        laws, drafts = jax.ShapeDtypeStruct((V,), jnp.float32), jax.ShapeDtypeStruct((len(VALID[0]),), jnp.int32)
+        valid = jax.ShapeDtypeStruct(drafts.shape, bool)
+        program = jax.jit(plan.select).lower(jax.eval_shape(jax.random.key, 0), laws, laws, drafts, valid).as_text()
+        for product in re.findall(r"stablehlo\.dot_general[^\n]*f32>[^\n]*", program):
+            if product.count("HIGHEST") < 2:
+                _fail(
+                    plan,
+                    f"`select` multiplies matrices of float32 in default precision at V = {V}, which TPUs and GPUs round to "
+                    "8 or 11 bits; use `transport.base.product`, or precision=jax.lax.Precision.HIGHEST",
+                )
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.transport.base import Choice
+from spectr_jax.transport.base import Choice, product
 from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
 
 SORTED = 256
@@ -227,6 +227,6 @@ def _cumulative(xp, x):
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)
     rows = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % width)]).reshape(*x.shape[:-1], -1, width)
-    within = rows @ xp.triu(xp.ones((width, width), x.dtype))
+    within = product(rows, xp.triu(xp.ones((width, width), x.dtype)))
     before = xp.cumsum(within[..., -1], axis=-1) - within[..., -1]
     return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :n]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.transport import iopt, simplex
-from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.base import Choice, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 
 ITERATIONS = 32
@@ -143,10 +143,11 @@ def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
 
     # Filled part of a token of the given ratio: y where it is inside, ratio * u_(i-1) where it is not.
     out = (nearest[:, None] <= stages.thresholds) * nearest[:, None]
-    fill = jnp.where(out > 0, 0, 1) + out @ slope[:-1]
+    fill = jnp.where(out > 0, 0, 1) + product(out, slope[:-1])
     above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
     rows = jnp.concatenate([jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
-    bounds = jnp.concatenate([cap * constant[:-1], 1 - out @ constant[:-1], jnp.where(above_all, 1, LARGEST_ALPHA)[None]])
+    most = jnp.where(above_all, 1, LARGEST_ALPHA)
+    bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), most[None]])
 
     def y_of(alphas):
         ys, u = [], jnp.ones((), p.dtype)
@@ -156,12 +157,12 @@ def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
         return jnp.stack(ys)
 
     start = y_of(jnp.minimum(stages.alphas, cap))
-    room = jnp.maximum(bounds - rows @ start, 0)
+    room = jnp.maximum(bounds - product(rows, start), 0)
     change = simplex.maximise(
         jnp.concatenate([-slope[-1], slope[-1]]),
         jnp.block([[rows, -rows], [-jnp.eye(K, dtype=p.dtype), jnp.eye(K, dtype=p.dtype)]]),
         jnp.concatenate([room, start]),
     )
     y = jnp.maximum(start + change[:K] - change[K:], 0)
-    u = (constant + slope @ y)[:-1]
+    u = (constant + product(slope, y))[:-1]
     return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), cap)

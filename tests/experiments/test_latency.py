@@ -1,7 +1,9 @@
 """Tables 1 and 3, the phases and the profile: whole at toy size, its parts where the answer is known."""
 
+import contextlib
 import json
 
+import jax
 import pytest
 
 from spectr_jax.config import latency_config
@@ -28,6 +30,16 @@ def test_the_tables_are_written(toy, tmp_path):
     assert {"draft", "score", "select", "commit"} <= set(seen)
     assert sum(row["share"] for row in result["profile"]) == pytest.approx(1)
     assert "`target`" in (tmp_path / "latency.md").read_text() and (tmp_path / "latency.png").stat().st_size > 5_000
+
+
+def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "measure_cells", lambda *_: [{"model": "target", "median_ms": 1.0}])
+    monkeypatch.setattr(latency, "_cell_table", lambda *_: "")
+    monkeypatch.setattr(latency, "measure_phases", lambda *_: [])
+    monkeypatch.setattr(latency, "plot", lambda *_: None)
+    monkeypatch.setattr(jax.profiler, "trace", contextlib.nullcontext)
+    latency.run(_config(toy.folder), tmp_path)
+    assert "This machine shows it nothing" in (tmp_path / "latency.md").read_text()
 
 
 def test_the_paper_has_every_cell_of_its_tables():

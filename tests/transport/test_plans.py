@@ -66,6 +66,11 @@ def test_nonsense_under_jit_never_emits_a_token_without_probability(name):
     testing.check_nonsense(_plan(name))
 
 
+@cases
+def test_no_product_is_left_to_the_default_precision_of_accelerators(name):
+    testing.check_precision(_plan(name))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
