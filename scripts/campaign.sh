@@ -25,7 +25,8 @@
 #   MINUTES            that this call may take; it stops what runs in time, and ends with status 75
 #   LIMITS             minutes of a stage over all calls, where others than below are wanted: "train_97m=20 trees=5"
 #   STEPS              of every training, without asking `speed`
-#   FLAGS_<STAGE>      more flags of a stage: FLAGS_tables="--config.num_prompts=100"; FLAGS_train of all trainings
+#   FLAGS_<STAGE>      more flags of a stage: FLAGS_tables="--config.num_prompts=100"; FLAGS_train of all trainings;
+#                      FLAGS_train_97m="--config.init=FOLDER/target_97m" goes on from what an earlier campaign brought back
 #   PYTHON             an interpreter with all that requirements.txt names; without it .venv is made
 #   SPECTR_JAX_COMMIT  to name in the tables, where there is no .git
 set -euo pipefail

@@ -21,6 +21,7 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(
         {
             "seed": 0,
+            "init": "",  # Weights to start from, a file (or FOLDER/NAME) that spectr_jax.export wrote; "" for random ones.
             "model": {**dataclasses.asdict(LADDER[model]), "dropout": 0.1},
             "data": {
                 "train": "tfds:lm1b:train",

@@ -42,9 +42,13 @@ def put_rows(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
     """Arrays that every process has, on every device of the mesh."""
-    place = NamedSharding(mesh, PartitionSpec())
+    return put(tree, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree))
 
-    def put(leaf):
+
+def put(tree: Any, places: Any) -> Any:
+    """Arrays that every process has, each at its sharding in `places`."""
+
+    def put_one(leaf, place):
         if leaf.sharding == place:
             return leaf
         if jax.process_count() == 1:
@@ -52,4 +56,4 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
         on_host = np.asarray(leaf)  # A device of one process cannot always send to those of another.
         return jax.make_array_from_callback(leaf.shape, place, lambda index: on_host[index])
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(put_one, tree, places)

@@ -1,5 +1,6 @@
 """A training run: data, steps, evaluation, checkpoints, and the record of it in the workdir."""
 
+import dataclasses
 import math
 import pathlib
 from typing import Any
@@ -8,6 +9,7 @@ import grain
 import jax
 import ml_collections
 import tqdm
+from flax import nnx
 from jax.sharding import Mesh
 
 from spectr_jax import hosts, sharding
@@ -29,14 +31,14 @@ from spectr_jax.training.step import TrainState
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
-    """Trains until `config.steps`, from the newest checkpoint in `workdir` if there is one.
+    """Trains until `config.steps`, from the newest checkpoint in `workdir` if there is one, else from `config.init`.
 
     Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file, lock. Of several processes
     (`hosts.connect`) each calls this, with the same arguments and a workdir that all of them see.
 
     Raises:
-      UserError: a bad config, a workdir of another config, an empty or corrupt corpus, a loss that is not finite, a
-        checkpoint that cannot be written.
+      UserError: a bad config, a workdir of another config, weights of another shape to start from, an empty or corrupt
+        corpus, a loss that is not finite, a checkpoint that cannot be written.
       Interrupted: Ctrl-C or SIGTERM, once all is saved.
     """
     preparation.check_train_config(config)
@@ -67,9 +69,10 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
                 process=jax.process_index(),
                 processes=jax.process_count(),
             )
+            run = _Run(config, workdir, mesh, heldout, preparation.given_params(config, tokenizer))
             if hosts.is_first():
                 write_json(workdir / "config.json", to_json(config))
-            return _Run(config, workdir, mesh, heldout).go(iter(dataset))
+            return run.go(iter(dataset))
     except OSError as error:
         raise UserError(
             f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: "
@@ -90,8 +93,10 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
 class _Run:
     """The moving parts of one run."""
 
-    def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, heldout: Heldout):
-        self.config, self.workdir, self.mesh, self.heldout = config, workdir, mesh, heldout
+    def __init__(
+        self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, heldout: Heldout, given: nnx.State | None
+    ):
+        self.config, self.workdir, self.mesh, self.heldout, self.given = config, workdir, mesh, heldout, given
         self.programs = make_programs(config, mesh)
         self.learning_rate = learning_rate(config.optimizer, config.steps)
         self.flops_per_token = throughput.flops_per_token(TransformerConfig(**config.model))
@@ -135,9 +140,14 @@ class _Run:
         return state
 
     def _start(self, data: grain.DatasetIterator) -> TrainState:
+        given, self.given = self.given, None  # Not to be held while it trains.
         self.checkpoints.clean()
         if self.checkpoints.latest_step() is None:
-            return self.programs.init(jax.random.key(self.config.seed))
+            state = self.programs.init(jax.random.key(self.config.seed))
+            if given is None:
+                return state
+            places = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+            return dataclasses.replace(state, params=sharding.put(given, places))
         state, positions, damaged = self.checkpoints.restore(self.programs.like)
         share = len(positions) // jax.process_count()
         batches.go_to(data, positions[jax.process_index() * share :][:share])

@@ -1,6 +1,7 @@
 """Before the first step: is the config sound, is the workdir this run's, and which tokenizer has it?"""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import math
@@ -8,6 +9,7 @@ import pathlib
 from collections.abc import Iterator
 
 import ml_collections
+from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from spectr_jax import hosts
@@ -17,6 +19,7 @@ from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest, write_whole
+from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
 
 # These may change between two starts of a run; all else would make it another run.
@@ -49,6 +52,8 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
     if not config.early_exit.weight >= 0:
         raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
+    if config.init and not weight_files(pathlib.Path(config.init).expanduser()):
+        raise UserError(f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote")
     _check_optimizer(config)
 
 
@@ -86,6 +91,26 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
             f"{processes} processes; make both multiples of {processes}"
         )
     return streams
+
+
+def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
+    """The parameters that `config.init` names, in float32; None if it names none.
+
+    Raises:
+      UserError: they cannot be read, or are of another shape or tokenizer than the run's.
+    """
+    if not config.init:
+        return None
+    model, tokenizer_digest = load_weights(pathlib.Path(config.init).expanduser())
+    wanted, given = dict(config.model), dataclasses.asdict(model.config)
+    for name in sorted(wanted.keys() - {"dtype", "dropout"}):
+        if wanted[name] != given[name]:
+            raise UserError(
+                f"init={config.init!r} has {name}={given[name]}, the config model.{name}={wanted[name]}; change one of them"
+            )
+    if digest(tokenizer.proto) != tokenizer_digest:
+        raise UserError(f"init={config.init!r} was trained with another tokenizer than the run's; give its own, beside it")
+    return nnx.state(model)
 
 
 def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:

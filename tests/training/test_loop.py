@@ -20,7 +20,7 @@ from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract, causal
-from spectr_jax.models.weights import named_leaves, weight_files
+from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
@@ -197,6 +197,7 @@ def test_another_config_does_not_touch_the_workdir(config, tmp_path):
         ({"model.dropout": 1.0}, r"model.dropout=1.0 is not in \[0, 1\)"),
         ({"optimizer.schedule": "rsqr"}, "unknown optimizer.schedule 'rsqr'; did you mean 'rsqrt'"),
         ({"mesh.fsdp": 64}, "mesh.fsdp=64 does not divide"),
+        ({"init": "/nowhere/model"}, "no model at init='/nowhere/model'; give a file"),
         ({"data.train": "/nowhere/*.txt"}, "no text file matches '/nowhere/"),
         ({"model.vocab_size": 90_000}, "no vocabulary of 90000 pieces can be trained"),
     ],
@@ -205,6 +206,33 @@ def test_bad_configs(config, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         train(config(**changes), tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
+    train(config(steps=20), tmp_path / "first")
+    before = load_trained(str(tmp_path / "first"))
+    file, *_ = save_weights(tmp_path / "given", before.model, before.tokenizer.proto, {})
+    given = {"init": str(file), "data.tokenizer": str(tmp_path / "first/tokenizer.model")}
+    still = train(config(steps=1, **given, **{"optimizer.learning_rate": 0.0}), tmp_path / "still")
+    kept, _ = load_weights(file)
+    jax.tree.map(np.testing.assert_array_equal, still.params, nnx.state(kept))
+    train(config(**given, seed=1), tmp_path / "second")
+    first, second = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert second[1] < first[10] and losses(tmp_path / "still")[1] < first[10]
+
+    parts = tmp_path / "parts"
+    train(config(steps=5, **given, seed=1), parts)
+    resumed = train(config(**given, seed=1), parts)  # From its own checkpoint, not from the weights again.
+    assert losses(parts) == second and int(resumed.step) == 12
+
+    train_tokenizer(list(open_sentences(str(corpus / "train.txt")))[:300], tmp_path / "own.model", 320)
+    for changes, message in (
+        ({"model.layers": 2}, r"has layers=1, the config model.layers=2; change one of them"),
+        ({"data.tokenizer": str(tmp_path / "own.model")}, "was trained with another tokenizer than the run's"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(config(**{**given, **changes}), tmp_path / "refused" / next(iter(changes)))
+    assert not list(tmp_path.glob("refused/*/config.json"))
 
 
 def test_unknown_fields(config, tmp_path):
