@@ -146,8 +146,8 @@ def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
     fill = jnp.where(out > 0, 0, 1) + product(out, slope[:-1])
     above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
     rows = jnp.concatenate([jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
-    most = jnp.where(above_all, 1, LARGEST_ALPHA)
-    bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), most[None]])
+    sum_bound = jnp.where(above_all, 1, LARGEST_ALPHA)
+    bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), sum_bound[None]])
 
     def y_of(alphas):
         ys, u = [], jnp.ones((), p.dtype)
