@@ -30,6 +30,9 @@ from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, obse
 
 NAME = "trees"
 RACES = ("gsd", "ersd")
+IID = ("naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm", "gbv", "otm_block")
+SEARCHED = {"spectr": "kseq", "otm": "otm"}
+"""The plans whose best prefix trees are searched, and whose theory is known, by method."""
 ROWS_AT_ONCE = 16
 """Whose programs are compiled side by side, and held."""
 
@@ -217,6 +220,9 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: Acceptance, fastes
                 if (name, shape) != ("gsd", "chain"):  # That is speculative decoding.
                     theory = tree_search.expected_tokens(tree, acceptance.R[name])
                     rows.append(Row(size, shape, get_method(name, tree=tree), theory))
+        shapes = {"batch": tree_lib.batch(size), "SpecInfer": tree_lib.specinfer(size)}
+        shapes["gsd's optimal"] = tree_search.optimal_tree(acceptance.R["gsd"], size)
+        rows += [Row(size, shape, get_method("greedy_drafts", tree=tree), None) for shape, tree in shapes.items()]
     return rows
 
 
@@ -236,7 +242,8 @@ def _iid_rows(config: ml_collections.ConfigDict, acceptance: Acceptance, below: 
     }
     rows = []
     for branching in dict.fromkeys([*given, *best.values()]):
-        for name, plan in (("spectr", "kseq"), ("otm", "otm"), ("gbv", None), ("otm_block", None)):
+        for name in IID:
+            plan = SEARCHED.get(name)
             if branching not in given and branching != best[plan or "otm"]:
                 continue
             note = ", best" if plan and branching == best[plan] else ""
