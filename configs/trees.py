@@ -2,8 +2,8 @@
 
     python -m spectr_jax.eval --config=configs/trees.py --workdir=results/trees
 
-The embedded pair: the 2M model drafts for the 6M model. Three quarters of an hour on two CPU cores, much of it compilation: a hundred programs.
-For another pair: --config.target=PATH --config.draft=PATH.
+The embedded pair: the 2M model drafts for the 6M model. Three quarters of an hour on two CPU cores, much of it
+compilation: a hundred programs. For another pair: --config.target=PATH --config.draft=PATH.
 """
 
 from spectr_jax.config import trees_config

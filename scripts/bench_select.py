@@ -85,7 +85,7 @@ def main():
         f"{report.markdown_table(header, cells)}\n\n"
         "Microseconds of one K-SEQ choice (a batch divided by its size), and ratios within rounds: medians. categorical: "
         "`jax.random.categorical` of log q, one draw.\n\n"
-        f"Made by `{made['command']}` (commit {made['commit'][:12]}, jax {made['jax']}) on {made['hardware']}.\n"
+        f"{report.made_by(made)}\n"
     )
     workdir = pathlib.Path(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)

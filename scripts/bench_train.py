@@ -168,7 +168,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"MFU: model FLOPs (PaLM, appendix B) over {result['peak_flops'] / 1e12:.2f} TFLOP/s, the published peak or, on a "
         "CPU, what one product of 1,536 x 1,536 matrices reached. The input pipeline of one process gives "
         f"{result['pipeline_tokens_per_second']:,.0f} tokens/s.\n\n"
-        f"Made by `{result['command']}` (commit {result['commit'][:12]}, jax {result['jax']}) on {result['hardware']}.\n"
+        f"{report.made_by(result)}\n"
     )
 
 

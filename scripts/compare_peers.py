@@ -290,7 +290,7 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
         f"tokens behind BOS and {_PROMPT_TOKENS.value}, temperature 1, no end of text. One text:\n\n{table(one)}\n"
         + (f"\n{_BATCH.value} texts at once, times per token of any:\n\n{table(many)}\n" if many else "")
         + notes(facts)
-        + f"\nMade by `{made['command']}` (commit {made['commit'][:12]}, jax {made['jax']}) on {made['hardware']}.\n"
+        + f"\n{report.made_by(made)}\n"
     )
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / "peers.json", {"rows": rows, **facts, **made})

@@ -210,7 +210,7 @@ def markdown(result: dict[str, Any]) -> str:
         "configs/campaign.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
         f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is one device's. Nothing ran, and "
         "kernels were not tuned.\n\n"
-        f"Made by `{result['command']}` (commit {result['commit'][:12]}, jax {result['jax']}) on {result['hardware']}.\n"
+        f"{report.made_by(result)}\n"
     )
 
 

@@ -28,7 +28,7 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
                 "heldout": "tfds:lm1b:test",
                 "heldout_sentences": 2_000,  # The first ones; a number that one evaluation can afford.
                 "tfds_dir": "",
-                "tokenizer": "",  # A SentencePiece file to share; "" for one of the run's own. Trained if not there.
+                "tokenizer": "",  # A SentencePiece file to share, trained if not there; "" for `init`'s, or the run's own.
                 "tokenizer_sentences": 250_000,
                 "streams": 8,  # The corpus is dealt out to so many, or the most that divide that and the batch size.
             },

@@ -6,10 +6,12 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
 from spectr_jax.config import config_hash, to_json
 from spectr_jax.files import write_json, write_whole
@@ -26,11 +28,25 @@ def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
 
 
 def made_by(result: dict[str, Any]) -> str:
-    """The sentence that ends the notes of a table with what `about` returned in it."""
+    """The sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
+    config = f"config {result['config_hash']}, " if "config_hash" in result else ""
+    seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
+    commit, *changed = result["commit"].split("-")  # Of a tree that had changes it says so.
     return (
-        f"Made by `{result['command']}` (config {result['config_hash']}, commit {result['commit'][:12]}, jax "
-        f"{result['jax']}) on {result['hardware']} in {result['seconds']:.0f} s."
+        f"Made by `{result['command']}` ({config}commit {'-'.join([commit[:12], *changed])}, jax {result['jax']}) on "
+        f"{result['hardware']}{seconds}."
     )
+
+
+def mean_and_std(values: Sequence[float]) -> str:
+    """Of the seeds' values; one has no deviation."""
+    mean = f"{np.mean(values):.2f}"
+    return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
+
+
+def over_seeds(seeds: Sequence[int]) -> str:
+    """What `mean_and_std` shows, in words."""
+    return f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
 
 
 def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -> None:

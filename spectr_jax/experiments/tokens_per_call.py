@@ -107,7 +107,7 @@ def markdown(result: dict[str, Any]) -> str:
             row["algorithm"],
             str(row["num_drafts"] or "-"),
             str(row["draft_length"] or "-"),
-            f"{row['tokens_per_call']:.2f} ± {row['tokens_per_call_std']:.2f}",
+            report.mean_and_std(row["tokens_per_call_by_seed"]),
             f"{row['paper']:.2f}" if row["paper"] else "-",
             f"{row['acceptance']:.3f}" if row["draft"] else "-",
             f"{row['optimal_acceptance']:.3f}" if row["draft"] else "-",
@@ -119,13 +119,13 @@ def markdown(result: dict[str, Any]) -> str:
     config = result["config"]
     notes = [
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, temperature {config['temperature']}; mean ± standard deviation over "
-        f"{len(config['seeds'])} seeds {tuple(config['seeds'])}; tokens/s over the batch, x baseline in the same run.",
+        f"each, batch {config['batch_size']}, temperature {config['temperature']}; {report.over_seeds(config['seeds'])}; "
+        "tokens/s over the batch, x baseline in the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; a figure to look at, not "
-        "to match, where models or data differ.",
+        "to match, where models or data differ; at temperature 1 only.",
         "alpha: share of the nodes at which the token was a draft; alpha*: the mean of the most that any plan can reach at "
         f"the same nodes with as many drafts (optimal transport, SpecTr section 5); both on seed {config['seeds'][0]}. "
-        "otm_block decides on whole paths, and can be above alpha*.",
+        "otm_block decides on whole paths and can be above alpha*; others by chance, since alpha is drawn and alpha* expected.",
         f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
         report.made_by(result),
@@ -162,11 +162,14 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
-def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline: list[Measurement]) -> dict[str, Any]:
+def _summary(
+    row: Row, results: list[Measurement], nodes: Measurement, baseline: list[Measurement], temperature: float
+) -> dict[str, Any]:
     per_call = [result.tokens / result.calls for result in results]
     speeds = np.array([result.tokens / result.seconds for result in results])
     baseline_speeds = np.array([result.tokens / result.seconds for result in baseline])
     draft = shape_name(row.draft.model.config) if row.draft else None
+    cited = paper.TOKENS_PER_CALL.get(draft or "", {}) if temperature == 1 else {}  # The paper's temperature.
     return {
         "draft": draft,
         "algorithm": row.algorithm,
@@ -178,7 +181,7 @@ def _summary(row: Row, results: list[Measurement], nodes: Measurement, baseline:
         "acceptance": float(nodes.observed["accepted"] / nodes.observed["nodes"]) if row.draft else None,
         "optimal_acceptance": float(nodes.observed["optimum"] / nodes.observed["nodes"]) if row.draft else None,
         "nodes": int(nodes.observed["nodes"]),
-        "paper": 1.0 if not row.draft else paper.TOKENS_PER_CALL.get(draft or "", {}).get(row[1:4]),
+        "paper": cited.get(row[1:4]) if row.draft else 1.0,
         "tokens_per_second": float(np.median(speeds)),
         "speedup": float(np.median(speeds / baseline_speeds)),
     }
@@ -214,7 +217,8 @@ def _measure_group(
     for (row, _, observed), results in zip(programs, runs, strict=True):
         bar.set_description(f"acceptance of {_label(row)}")
         take = functools.partial(measured, observed, config.seeds[0])
-        summaries.append(_summary(row, results, journal.measurement(name(row, "acceptance"), take), runs[0]))
+        accepted = journal.measurement(name(row, "acceptance"), take)
+        summaries.append(_summary(row, results, accepted, runs[0], config.temperature))
     return summaries
 
 

@@ -341,7 +341,7 @@ def markdown(result: dict[str, Any]) -> str:
             row["shape"],
             str(row["nodes"]),
             str(row["levels"]),
-            f"{row['tokens_per_call']:.2f} ± {row['tokens_per_call_std']:.2f}",
+            report.mean_and_std(row["tokens_per_call_by_seed"]),
             "-" if row["theory"] is None else f"{row['theory']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
@@ -357,8 +357,8 @@ def markdown(result: dict[str, Any]) -> str:
     notes = [
         f"**Which should I use?** {result['answer']}",
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, temperature {config['temperature']}; mean ± standard deviation over "
-        f"{len(config['seeds'])} seeds {tuple(config['seeds'])}; x baseline against baseline runs just before and after.",
+        f"each, batch {config['batch_size']}, temperature {config['temperature']}; {report.over_seeds(config['seeds'])}; "
+        "x baseline against baseline runs just before and after.",
         "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
         "`gsd` and `ersd` by child index, for i.i.d. drafts by the number of drafts that carry the accepted token.",
         *(f"Acceptance by child index, `{name}`: {values}, ..." for name, values in children.items()),

@@ -109,7 +109,7 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
                 f"init={config.init!r} has {name}={given[name]}, the config model.{name}={wanted[name]}; change one of them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
-        raise UserError(f"init={config.init!r} was trained with another tokenizer than the run's; give its own, beside it")
+        raise UserError(f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give its own")
     return nnx.state(model)
 
 
@@ -157,13 +157,22 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows) -> Tokenizer:
-    """The run's tokenizer, trained by the first process if it does not exist; the run keeps a copy.
+    """The run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one beside `init`, or one of its own.
+
+    The first process trains it if it does not exist, but for a run from `init`, which needs that of the weights.
 
     Raises:
       UserError: it is not of the model's vocabulary, not the one that the run had before, or not the packed corpus's.
     """
     own = workdir / "tokenizer.model"
-    shared = pathlib.Path(config.data.tokenizer).expanduser() if config.data.tokenizer else own
+    shared = own
+    if config.data.tokenizer or config.init:
+        beside = pathlib.Path(config.init).parent / own.name
+        shared = pathlib.Path(config.data.tokenizer or beside).expanduser()
+    if config.init and not shared.exists():
+        raise UserError(
+            f"no tokenizer at {str(shared)!r}; a run from init={config.init!r} needs the tokenizer of the weights"
+        )
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
     elif hosts.is_first() and not shared.exists():

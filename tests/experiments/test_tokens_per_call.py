@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from spectr_jax.config import eval_config
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import acceptance, report
+from spectr_jax.experiments import acceptance, report, tokens_per_call
 from spectr_jax.experiments.compilation import CORES_OF_A_PROGRAM
 from spectr_jax.experiments.loading import EMBEDDED, load_pair, load_trained, shape_name
-from spectr_jax.experiments.measurement import Program, compile_ahead, measure, read_prompts
+from spectr_jax.experiments.measurement import Measurement, Program, compile_ahead, measure, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.models.transformer import LADDER, Transformer
@@ -67,6 +68,24 @@ def test_table_is_written_and_repeats(toy, tmp_path):
     for cells, row in zip(table[2:], first["rows"], strict=True):
         assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
     assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
+
+
+def test_the_paper_is_cited_at_its_temperature():
+    draft = types.SimpleNamespace(model=types.SimpleNamespace(config=LADDER["draft_2m"]))
+    row = tokens_per_call.Row(draft, "spectr", 4, 8, get_method("spectr", num_drafts=4, draft_length=8))
+    one = Measurement(tokens=12, calls=5, seconds=1.0, observed={"accepted": 1, "optimum": 1, "nodes": 2})
+    assert tokens_per_call._summary(row, [one], one, [one], 1.0)["paper"] == 2.41
+    assert tokens_per_call._summary(row, [one], one, [one], 0.0)["paper"] is None
+
+
+def test_what_tables_say_of_seeds_and_changed_trees():
+    assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
+    assert report.over_seeds((0, 1)) == "mean ± standard deviation over 2 seeds (0, 1)"
+    assert report.over_seeds([3]) == "seed 3"
+    made = {"command": "python x.py", "commit": "0123456789abcdef-dirty", "jax": "1", "hardware": "a lamp"}
+    assert report.made_by(made) == "Made by `python x.py` (commit 0123456789ab-dirty, jax 1) on a lamp."
+    made |= {"commit": "unknown", "config_hash": "ff", "seconds": 2.4}
+    assert report.made_by(made) == "Made by `python x.py` (config ff, commit unknown, jax 1) on a lamp in 2 s."
 
 
 def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):

@@ -212,7 +212,10 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     train(config(steps=20), tmp_path / "first")
     before = load_trained(str(tmp_path / "first"))
     file, *_ = save_weights(tmp_path / "given", before.model, before.tokenizer.proto, {})
-    given = {"init": str(file), "data.tokenizer": str(tmp_path / "first/tokenizer.model")}
+    given = {"init": str(file)}
+    with pytest.raises(UserError, match=r"no tokenizer at .*; a run from init=.* needs the tokenizer of the weights"):
+        train(config(**given), tmp_path / "refused" / "tokenizer")
+    (tmp_path / "tokenizer.model").write_bytes(before.tokenizer.proto)
     still = train(config(steps=1, **given, **{"optimizer.learning_rate": 0.0}), tmp_path / "still")
     kept, _ = load_weights(file)
     jax.tree.map(np.testing.assert_array_equal, still.params, nnx.state(kept))
@@ -228,7 +231,7 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     train_tokenizer(list(open_sentences(str(corpus / "train.txt")))[:300], tmp_path / "own.model", 320)
     for changes, message in (
         ({"model.layers": 2}, r"has layers=1, the config model.layers=2; change one of them"),
-        ({"data.tokenizer": str(tmp_path / "own.model")}, "was trained with another tokenizer than the run's"),
+        ({"data.tokenizer": str(tmp_path / "own.model")}, "was trained with another tokenizer than data.tokenizer"),
     ):
         with pytest.raises(UserError, match=message):
             train(config(**{**given, **changes}), tmp_path / "refused" / next(iter(changes)))
