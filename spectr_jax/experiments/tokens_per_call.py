@@ -125,7 +125,7 @@ def markdown(result: dict[str, Any]) -> str:
         "to match, where models or data differ; at temperature 1 only.",
         "alpha: share of the nodes at which the token was a draft; alpha*: the mean of the most that any plan can reach at "
         f"the same nodes with as many drafts (optimal transport, SpecTr section 5); both on seed {config['seeds'][0]}. "
-        "otm_block decides on whole paths and can be above alpha*; others by chance, since alpha is drawn and alpha* expected.",
+        "otm_block decides on whole paths and can be above alpha*; others by chance: alpha is drawn, alpha* expected.",
         f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
         report.made_by(result),
