@@ -13,7 +13,11 @@ ROWS = PartitionSpec(("data", "fsdp"))
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """All devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters."""
+    """All devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters.
+
+    Raises:
+      UserError: `fsdp` does not divide their number.
+    """
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:
         raise UserError(f"mesh.fsdp={fsdp} does not divide the {count} devices; choose a divisor")

@@ -70,7 +70,7 @@ def kseq_gamma(
 
 
 def naive(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
-    """K i.i.d. chains of L drafts, and tokens drawn from the target whatever the drafts (SpecTr, section 4)."""
+    """K i.i.d. chains of L drafts, and tokens drawn from the target whatever the drafts: a reference point."""
     return _iid("naive", "naive", num_drafts, draft_length, tree)
 
 

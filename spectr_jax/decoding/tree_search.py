@@ -44,6 +44,9 @@ def optimal_order(R: Sequence[float], size: int, height: int | None = None) -> l
     """The nodes of `optimal_tree`, likeliest first, each as its child indices from the root: ERSD, Algorithm 3.
 
     A priority queue of candidates, O(N log N). The first n nodes are the optimal tree of n nodes.
+
+    Raises:
+      UserError: R does not descend, or has too few entries for a tree of that size and height.
     """
     checked(size=size)
     if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):

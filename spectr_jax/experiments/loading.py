@@ -87,7 +87,11 @@ def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained
 
 
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
-    """The newest checkpoint of a training run, or the one that did best on held-out sentences."""
+    """The newest checkpoint of a training run, or the one that did best on held-out sentences.
+
+    Raises:
+      UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
+    """
     try:
         config = json.loads((workdir / "config.json").read_text())
         shape = TransformerConfig(**{**config["model"], "dtype": dtype, "dropout": 0.0})

@@ -13,19 +13,41 @@ LARGEST = 5_000_000
 
 
 def total_variation(p, q) -> float:
-    """TV(p, q) = sum |p - q| / 2; one less is the acceptance of Algorithm 1 (SpecTr, section 4)."""
+    """TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section 4).
+
+    Args:
+      p, q: [V] laws.
+
+    Raises:
+      UserError: one is no law, or they differ in size.
+    """
     p, q = checks.check_laws(p, q)
     return float(np.abs(p - q).sum() / 2)
 
 
 def optimal_acceptance(p, q, k: int) -> float:
-    """alpha_k(p, q), the most that k i.i.d. drafts can be accepted with, at any V in O(V log V) (see `otm`)."""
+    """alpha_k(p, q), the most that k i.i.d. drafts can be accepted with, at any V in O(V log V) (see `otm`).
+
+    Args:
+      p, q: [V] laws of drafts and target.
+      k: drafts, at least 1.
+
+    Raises:
+      UserError: one is no law, they differ in size, or k is no number of drafts.
+    """
     p, q = checks.check_laws(p, q)
     return otm.acceptance(p, q, checks.check_number(k))
 
 
 def harmonic_bound(p, q) -> float:
-    """ERSD, Lemma 3.1: sum p q / (p + q), which the acceptance of one exponential race reaches at least."""
+    """ERSD, Lemma 3.1: sum p q / (p + q), which the acceptance of one exponential race reaches at least.
+
+    Args:
+      p, q: [V] laws.
+
+    Raises:
+      UserError: one is no law, or they differ in size.
+    """
     p, q = checks.check_laws(p, q)
     both = p + q
     return float(np.sum(np.divide(p * q, both, out=np.zeros(len(p)), where=both > 0)))
@@ -38,8 +60,12 @@ def theorem_1_bound(p, q, k: int) -> float:
     \sum_{x_1, \dots, x_k} \min\left(\prod_i p(x_i), \sum_{y \in S \setminus \Omega_0} q(y)\right)\right],
     \quad S \text{ the set of } x_1, \dots, x_k$$
 
+    Args:
+      p, q: [V] laws of drafts and target.
+      k: drafts, at least 1.
+
     Raises:
-      UserError: there are too many subsets and drafts.
+      UserError: there are too many subsets and drafts, one is no law, they differ in size, or k is no number of drafts.
     """
     p, q = checks.check_laws(p, q)
     k, V = checks.check_number(k), len(p)

@@ -1,4 +1,4 @@
-r"""The naive plan: draw the token from q and see whether it is among the drafts (SpecTr, section 4).
+r"""The naive plan: draw the token from q and see whether it is among the drafts: a reference point.
 
 $$\alpha = \sum_x q(x) \left(1 - (1 - p(x))^k\right)$$
 
