@@ -4,24 +4,17 @@ Several sentences share one row of a batch; `segments` numbers them (0 is paddin
 `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the pieces and EOS.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
 
 from spectr_jax.data.corpus import Sentences
+from spectr_jax.data.shuffled import Rows, ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 
 PACKING_BINS = 64
 PREFETCHED_BATCHES = 4
-
-
-class Rows(Protocol):
-    """Random access to packed targets, [length] each: `data.packed.PackedRows`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> np.ndarray: ...
 
 
 def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
@@ -60,17 +53,14 @@ def training_batches(
       A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes, length]. `positions_of` and
       `go_to` read and set the place of its iterator.
     """
-    source = grain.MapDataset.source(corpus)
-    packed_before = not isinstance(corpus[0], str)
-    share = streams // processes
+    share, rows = streams // processes, batch // streams
     mine = []
     for stream in range(process * share, (process + 1) * share):
-        shuffled = source[stream::streams].seed(seed + stream).shuffle().repeat()
-        if packed_before:
-            rows = shuffled.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        if isinstance(corpus, Rows):
+            mine.append(ShuffledRows(corpus, count=rows, seed=seed + stream, stream=stream, streams=streams))
         else:
-            rows = _packed(shuffled, tokenizer, length, threads=0)
-        mine.append(rows.batch(batch // streams))
+            shuffled = grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
+            mine.append(_packed(shuffled, tokenizer, length, threads=0).batch(rows))
     joined = grain.experimental.ZipIterDataset(mine).map(_join)
     return grain.experimental.ThreadPrefetchIterDataset(joined, prefetch_buffer_size=PREFETCHED_BATCHES)
 

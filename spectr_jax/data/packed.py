@@ -43,6 +43,12 @@ class PackedRows:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return self._shards[shard][index - self._ends[shard]]  # From behind: index - end is negative.
 
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """The rows at `indices`, uint16 [count, length]."""
+        shards = np.searchsorted(self._ends, indices, side="right")
+        behind = indices - self._ends[shards]
+        return np.stack([self._shards[shard][index] for shard, index in zip(shards.tolist(), behind.tolist(), strict=True)])
+
 
 def pack(sentences: Sentences, tokenizer: Tokenizer, folder: pathlib.Path, length: int, compress: bool = False) -> dict:
     """Packs all sentences, in their order, into `folder`: shards, tokenizer.model and, once all is there, an index.
@@ -112,4 +118,4 @@ def _read(path: pathlib.Path, shape: tuple[int, int]) -> np.ndarray:
     rows = np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) if path.suffix == ".xz" else np.load(path, mmap_mode="r")
     if rows.shape != shape or rows.dtype != np.uint16:
         raise ValueError(f"{path.name} has {rows.dtype} {rows.shape}, not uint16 {shape}")
-    return rows
+    return np.asarray(rows)  # Still mapped, without what NumPy's memmap does in Python for each row.

@@ -1,15 +1,18 @@
 """A corpus that was packed before trains as the text that it was made from does, and bad ones are refused."""
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
 
+import grain
 import numpy as np
 import pytest
 
 from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, training_batches
-from spectr_jax.data.packed import INDEX, open_corpus, pack
+from spectr_jax.data.packed import INDEX, PackedRows, open_corpus, pack
+from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, train_tokenizer
 from spectr_jax.errors import UserError
 
@@ -38,24 +41,69 @@ def test_rows_are_the_packed_sentences(corpus, tmp_path, monkeypatch, compress):
     assert index["tokens"] == np.sum(whole["segments"] > 0) and index["sentences"] == len(lines)
 
 
-def test_an_epoch_has_every_row_once_and_goes_on(corpus, tmp_path):
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatch, streams):
+    """Of each stream, whose epochs end inside batches."""
+    _, lines, tokenizer = corpus
+    monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 10)
+    pack(lines, tokenizer, tmp_path, LENGTH)
+    rows = open_corpus(f"packed:{tmp_path}")
+    options = {"batch": 11 * streams, "length": LENGTH, "seed": 1, "streams": streams}
+    with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as iterator:
+        taken = np.stack([next(iterator)["targets"] for _ in range(2 * len(rows) // (11 * streams) + 1)])
+    for stream in range(streams):
+        mine = taken[:, 11 * stream :][:, :11].reshape(-1, LENGTH).tolist()
+        wanted = [rows[index].tolist() for index in range(stream, len(rows), streams)]
+        first, second = mine[: len(wanted)], mine[len(wanted) :][: len(wanted)]
+        assert len(wanted) % 11 and sorted(first) == sorted(second) == sorted(wanted)
+        assert first != second and first != wanted
+
+
+def test_a_place_of_any_process_is_found_again(corpus, tmp_path):
+    """Saved by two processes, read by one, in the second epoch."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
-    options = {"batch": 4, "length": LENGTH, "seed": 1, "streams": 2}
-    iterator = iter(training_batches(rows, tokenizer, **options))
-    epoch = len(rows) // 4
-    first = [next(iterator) for _ in range(epoch)]
-    seen = {tuple(row) for batch in first for row in batch["targets"].tolist()}
-    assert len(seen) == 4 * epoch and seen <= {tuple(rows[index].tolist()) for index in range(len(rows))}
-    place = json.loads(json.dumps(positions_of(iterator)))
-    following = next(iterator)
-    iterator.close()
-    again = iter(training_batches(rows, tokenizer, **options))
-    go_to(again, place)
-    for name, array in next(again).items():
-        np.testing.assert_array_equal(array, following[name])
-    again.close()
+    options = {"batch": 12, "length": LENGTH, "seed": 1, "streams": 4}
+    taken = len(rows) // 12 + 2
+    places, following = [], []
+    for process in range(2):
+        with contextlib.closing(iter(training_batches(rows, tokenizer, **options, process=process, processes=2))) as half:
+            for _ in range(taken):
+                next(half)
+            places += json.loads(json.dumps(positions_of(half)))
+            following.append(next(half))
+    with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as whole:
+        go_to(whole, places)
+        for name, array in next(whole).items():
+            np.testing.assert_array_equal(array, np.concatenate([batch[name] for batch in following]))
+
+
+def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
+    """A stream's share of the batch in one call: what is done row by row costs as much as a step of a small model."""
+    _, lines, tokenizer = corpus
+    pack(lines, tokenizer, tmp_path, LENGTH)
+    counts = []
+    take = PackedRows.take
+    monkeypatch.setattr(PackedRows, "take", lambda rows, indices: (counts.append(len(indices)), take(rows, indices))[1])
+    monkeypatch.setattr(PackedRows, "__getitem__", None)
+    options = {"batch": 24, "length": LENGTH, "seed": 1, "streams": 4}
+    with contextlib.closing(iter(training_batches(open_corpus(f"packed:{tmp_path}"), tokenizer, **options))) as iterator:
+        next(iterator)
+    assert set(counts) == {6}
+
+
+def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
+    """Whose own shuffle, row by row, runs of before had: their places, numbers of rows, mean the same."""
+    _, lines, tokenizer = corpus
+    pack(lines, tokenizer, tmp_path, LENGTH)
+    rows = open_corpus(f"packed:{tmp_path}")
+    slow = iter(grain.MapDataset.source(rows)[1::2].seed(5 + 1).shuffle().repeat().to_iter_dataset().batch(9))
+    fast = iter(ShuffledRows(rows, count=9, seed=5 + 1, stream=1, streams=2))
+    for _ in range(2 * len(rows) // 9):
+        np.testing.assert_array_equal(next(fast), next(slow))
+        assert fast.get_state() == slow.get_state()
+    slow.close()
 
 
 def test_where_sentences_begin_follows_from_the_tokens(corpus):

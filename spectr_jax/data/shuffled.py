@@ -1,0 +1,65 @@
+"""Packed rows in an order that is new in each epoch, many at a time.
+
+Grain hands on rows one by one, at 40 us each under the interpreter's lock: small models on a fast GPU would wait. Its order
+and its place, a number of rows, are kept here, so that a run that began with it goes on where it was.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Random access to packed targets, [length] each: `data.packed.PackedRows`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """Those at `indices`, [count, length]."""
+        ...
+
+
+class ShuffledRows(grain.IterDataset):
+    """Endless arrays [count, length] of every `streams`-th row from `stream` on, each of them once an epoch."""
+
+    def __init__(self, rows: Rows, *, count: int, seed: int, stream: int = 0, streams: int = 1):
+        super().__init__()
+        self._rows, self._stream, self._streams = rows, stream, streams
+        self._an_epoch = len(range(stream, len(rows), streams))
+        self._seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])  # As `seed(...).shuffle()` of Grain.
+        self.count = count
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _Iterator(self)
+
+    def rows_from(self, first: int) -> np.ndarray:
+        """[count, length], from row `first` of all epochs, one epoch behind the other."""
+        epochs, places = np.divmod(np.arange(first, first + self.count), self._an_epoch)
+        seeds = (self._seed + epochs) % 2**32
+        last = self._an_epoch - 1
+        shuffled = [
+            grain.experimental.index_shuffle(place, last, seed, 4)
+            for place, seed in zip(places.tolist(), seeds.tolist(), strict=True)
+        ]
+        return self._rows.take(self._stream + self._streams * np.array(shuffled))
+
+
+class _Iterator(grain.DatasetIterator):
+    def __init__(self, dataset: ShuffledRows):
+        super().__init__()
+        self._dataset, self._next = dataset, 0
+
+    def __next__(self) -> np.ndarray:
+        rows = self._dataset.rows_from(self._next)
+        self._next += self._dataset.count
+        return rows
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._next = state["next_index"]
