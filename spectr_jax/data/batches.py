@@ -12,6 +12,7 @@ import numpy as np
 from spectr_jax.data.corpus import Sentences
 from spectr_jax.data.shuffled import Rows, ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from spectr_jax.errors import UserError
 
 PACKING_BINS = 64
 PREFETCHED_BATCHES = 4
@@ -52,7 +53,16 @@ def training_batches(
     Returns:
       A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes, length]. `positions_of` and
       `go_to` read and set the place of its iterator.
+
+    Raises:
+      UserError: fewer sentences, or rows, than streams.
     """
+    if len(corpus) < streams:
+        what = "packed rows" if isinstance(corpus, Rows) else "sentences"
+        raise UserError(
+            f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, or lower data.streams to "
+            f"{len(corpus)}"
+        )
     share, rows = streams // processes, batch // streams
     mine = []
     for stream in range(process * share, (process + 1) * share):

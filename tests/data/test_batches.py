@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.data.batches import encode, evaluation_batches, go_to, positions_of, training_batches
+from spectr_jax.data.packed import open_corpus, pack
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 
@@ -101,6 +102,17 @@ def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
     for expected, *parts in itertools.islice(zip(whole, *halves, strict=False), 20):
         for name, array in expected.items():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
+
+
+def test_a_stream_has_a_sentence_at_least(sentences, tokenizer, tmp_path):
+    pack(sentences[:5], tokenizer, tmp_path, 16)
+    rows = open_corpus(f"packed:{tmp_path}")
+    for corpus, count, name in ((sentences[:3], 3, "sentences"), (rows, len(rows), "packed rows")):
+        options = {"length": 16, "seed": 0}
+        next(iter(training_batches(corpus, tokenizer, batch=count, streams=count, **options)))
+        message = rf"has {count} {name}, too few for {count + 1} streams; .*lower data.streams to {count}$"
+        with pytest.raises(UserError, match=message):
+            training_batches(corpus, tokenizer, batch=count + 1, streams=count + 1, **options)
 
 
 def test_shuffle_is_seeded(sentences, tokenizer):
