@@ -109,8 +109,7 @@ class _Run:
             state = self._start(data)
             first = int(state.step)
             log = MetricsLog(self.workdir / "metrics.jsonl", first) if hosts.is_first() else None
-            window = Window()
-            with Interruption() as interruption, _bar(first, config.steps) as bar:
+            with Window() as window, Interruption() as interruption, _bar(first, config.steps) as bar:
                 for step in range(first + 1, config.steps + 1):
                     with window.waiting_for_data():
                         batch = sharding.put_rows(self.mesh, next(data))
@@ -161,11 +160,14 @@ class _Run:
         """Logs the steps of the window and empties it; returns the short form."""
         self._check_finite(step, window)
         record = {"step": step, **window.means(), "learning_rate": float(self.learning_rate(step - 1))}
-        record["mfu"] = round(record["tokens_per_second"] * self.flops_per_token / throughput.peak_flops(), 4)
+        short, speed = f"loss {record['loss']:.3f}", record.get("tokens_per_second")
+        if speed is not None:
+            record["mfu"] = round(speed * self.flops_per_token / throughput.peak_flops(), 4)
+            short += f", {speed:,.0f} tokens/s"
         window.clear()
         if log:
             log.write(record)
-        return f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
+        return short
 
     def _evaluate(self, step: int, state: TrainState, log: MetricsLog | None) -> dict[str, float]:
         scores = evaluate(self.programs.evaluate, state.params, self.heldout, self.mesh)

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import pathlib
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,27 +30,50 @@ class MetricsLog:
 
 
 class Window:
-    """The steps since the last record and the time that they took, evaluation and checkpoints left out."""
+    """The steps since the last record and the time that they took, evaluation and checkpoints left out.
+
+    The first step of all, which is compiled, is in the means and not in the speed. A context: until it is left, a thread
+    notes when the device is done with each step.
+    """
 
     def __init__(self):
         self.metrics: list[dict[str, jax.Array]] = []
+        self._dispatched = 0
+        self._device = _Device()
         self.clear()
 
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._device.steps.put(None)
+
     def add(self, metrics: dict[str, jax.Array]) -> None:
-        """Takes the metrics of one step, as `train_step` returns them; does not wait for the device."""
+        """Takes the metrics of one step, as `train_step` returns them; waits for the device at the first step alone."""
         self.metrics.append(metrics)
+        self._dispatched += 1
+        self._device.steps.put(metrics)
+        if self._dispatched == 1:
+            jax.block_until_ready(metrics)
+            self._start_clock()
 
     def clear(self) -> None:
         """Begins anew."""
         self.metrics = []
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._untimed = len(self.metrics)
         self._started, self._aside, self._waited = time.monotonic(), 0.0, 0.0
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time inside as waited for the input pipeline."""
+        """Counts the time inside in which the device has nothing left to do. Steps are dispatched ahead of it, so that the
+        host mostly waits while it works, at no cost."""
         started = time.monotonic()
         yield
-        self._waited += time.monotonic() - started
+        if self._device.done == self._dispatched:
+            self._waited += time.monotonic() - max(started, self._device.done_at)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -59,18 +84,36 @@ class Window:
         self._aside += time.monotonic() - started
 
     def means(self) -> dict[str, Any]:
-        """Means over the tokens of the window, with tokens per second and the share of the time waited for data."""
+        """Means over the tokens of the window; and tokens per second and the share of the time waited for data, unless it
+        has the first step alone."""
         rows = jax.device_get(self.metrics)
         seconds = time.monotonic() - self._started - self._aside
         tokens = np.array([row["tokens"] for row in rows], np.float64)
         losses = [name for name in ("loss", "exit_loss") if name in rows[0]]
+        timed = float(tokens[self._untimed :].sum())
+        speed = {"tokens_per_second": round(timed / seconds, 1), "waiting_for_data": round(self._waited / seconds, 4)}
         return {
             **{name: float(np.average([row[name] for row in rows], weights=tokens)) for name in losses},
             "grad_norm": float(rows[-1]["grad_norm"]),
-            "tokens_per_second": round(float(tokens.sum()) / seconds, 1),
-            "waiting_for_data": round(self._waited / seconds, 4),
+            **(speed if timed else {}),
             "tokens": int(tokens.sum()),
         }
+
+
+class _Device:
+    """How many of the steps that were put in `steps` are done, and since when; None ends it."""
+
+    def __init__(self):
+        self.steps: queue.SimpleQueue[dict[str, jax.Array] | None] = queue.SimpleQueue()
+        self.done, self.done_at = 0, 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # The run itself meets it too.
+            while (metrics := self.steps.get()) is not None:
+                jax.block_until_ready(metrics)
+                self.done_at = time.monotonic()
+                self.done += 1
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
