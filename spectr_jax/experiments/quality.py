@@ -17,6 +17,7 @@ from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, report
 from spectr_jax.experiments.compilation import side_by_side
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.transformer import parameter_count
 from spectr_jax.training.heldout import evaluate, pack_heldout
@@ -27,6 +28,8 @@ NAME = "quality"
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
+
+    Each score is in a journal there until it is done: the same command goes on after a stop.
 
     Raises:
       UserError: anything wrong with the config, the models, the sentences or the workdir, before any long work.
@@ -42,19 +45,24 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     for spec in config.models:
         if not isinstance(load_trained(spec).tokenizer, Tokenizer):
             raise UserError(f"model {spec!r} has another program's tokenizer, which packs no sentences; leave it out")
-    started = time.monotonic()
+    journal = Journal(workdir, NAME, config)
+    started = time.monotonic() - journal.seconds
+
+    def entry(spec: str, dtype: str) -> str:
+        return f"{spec} in {dtype}"
+
     rows = []
-    tasks = [
-        functools.partial(_scores, config, sentences, *each) for each in itertools.product(config.models, config.dtypes)
-    ]
-    found = side_by_side(tasks)
+    wanted = dict.fromkeys(itertools.product(config.models, config.dtypes))
+    missing = [each for each in wanted if entry(*each) not in journal]
+    found = side_by_side([functools.partial(_scores, config, sentences, *each) for each in missing])
     for spec in config.models:
-        scores = {dtype: next(found) for dtype in config.dtypes}
+        scores = {dtype: journal.value(entry(spec, dtype), functools.partial(next, found)) for dtype in config.dtypes}
         trained = load_trained(spec)
         rows.append({"model": trained.name, "parameters": parameter_count(trained.model.config), "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
     result = {"rows": rows, **report.about(config, started)}
     report.write(workdir, NAME, result, markdown(result))
+    journal.remove()
     return result
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from spectr_jax.config import quality_config
 from spectr_jax.data.tokenizer import BOS, EOS
 from spectr_jax.errors import UserError
+from spectr_jax.experiments import quality
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.experiments.quality import run
 
@@ -21,8 +23,23 @@ def _config(toy, **changes):
     return config
 
 
-def test_scores_are_those_of_the_sentences(toy, tmp_path):
+def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
+    """Although it is stopped at the second of three, and goes on; the first is said to have taken an hour."""
+    scores, begun = quality._scores, []
+
+    def stopped(config, sentences, spec, dtype):
+        begun.append(dtype)
+        if dtype == "bfloat16" and begun.count(dtype) == 1:
+            raise KeyboardInterrupt
+        return scores(config, sentences, spec, dtype)
+
+    monkeypatch.setattr(quality, "_scores", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(_config(toy), tmp_path)
+    journal = tmp_path / "quality.part.jsonl"
+    journal.write_text(re.sub(r'"seconds": [\d.]+}\n', '"seconds": 3600}\n', journal.read_text()))
     result = run(_config(toy), tmp_path)
+    assert begun.count("float32") == 1 and result["seconds"] > 3600 and not journal.exists()
     assert json.loads((tmp_path / "quality.json").read_text()) == result
     assert [row["model"] for row in result["rows"]] == ["target"]
     for row in result["rows"]:
