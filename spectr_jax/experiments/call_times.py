@@ -8,7 +8,7 @@ updated in place.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from spectr_jax.decoding import Method, Policy, drafting, scoring, selection
 from spectr_jax.decoding.generate import call, prefill
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.compilation import side_by_side
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import freeze
@@ -43,9 +44,22 @@ def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
     Returns:
       Seconds in place of the timers.
     """
+    return dict(zip(tasks, _one_by_one(label, list(tasks.values())), strict=True))
+
+
+def timed_once(journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """What `timed` returns, each task in an entry of the journal once it is measured; those that it has are not made."""
+    names = {task: f"{label} {task}" for task in tasks}
+    found = _one_by_one(label, [make for task, make in tasks.items() if names[task] not in journal])
+    return {task: journal.value(name, functools.partial(next, found)) for task, name in names.items()}
+
+
+def _one_by_one(label: str, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
+    """The seconds of each task, in order; the first comes when all are made."""
     bar = functools.partial(tqdm.tqdm, total=len(tasks), dynamic_ncols=True)
-    made = list(bar(side_by_side(list(tasks.values())), f"{label}, compiling"))
-    return {name: jax.tree.map(lambda timer: timer(), timers) for name, timers in bar(zip(tasks, made, strict=True), label)}
+    made = list(bar(side_by_side(tasks), f"{label}, compiling"))
+    for timers in bar(made, label):
+        yield jax.tree.map(lambda timer: timer(), timers)
 
 
 def call_seconds(

@@ -17,8 +17,9 @@ from spectr_jax.config import check_fields, check_positive, latency_config
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, paper, profile, report
-from spectr_jax.experiments.call_times import PHASES, call_runs, phase_timers, timed
+from spectr_jax.experiments.call_times import PHASES, call_runs, phase_timers, timed_once
 from spectr_jax.experiments.compilation import side_by_side
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
 
 NAME = "latency"
@@ -26,6 +27,9 @@ NAME = "latency"
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Times every cell and every phase, and writes the tables, a heat map and a profile to `workdir`.
+
+    What it has measured is in a journal there until it is done: the same command goes on after a stop, which costs what was
+    compiled, and the turn of all cells, the phases of a method or the profile that it fell in.
 
     Raises:
       UserError: anything wrong with the config, the models or the workdir, before any measurement.
@@ -40,16 +44,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 f"context={config.context} and a call of {max(config.lengths) + 1} tokens exceed the context "
                 f"{trained.model.context} of {trained.name!r}; lower it"
             )
-    started = time.monotonic()
+    journal = Journal(workdir, NAME, config)
+    started = time.monotonic() - journal.seconds
     result = {
         "title": f"Latency of a call, relative to {config.models[0]} on length {config.lengths[0]}, one text",
-        "cells": measure_cells(config, models),
-        "phases": measure_phases(config, target, draft),
-        "profile": profile_call(config, target, draft),
+        "cells": measure_cells(config, models, journal),
+        "phases": measure_phases(config, target, draft, journal),
+        "profile": journal.value("profile", lambda: profile_call(config, target, draft)),
         **report.about(config, started),
     }
     report.write(workdir, NAME, result, markdown(result))
     plot(result, workdir / f"{NAME}.png")
+    journal.remove()
     return result
 
 
@@ -64,12 +70,19 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out")
 
 
-def measure_cells(config: ml_collections.ConfigDict, models: list[Trained]) -> list[dict[str, Any]]:
-    """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit."""
+def measure_cells(config: ml_collections.ConfigDict, models: list[Trained], journal: Journal) -> list[dict[str, Any]]:
+    """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit.
+
+    An entry of the journal is one turn of all cells: whatever process took it, it weighs on all of them alike.
+    """
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
+    turns = [f"turn {number} of all cells" for number in range(config.runs)]
     tasks = [functools.partial(call_runs, trained.model, batch, length, config.context) for trained, length, batch in shapes]
+    if all(turn in journal for turn in turns):
+        tasks = []
     runs = list(tqdm.tqdm(side_by_side(tasks), "calls, compiling", len(tasks), dynamic_ncols=True))
-    seconds = np.array([[one() for one in runs] for _ in tqdm.trange(config.runs, unit="run", dynamic_ncols=True)])
+    bar = tqdm.tqdm(turns, unit="run", dynamic_ncols=True)
+    seconds = np.array([journal.value(turn, lambda: [one() for one in runs]) for turn in bar])
     unit = seconds[:, 0].mean()
     return [
         {
@@ -85,7 +98,9 @@ def measure_cells(config: ml_collections.ConfigDict, models: list[Trained]) -> l
     ]
 
 
-def measure_phases(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
+def measure_phases(
+    config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal
+) -> list[dict[str, Any]]:
     """The phases of one call of each method, alone and as shares of their sum."""
     tasks = {}
     for name, length, batch in itertools.product(config.methods, config.lengths, config.phase_batch_sizes):
@@ -94,7 +109,7 @@ def measure_phases(config: ml_collections.ConfigDict, target: Trained, draft: Tr
             phase_timers, method, target.model, draft.model, batch, config.context
         )
     rows = []
-    for (name, length, batch), seconds in timed("phases", tasks).items():
+    for (name, length, batch), seconds in timed_once(journal, "phases", tasks).items():
         whole = sum(seconds[phase] for phase in PHASES)
         rows.append(
             {

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+import types
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from spectr_jax.config import latency_config
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import latency, paper, profile
+from spectr_jax.experiments.journal import Journal
 
 
 def _config(folder, **changes):
@@ -19,8 +22,34 @@ def _config(folder, **changes):
     return config
 
 
-def test_the_tables_are_written(toy, tmp_path):
+def _stopping(function, calls, at):
+    """`function`, which stops the run instead when `calls`, those that there were, are so many."""
+
+    def wrapped(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    return wrapped
+
+
+def test_the_tables_are_written(toy, tmp_path, monkeypatch):
+    """Although it is stopped in the third of four turns, and at the profile, and goes on; each thing that was measured until
+    then is said to have taken an hour."""
+    made, calls, phases, profiles = [], [], [], []
+    make = _stopping(latency.call_runs, made, 0)
+    monkeypatch.setattr(latency, "call_runs", lambda *args: _stopping(make(*args), calls, 6))
+    monkeypatch.setattr(latency, "phase_timers", _stopping(latency.phase_timers, phases, 0))
+    monkeypatch.setattr(profile, "generation_profile", _stopping(profile.generation_profile, profiles, 1))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            latency.run(_config(toy.folder), tmp_path)
+    journal = tmp_path / "latency.part.jsonl"
+    journal.write_text(re.sub(r'"seconds": [\d.]+}\n', '"seconds": 3600}\n', journal.read_text()))
     result = latency.run(_config(toy.folder), tmp_path)
+    assert (len(made), len(calls), len(phases), len(profiles)) == (2 + 2, 6 + 4, 1, 2)
+    assert result["seconds"] > (4 + 1) * 3600 and not journal.exists()
     assert json.loads((tmp_path / "latency.json").read_text()) == result
     assert [(cell["length"], cell["batch"]) for cell in result["cells"]] == [(2, 1), (2, 2)]
     assert result["cells"][0]["mean"] == pytest.approx(1) and all(cell["std"] > 0 for cell in result["cells"])
@@ -30,6 +59,23 @@ def test_the_tables_are_written(toy, tmp_path):
     assert {"draft", "score", "select", "commit"} <= set(seen)
     assert sum(row["share"] for row in result["profile"]) == pytest.approx(1)
     assert "`target`" in (tmp_path / "latency.md").read_text() and (tmp_path / "latency.png").stat().st_size > 5_000
+
+
+def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
+    config, any_model = _config(tmp_path, methods=("spectr", "otm_block")), types.SimpleNamespace(model=None)
+    made, calls = [], []
+    timer = _stopping(lambda: 1.0, calls, 7)  # Each method has five.
+
+    def timers(method, *_):
+        made.append(method.name)
+        return dict.fromkeys((*latency.PHASES, "call"), timer)
+
+    monkeypatch.setattr(latency, "phase_timers", timers)
+    with pytest.raises(KeyboardInterrupt):
+        latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config))
+    rows = latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config))
+    assert [row["method"] for row in rows] == ["spectr", "otm_block"] and len(calls) == 7 + 5
+    assert sorted(made) == ["otm_block", "otm_block", "spectr"]
 
 
 def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch):
