@@ -24,7 +24,8 @@ class Sentences(Protocol):
 
 
 class TextSentences:
-    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three times as much)."""
+    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three times as much). Blank ones
+    are left out, and the carriage return before a line's end."""
 
     def __init__(self, lines: bytes):
         buffer = np.frombuffer(lines, np.uint8)
@@ -32,8 +33,11 @@ class TextSentences:
         if len(buffer) and (len(ends) == 0 or ends[-1] != len(buffer) - 1):
             ends = np.append(ends, len(buffer))
         starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64) if len(ends) else ends
-        filled = ends > starts
-        self._lines, self._starts, self._ends = lines, starts[filled], ends[filled]
+        starts, ends = starts[ends > starts], ends[ends > starts]
+        if len(starts):
+            filled = np.logical_or.reduceat(buffer > ord(" "), starts)  # What lies between the lines is below too.
+            starts, ends = starts[filled], ends[filled]
+        self._lines, self._starts, self._ends = lines, starts, ends - (buffer[ends - 1] == ord("\r"))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -73,7 +77,7 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
       tfds_dir: where TFDS keeps its data sets; None for its default.
 
     Returns:
-      The sentences, in the order of the sorted file names.
+      The sentences, in the order of the sorted file names; blank lines are none.
 
     Raises:
       UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.

@@ -31,6 +31,21 @@ def test_folder_and_glob_join_files_in_order(tmp_path):
     assert len(open_sentences(str(tmp_path / "b*"))) == 2
 
 
+@pytest.mark.parametrize(("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open)])
+def test_blank_lines_are_no_sentences(tmp_path, suffix, opener):
+    """Nor is a carriage return before a line's end a part of it."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    texts = ("\r\n \t \r\n" + LINES[0] + "\r\n\r\n", "   \n\n  " + LINES[1] + " \n \n\r\n" + LINES[2] + "\r", " ", "\r\n")
+    for index, text in enumerate(texts):
+        with opener(folder / f"{index}{suffix}", "wb") as file:
+            file.write(text.encode())
+    sentences = open_sentences(str(folder))
+    assert [sentences[index] for index in range(len(sentences))] == [LINES[0], f"  {LINES[1]} ", LINES[2]]
+    with pytest.raises(UserError, match="is empty; give text"):
+        open_sentences(str(folder / f"2{suffix}"))
+
+
 def test_the_unpacked_lm1b_release(tmp_path):
     """Files without a suffix, in the folder that the official archive unpacks to."""
     folder = tmp_path / "1-billion-word-language-modeling-benchmark-r13output" / "training-monolingual.tokenized.shuffled"

@@ -53,6 +53,20 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
     assert ours["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
 
 
+def test_characters_are_those_of_the_text_whatever_ends_its_lines(corpus, tokenizer, tmp_path):
+    """A line end is one character; a blank line, which would be one more for one easy token, is none."""
+    lines = (corpus / "heldout.txt").read_text().splitlines()
+    other = tmp_path / "other.txt"
+    other.write_bytes("".join(f"{line}\r\n\r\n  \n" for line in lines).encode())
+    packed = [
+        pack_heldout(open_sentences(str(path)), tokenizer, first=2_000, rows=4, length=64)
+        for path in (corpus / "heldout.txt", other)
+    ]
+    assert packed[0].characters == packed[1].characters == sum(len(line) + 1 for line in lines)
+    for ours, theirs in zip(*(each.batches for each in packed), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
 def test_no_sentence_fits(config, tokenizer):
     run = config()
     with pytest.raises(UserError, match=r"no held-out sentence of .* fits 2 tokens; raise model.context"):
