@@ -24,8 +24,10 @@ class Sentences(Protocol):
 
 
 class TextSentences:
-    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three times as much). Blank ones
-    are left out, and the carriage return before a line's end."""
+    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three times as much).
+
+    Blank ones are left out, and the carriage return before a line's end.
+    """
 
     def __init__(self, lines: bytes):
         buffer = np.frombuffer(lines, np.uint8)
