@@ -1,6 +1,7 @@
 """How much of the hardware a run uses: model FLOPs utilisation, as in PaLM (Chowdhery et al., 2022, appendix B)."""
 
 import functools
+import re
 import time
 
 import jax
@@ -8,13 +9,17 @@ import jax.numpy as jnp
 
 from spectr_jax.models.transformer import TransformerConfig, parameter_count
 
-# Dense bfloat16 FLOP/s of one device, by what its `device_kind` starts with, as the makers publish them.
+# Dense bfloat16 FLOP/s of one device, by the words its `device_kind` starts with, as the makers publish them.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
     "TPU v2": 23e12,  # A device is one of a chip's two cores.
     "TPU v3": 61e12,
     "TPU v4": 275e12,
@@ -35,12 +40,18 @@ def flops_per_token(config: TransformerConfig) -> int:
 @functools.cache
 def peak_flops() -> float:
     """FLOP/s of all devices of the run: the published figure; where there is none, that of a product timed here."""
-    kind = jax.devices()[0].device_kind
-    published = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    published = published_flops(jax.devices()[0].device_kind)
     if published is not None:
         return published * jax.device_count()
     # Devices of one CPU are its cores cut up: they share what one product gets.
     return _product_flops() * (jax.process_count() if jax.default_backend() == "cpu" else jax.device_count())
+
+
+def published_flops(kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of one device of a `device_kind`, or None: the longest name of `PEAK_FLOPS` that it starts with,
+    in whole words (an L40 is no L4)."""
+    names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}\b", kind)]
+    return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
 def _product_flops(size: int = 1536, tries: int = 5) -> float:

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from spectr_jax.training import throughput
 from spectr_jax.training.metrics import Window
 
 
@@ -72,3 +73,29 @@ def test_the_thread_ends_with_the_window():
         (thread,) = set(threading.enumerate()) - set(before)
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    [
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("NVIDIA L400", None),
+        ("cpu", None),
+    ],
+)
+def test_devices_whose_names_begin_alike(kind, teraflops, monkeypatch):
+    """In whatever order the table has them."""
+    wanted = None if teraflops is None else teraflops * 1e12
+    for order in (1, -1):
+        monkeypatch.setattr(throughput, "PEAK_FLOPS", dict(list(throughput.PEAK_FLOPS.items())[::order]))
+        assert throughput.published_flops(kind) == wanted
