@@ -21,7 +21,8 @@ from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import measurement, report
-from spectr_jax.experiments.call_times import PHASES, Timer, call_seconds, phase_timers, timed, token_timer
+from spectr_jax.experiments.call_times import PHASES, Timer, call_seconds, phase_timers, timed_once, token_timer
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.loading import Trained
 from spectr_jax.experiments.measurement import Program
 from spectr_jax.experiments.node_acceptance import observe_carriers, observe_nodes, observe_winners, shares
@@ -84,13 +85,17 @@ class Candidate(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures, predicts, tries the best, and writes the table and the recommendation to `workdir`.
 
+    What it has measured is in a journal there until it is done: the same command goes on after a stop. Predictions follow
+    from that alone, and so does what is tried.
+
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
 
-    started = time.monotonic()
+    journal = Journal(workdir, NAME, config)
+    started = time.monotonic() - journal.seconds
 
     def measured(method: Method, seed: int, **kwargs) -> measurement.Measurement:
         return measurement.measure(method, target, draft, prompts, config, seed, **kwargs)
@@ -99,10 +104,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         known = [Program(method, draft, observe) for method, observe in programs]
         measurement.compile_ahead(known, target, prompts, config)
 
-    acceptance = measure_acceptance(config, compile_ahead, measured, prompts.real)
-    times = measure_times(config, target, draft)
+    acceptance = measure_acceptance(config, compile_ahead, measured, prompts.real, journal)
+    times = measure_times(config, target, draft, journal)
     found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
-    tried = try_all(to_try(config, found), config.seeds, compile_ahead, measured)
+    tried = try_all(to_try(config, found), config.seeds, compile_ahead, measured, journal)
     result = {
         "title": f"The fastest method for {config.target}, drafts of {config.draft}, {config.batch_size} texts at once",
         "rows": tried,
@@ -116,6 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     }
     result["answer"] = answer(tried)
     report.write(workdir, NAME, result, markdown(result))
+    journal.remove()
     return result
 
 
@@ -131,14 +137,20 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"methods has {name!r}, which has no prediction; known are {', '.join([*PLAN_OF, *DISTINCT])}")
 
 
-def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measured, texts: int) -> Acceptance:
+def measure_acceptance(
+    config: ml_collections.ConfigDict, compile_ahead, measured, texts: int, journal: Journal
+) -> Acceptance:
     """What batch trees show: the first k of their drafts are k drafts, for every k."""
     tree = tree_lib.batch(max(2, *config.num_drafts))
     distinct = dict.fromkeys(each for each in config.methods if each in DISTINCT)
     observers = {"spectr": observe_carriers, "otm": observe_winners} | dict.fromkeys(distinct, observe_nodes)
     programs = {name: (get_method(name, tree=tree), observe) for name, observe in observers.items()}
-    compile_ahead(list(programs.values()))
-    seen = {name: measured(method, config.seeds[0], observe=observe) for name, (method, observe) in programs.items()}
+    entries = {name: f"acceptance of {name}" for name in programs}
+    compile_ahead([program for name, program in programs.items() if entries[name] not in journal])
+    seen = {
+        name: journal.measurement(entries[name], functools.partial(measured, method, config.seeds[0], observe=observe))
+        for name, (method, observe) in programs.items()
+    }
     one, winners, R = seen["spectr"], seen["otm"].observed, {}
     for name in distinct:
         nodes = seen[name].observed["nodes"]
@@ -151,19 +163,23 @@ def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measure
     )
 
 
-def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Times:
+def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal) -> Times:
     """Call times of the target, and of drafting and selection by phases of calls on few chains."""
     batch, context = config.batch_size, config.prompt_tokens + config.max_new_tokens // 2
-    widths = sorted(set(config.num_drafts))
-    target_seconds = call_seconds(target.model, batch, _counts(config.size), context)
+    widths, counts = sorted(set(config.num_drafts)), _counts(config.size)
+
+    def calls() -> list[float]:
+        seconds = call_seconds(target.model, batch, counts, context)
+        return [seconds(count) for count in counts]
+
+    target_seconds = _between(counts, journal.value("calls of the target", calls))
 
     def phases(width: int, length: int, **options) -> Callable[[], dict[str, Timer]]:
         method = get_method("spectr", num_drafts=width, draft_length=length)
         return functools.partial(phase_timers, method, target.model, draft.model, batch, context, **options)
 
-    drafting = timed(
-        "drafting", {(width, length): phases(width, length, phases=("draft",)) for width in widths for length in (1, 4)}
-    )
+    lengths = {(width, length): phases(width, length, phases=("draft",)) for width in widths for length in (1, 4)}
+    drafting = timed_once(journal, "drafting", lengths)
     first = [drafting[width, 1]["draft"] for width in widths]
     level = [max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths]
     choosing = {
@@ -171,12 +187,12 @@ def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Tra
         for name in config.methods
         for width in _widths(name, widths)
     }
-    chosen, select = timed("selection", choosing), {}
+    chosen, select = timed_once(journal, "selection", choosing), {}
     for name in config.methods:
         select[name] = _between(_widths(name, widths), [chosen[name, width] for width in _widths(name, widths)])
     started = get_method("baseline"), get_method("speculative", draft_length=1)
     texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
-    whole = timed("whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
+    whole = timed_once(journal, "whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
     together = whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES)
     times = Times(target_seconds, together, (0.0, 0.0), _between(widths, first), _between(widths, level), select)
     start = [max(0.0, whole[at] - _call(times, "speculative", method.tree, 1)) for at, method in enumerate(started)]
@@ -305,13 +321,24 @@ def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Train
     return lambda: float(np.median([one(seed) for seed in range(1, 12)]))
 
 
-def try_all(chosen: list[Candidate], seeds, compile_ahead, measured) -> list[dict[str, Any]]:
-    """What the chosen ones do, the baseline first; they take turns on each seed, and ratios are medians of the seeds'."""
-    compile_ahead([(candidate.method, None) for candidate in chosen])
-    for candidate in chosen:
+def try_all(chosen: list[Candidate], seeds, compile_ahead, measured, journal: Journal) -> list[dict[str, Any]]:
+    """What the chosen ones do, the baseline first; they take turns on each seed, and ratios are medians of the seeds'.
+
+    An entry of the journal is one of them on one seed; after a stop, ratios of that seed may be of two processes.
+    """
+
+    def entry(seed: int, candidate: Candidate) -> str:
+        return f"{candidate.name} {candidate.shape} on seed {seed}"
+
+    missing = [candidate for candidate in chosen if not all(entry(seed, candidate) in journal for seed in seeds)]
+    compile_ahead([(candidate.method, None) for candidate in missing])
+    for candidate in missing:
         measured(candidate.method, seeds[0], batches=1)  # The first run is not timed.
     turns = [(seed, candidate) for seed in seeds for candidate in chosen]
-    seen = [measured(candidate.method, seed) for seed, candidate in tqdm.tqdm(turns, "tried", dynamic_ncols=True)]
+    seen = [
+        journal.measurement(entry(seed, candidate), functools.partial(measured, candidate.method, seed))
+        for seed, candidate in tqdm.tqdm(turns, "tried", dynamic_ncols=True)
+    ]
     speeds = np.array([each.tokens / each.seconds for each in seen]).reshape(len(seeds), -1)
     per_call = np.array([each.tokens / each.calls for each in seen]).reshape(len(seeds), -1)
     return [

@@ -1,6 +1,8 @@
 """The search for the fastest method: whole at toy size, and what follows from given times and acceptance."""
 
 import json
+import re
+import types
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from spectr_jax.config import auto_config
 from spectr_jax.decoding import prediction
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import auto
+from spectr_jax.experiments import auto, measurement
+from spectr_jax.experiments.journal import Journal
 from spectr_jax.experiments.measurement import Measurement
 
 
@@ -21,8 +24,37 @@ def _config(folder, **changes):
     return config
 
 
-def test_the_table_and_the_answer_are_written(toy, tmp_path):
-    result = auto.run(_config(toy.folder, methods=("block",)), tmp_path)
+def _stopping(function, calls, *at):
+    """`function`, which stops the run instead when `calls`, those that there were, are so many."""
+
+    def wrapped(*args, **kwargs):
+        calls.append(args)
+        if len(calls) in at:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
+    """Although it is stopped in its acceptance, in its times and in its tries, and goes on; each thing that was measured
+    until then is said to have taken an hour."""
+    calls, phases, tokens, decoded = [], [], [], []
+    measure = _stopping(measurement.measure, decoded, 2, 9)  # The ninth is the last try of all.
+    monkeypatch.setattr(auto, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure}))
+    monkeypatch.setattr(auto, "call_seconds", _stopping(auto.call_seconds, calls))
+    monkeypatch.setattr(auto, "phase_timers", _stopping(auto.phase_timers, phases))
+    monkeypatch.setattr(auto, "token_timer", _stopping(auto.token_timer, tokens, 1))
+    config = _config(toy.folder, methods=("block",), seeds=(0, 1))
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            auto.run(config, tmp_path)
+    journal = tmp_path / "auto.part.jsonl"
+    text, measured = re.subn(r'"seconds": [\d.]+}\n', '"seconds": 3600}\n', journal.read_text())
+    journal.write_text(text)
+    result = auto.run(config, tmp_path)
+    assert (len(calls), len(phases), len(tokens), len(decoded)) == (1, 2 + 1, 1 + 1, 9 + 2)
+    assert measured == 12 and result["seconds"] > 12 * 3600 and not journal.exists()
     assert json.loads((tmp_path / "auto.json").read_text()) == result
     methods = [row["method"] for row in result["rows"]]
     assert methods[0] == "baseline" and set(methods[1:]) == {"block"}
@@ -81,7 +113,8 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path):
         seconds = (1, 3, 10)[seed] * (2 if method.tree.size else 8)
         return Measurement(80, 80 if not method.tree.size else 40, seconds, {})
 
-    baseline, best = auto.try_all(found, (0, 1, 2), len, measured)
+    journal = Journal(tmp_path, "auto", _config(tmp_path))
+    baseline, best = auto.try_all(found, (0, 1, 2), len, measured, journal)
     assert baseline["speedup"] == 1 and best["speedup"] == 4 and best["measured_per_call"] == 2
     assert baseline["measured_per_second"] == pytest.approx(80 / 24)
 
