@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import safetensors
 import safetensors.flax
 from flax import nnx
@@ -21,6 +22,8 @@ FORMAT = "spectr_jax/1"
 STORED = ("bfloat16", "int8")
 SUFFIX = ".safetensors"
 SCALE = ":scale"
+EXPORT = "export_sha256"
+"""What the parts of one export have in common, so that a part of another is noticed; older files have none."""
 
 
 def save_weights(
@@ -39,13 +42,13 @@ def save_weights(
       tokenizer_proto: of the tokenizer, whose digest goes with the weights.
       notes: JSON values on the training.
       dtype: "bfloat16", or "int8": matrices as int8 with a float32 scale for each output (for each token, of the embedding).
-      part_bytes: the most bytes of parameters in a file; None for one file, whatever its size.
+      part_bytes: the most bytes of a file; None for one file, whatever its size.
 
     Returns:
       The files: PATH.safetensors, or PATH-00001-of-00003.safetensors and so on.
 
     Raises:
-      UserError: an array is larger than `part_bytes`, or the dtype is not one of these.
+      UserError: an array does not fit a file of `part_bytes`, or the dtype is not one of these.
     """
     if dtype not in STORED:
         raise unknown("stored dtype", dtype, STORED)
@@ -61,7 +64,8 @@ def save_weights(
             arrays[name], arrays[name + SCALE] = _quantized(name, jnp.asarray(leaf, jnp.float32))
         else:
             arrays[name] = jnp.asarray(leaf, jnp.bfloat16)
-    parts = _parts(arrays, part_bytes)
+    metadata[EXPORT] = _export_digest(arrays, metadata, part_bytes)
+    parts = _parts(arrays, metadata, part_bytes)
     numbers = [f"-{number:05d}-of-{len(parts):05d}" for number in range(1, len(parts) + 1)]
     files = [path.with_name(path.name + number * (len(parts) > 1) + SUFFIX) for number in numbers]
     for file, part in zip(files, parts, strict=True):
@@ -90,16 +94,24 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
       The model and the digest of its tokenizer.
 
     Raises:
-      UserError: a file is missing, truncated or not ours.
+      UserError: a file is missing, truncated, not ours, or of another export than the others.
     """
     arrays: dict[str, jax.Array] = {}
     metadata: dict[str, str] = {}
+    exports: dict[str | None, pathlib.Path] = {}
     try:
         for file in _all_files(path):
             with safetensors.safe_open(file, framework="flax") as part:
                 metadata = part.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise UserError(f"{str(file)!r} is a safetensors file of another program; give one that spectr_jax wrote")
+            exports.setdefault(metadata.get(EXPORT), file)
+            if len(exports) > 1:
+                first, second = (file.name for file in exports.values())
+                raise UserError(
+                    f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; export it again, or fetch "
+                    "all of its parts anew"
+                )
             arrays.update(safetensors.flax.load_file(file))
         config = TransformerConfig(**{**json.loads(metadata["model"]), "dtype": dtype, "dropout": 0.0})
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
@@ -139,18 +151,30 @@ def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     return whole.T, scale.T
 
 
-def _parts(arrays: dict[str, jax.Array], part_bytes: int | None) -> list[dict[str, jax.Array]]:
-    """The arrays in order, as many to a part as fit."""
+def _export_digest(arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None) -> str:
+    contents = {name: digest(np.asarray(array).tobytes()) for name, array in arrays.items()}
+    return digest(json.dumps([metadata, part_bytes, contents]).encode())
+
+
+def _parts(arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None) -> list[dict[str, jax.Array]]:
+    """The arrays in order, as many to a file as fit."""
+    # The length of the header comes first, and blanks behind it, to a multiple of 8.
+    empty = 8 + len(json.dumps({"__metadata__": metadata})) + 8
     parts: list[dict[str, jax.Array]] = [{}]
-    size = 0
+    size = empty
     for name, array in arrays.items():
-        if part_bytes and array.nbytes > part_bytes:
-            raise UserError(f"{name!r} has {array.nbytes} bytes, more than part_bytes={part_bytes}; allow larger parts")
-        if part_bytes and size + array.nbytes > part_bytes:
+        # At most: offsets are of fewer digits, and the file has no blanks between the fields.
+        entry = {name: {"dtype": "BF16", "shape": array.shape, "data_offsets": [10**12, 10**12]}}
+        needed = len(json.dumps(entry)) + array.nbytes
+        if part_bytes and empty + needed > part_bytes:
+            raise UserError(
+                f"{name!r} needs a file of {empty + needed} bytes, more than part_bytes={part_bytes}; allow larger parts"
+            )
+        if part_bytes and size + needed > part_bytes:
             parts.append({})
-            size = 0
+            size = empty
         parts[-1][name] = array
-        size += array.nbytes
+        size += needed
     return parts
 
 
