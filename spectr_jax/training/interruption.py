@@ -2,23 +2,26 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# So soon no second signal is meant: `timeout` and job systems send the same one to the process and then to its group.
+_ECHO_SECONDS = 1.0
 
 
 class Interruption:
-    """A context in which the first signal is only noted; a second Ctrl-C ends the process at once.
+    """A context in which the first signal is only noted; a second one, after a second at least, ends the process at once.
 
     Of several processes any one may get the signal. There JAX's preemption service takes SIGTERM, tells the others and
     finds the step to stop at; Ctrl-C is passed on as SIGTERM.
     """
 
     def __init__(self):
-        self._noted = False
+        self._noted_at: float | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self):
@@ -33,13 +36,16 @@ class Interruption:
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`; every process asks once a step, and all get the same answer."""
         if jax.process_count() == 1:
-            return self._noted
+            return self._noted_at is not None
         return multihost_utils.reached_preemption_sync_point(step)
 
     def _note(self, number, frame):
-        if self._noted:
+        now = time.monotonic()
+        if self._noted_at is not None:
+            if now - self._noted_at < _ECHO_SECONDS:
+                return
             raise KeyboardInterrupt
-        self._noted = True
+        self._noted_at = now
         os.write(2, b"\nstopping after this step; once more to stop at once, without saving\n")
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -13,6 +13,7 @@ import pytest
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.training import loop
+from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
 
 
@@ -50,6 +51,25 @@ def test_signals_save(start, wait_for_step, losses, tmp_path, number):
     step = max(losses(tmp_path))
     assert f"stopped and saved at step {step} of 100000; the same command goes on from there" in log
     assert _saved(tmp_path)[-1] == step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
+    """As `timeout` sends SIGTERM to a run and then to its group. A second Ctrl-C later ends it at once."""
+    clock = [100.0]
+    monkeypatch.setattr("spectr_jax.training.interruption.time.monotonic", lambda: clock[0])
+    with Interruption() as interruption:
+        assert not interruption.requested(1)
+        for clock[0] in (100.0, 100.0, 100.9):
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt:
+                pytest.fail("the echo ended the run")
+            assert interruption.requested(2)
+        clock[0] = 101.1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
 def test_a_loss_that_is_not_finite(config, tmp_path):
