@@ -6,7 +6,7 @@
     testing.check_method(decoding.get_method("mine"))  # half a minute
 
 Each raises `AssertionError`, which says what property failed, where and by how much. Each property is a function of its own
-too. Keys are fixed: what passes once passes always; a right plan or method fails by chance once in 20,000 times.
+too. Keys are fixed: what passes once passes always; a right plan or method fails by chance once in 18,000 times.
 """
 
 from spectr_jax.testing.methods import (

@@ -59,7 +59,8 @@ class Plan:
         Jittable and vmappable; the number of drafts is the traced sum of `valid`. No token with q = 0 is ever chosen.
         Outside jit, bad arguments raise. Under jit, where values are not known: with no valid draft the token is a plain
         draw from q; a draft with p = 0 or outside the vocabulary counts as not valid; negative and NaN entries of p and q
-        count as 0, and what is left is scaled to sum to 1; where q has no positive entry the token is -1.
+        count as 0, and what is left is scaled to sum to 1; where q has no positive entry, or an infinite one, the token
+        is -1.
 
         Args:
           key: consumed.
@@ -77,7 +78,8 @@ class Plan:
             checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.drafts)
         p, q, valid = _usable(p, q, drafts, valid)
         choice = self.functions[0](key, p, q, drafts, valid, **dict(self.options))
-        return Choice(jnp.where(jnp.any(q > 0), choice.token, -1), choice.accepted)
+        possible = jnp.any(q > 0)
+        return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
 
     def win(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Any:
         """The winner among the drafts and its law, a `transport.winner.Winner`; arguments as for `select` under jit.
@@ -148,7 +150,11 @@ def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax
     """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative sum; consumes `key`.
 
     One uniform a token, where the Gumbel trick needs V. The sum is inverted in two stages, a block of tokens and a token
-    in it, so that nothing of size V is scanned. No token of weight 0 is drawn, whatever the rounding.
+    in it, so that nothing of size V is scanned. No token of weight 0 is drawn, whatever the rounding; where all are 0 the
+    last token is.
+
+    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the block, and the nine bits
+    that are left of its 32 refine the place in it.
     """
     V = weights.shape[-1]
     width = math.isqrt(V - 1) + 1
@@ -156,14 +162,14 @@ def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax
     sums = jnp.sum(blocks, axis=1)
     before = jnp.concatenate([jnp.zeros(1, weights.dtype), jnp.cumsum(sums)])
 
-    def draw_one(uniform):
-        level = uniform * before[-1]
+    def draw_one(bits):
+        level, refined = (bits >> 9) * before[-1] * 2.0**-23, (bits & 511) * before[-1] * 2.0**-32
         block = _invert(before[1:], sums, level)
-        token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block])
-        return (block * width + token).astype(jnp.int32)
+        token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block] + refined)
+        return jnp.minimum(block * width + token, V - 1).astype(jnp.int32)
 
-    uniforms = jax.random.uniform(key, shape, weights.dtype)
-    return jax.vmap(draw_one)(uniforms.reshape(-1)).reshape(shape)
+    bits = jax.random.bits(key, shape, jnp.uint32)
+    return jax.vmap(draw_one)(bits.reshape(-1)).reshape(shape)
 
 
 def _invert(cumulative: jax.Array, weights: jax.Array, level: jax.Array) -> jax.Array:

@@ -69,12 +69,13 @@ def theorem_1_bound(p, q, k: int) -> float:
     """
     p, q = checks.check_laws(p, q)
     k, V = checks.check_number(k), len(p)
-    tuples = list(itertools.combinations_with_replacement(range(V), k))
-    if 2**V * len(tuples) > LARGEST:
+    terms = 2.0**V * math.comb(V + k - 1, k) if V < 1000 else math.inf
+    if terms > LARGEST:
         raise UserError(
-            f"Theorem 1's bound for {V} tokens and k={k} has {2**V * len(tuples):,} terms, more than {LARGEST:,}; "
+            f"Theorem 1's bound for {V} tokens and k={k} has {terms:,.0f} terms, more than {LARGEST:,}; "
             "lower V or k, or use `optimal_acceptance`, which is exact"
         )
+    tuples = list(itertools.combinations_with_replacement(range(V), k))
     counts = np.array([np.bincount(drafts, minlength=V) for drafts in tuples])
     orders = np.array([math.factorial(k) / np.prod([math.factorial(c) for c in row if c > 1] or [1]) for row in counts])
     probabilities = np.prod(p**counts, axis=1)

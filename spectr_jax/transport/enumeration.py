@@ -1,7 +1,7 @@
 """All drafts of a small problem, and what a plan does with them: the definition that every plan is held to."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,8 +22,7 @@ def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, 
             yield drafts, float(np.prod(p[list(drafts)]))
     elif rule in ("without_replacement", "race"):
         for drafts in itertools.permutations(support.tolist(), min(k, len(support))):
-            before = 1 - np.cumsum(p[list(drafts)]) + p[list(drafts)]
-            yield drafts, float(np.prod(p[list(drafts)] / before))
+            yield drafts, probability_in_order(p, drafts)
     elif rule == "greedy":
         likeliest = np.argsort(-p, kind="stable")[: min(k, len(support)) - 1].tolist()
         rest = p.copy()
@@ -32,6 +31,15 @@ def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, 
             yield (*likeliest, last), float(rest[last] / rest.sum())
     else:
         raise ValueError(f"unknown drafting rule {rule!r}")
+
+
+def probability_in_order(p: np.ndarray, drafts: Sequence[int]) -> float:
+    """That distinct `drafts` are drawn from p [V] without replacement in this order."""
+    rest, probability = p.copy(), 1.0
+    for draft in drafts:
+        probability *= p[draft] / rest.sum()  # What is left is summed anew: 1 minus the rest has lost what is small.
+        rest[draft] = 0
+    return float(probability)
 
 
 def emitted_law(plan: Plan, p: np.ndarray, q: np.ndarray, k: int) -> tuple[np.ndarray, float]:

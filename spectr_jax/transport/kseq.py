@@ -22,7 +22,8 @@ import numpy as np
 from spectr_jax.transport.base import Choice, draw, or_else
 
 STEPS = 12
-"""Of Newton's method, each a pass over the vocabulary: on 1,500 laws of many kinds, 10 left |f| < 4e-6 and 12 no more."""
+"""Of Newton's method, each a pass over the vocabulary: on 1,500 laws of many kinds, 10 left |f| < 4e-6 and 12 no more; with
+one dominant token and p close to q, 2e-5 at k = 8 and 9e-4 at k = 64, which `sequential` makes good."""
 
 
 def select(key, p, q, drafts, valid) -> Choice:
@@ -47,14 +48,18 @@ def accept_probability(p, q, k: int) -> float:
 
 
 def sequential(key, p, q, drafts, valid, gamma) -> Choice:
-    """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`."""
+    """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`.
+
+    Below gamma* too many drafts would pass, S_k > gamma. A search that ends there by a little is made good by a coin of
+    probability gamma / S_k, without which none passes.
+    """
     accept_key, residual_key = jax.random.split(key)
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    # u < q / (gamma p) without the division: right for p = 0, and never true for q = 0.
-    passes = valid & (uniforms * gamma * p[drafts] < q[drafts])
+    uniforms = jax.random.uniform(accept_key, (len(drafts) + 1,), p.dtype)
     shared = jnp.minimum(p, q / gamma)
     total = _geometric_sum(jnp.sum(shared), jnp.sum(valid), len(drafts))[0]
-    residual = or_else(jnp.maximum(q - shared * total, 0), q)
+    # u < q / (gamma p) without the division: right for p = 0, and never true for q = 0.
+    passes = valid & (uniforms[:-1] * gamma * p[drafts] < q[drafts]) & (uniforms[-1] * total < gamma)
+    residual = or_else(jnp.maximum(q - shared * jnp.minimum(total, gamma), 0), q)
     token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
     return Choice(token, jnp.any(valid & (drafts == token)))
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
+from spectr_jax.transport.enumeration import probability_in_order
 
 DRAFTS = "race"
 LARGEST = 1_000
@@ -51,8 +52,7 @@ def select(key, p, q, drafts, valid) -> Choice:
 def law(p, q, drafts) -> np.ndarray:
     """See `Plan.law`; `drafts` in order of arrival."""
     order = np.array(drafts)
-    before = 1 - np.cumsum(p[order]) + p[order]
-    return q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / np.prod(p[order] / before)
+    return q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
 
 
 def acceptance(p, q, k) -> float:
@@ -112,7 +112,7 @@ def _advance(state, rates, order, duration: float) -> np.ndarray:
     """Drafts arrive in `order` at `rates` [V, V] for `duration`, in units of TIMES; any other arrival is the end."""
     k, step = len(order), rates[:, order]
     # The rate at which any token arrives when m drafts have; nothing matters when all have.
-    leave = rates.sum(axis=1, keepdims=True) - np.cumsum(step, axis=1) + step
+    leave = np.stack([np.delete(rates, order[:m], axis=1).sum(axis=1) for m in range(k)], axis=1)
     if duration == np.inf:
         later = np.divide(step, leave, out=np.zeros_like(step), where=leave > 0)
         for m in range(k):

@@ -1,4 +1,4 @@
-r"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023; SpecTr, section 6).
+r"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023).
 
 The first draft goes through Algorithm 1; if it is rejected, so does the next with the residual law in the place of q, and
 so on. With $q_1 = q$ and N for normalising, draft i is accepted with probability

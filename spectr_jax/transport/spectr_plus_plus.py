@@ -164,5 +164,8 @@ def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
         jnp.concatenate([room, start]),
     )
     y = jnp.maximum(start + change[:K] - change[K:], 0)
+    # Rounding may lead the simplex astray: the start is feasible, and stays where the end is not, or is worse.
+    feasible = jnp.all(product(rows, y) <= jnp.maximum(bounds, product(rows, start)) + simplex.tolerance(p.dtype))
+    y = jnp.where(feasible & (product(slope[-1], y) <= product(slope[-1], start)), y, start)
     u = (constant + product(slope, y))[:-1]
     return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), cap)

@@ -82,7 +82,7 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
 
 
-LAWS = np.float32([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.0, 0.7, 0.0, 0.3]])
+LAWS = np.float32([[0.5, 0.3, 0.15, 0.05, 0.0], [0.1, 0.2, 0.3, 0.4, 0.0], [0.0, 0.7, 0.0, 0.3, 0.0]])
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,7 @@ def test_rules_draw_from_their_laws(rule, law, count):
     draws = 40_000
     keys = jax.random.split(jax.random.key(count), draws)
     drawn = np.asarray(jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, LAWS, count)))(keys))
+    assert drawn.min() >= 0 and drawn.max() < LAWS.shape[1]
     for node, p in enumerate(LAWS):
         exact = dict(draft_tuples(p.astype(float), count, law))
         short = min(count, len(next(iter(exact))))  # Behind the support anything goes, but for what is there already.

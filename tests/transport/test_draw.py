@@ -23,3 +23,17 @@ def test_draw_follows_the_weights(size):
 def test_draw_of_one_hot_is_certain(place):
     weights = jnp.zeros(100).at[place].set(1e-30)
     assert np.all(draw(jax.random.key(0), weights, (1000,)) == place)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8_192])
+def test_draw_of_nothing_is_in_the_vocabulary(size):
+    assert np.all(draw(jax.random.key(0), jnp.zeros(size), (100,)) == size - 1)
+
+
+def test_all_bits_of_the_uniform_count(monkeypatch):
+    """Behind a token of weight 1 there are four of 2^-25, and one step of a float32 uniform is 2^-23."""
+    weights = np.zeros(16, np.float32)
+    weights[0], weights[4:8] = 1, 2.0**-25
+    last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
+    np.testing.assert_array_equal(np.bincount(draw(None, jnp.asarray(weights), (512,)))[4:8], 128)

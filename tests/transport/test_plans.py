@@ -126,6 +126,8 @@ def test_too_large_a_problem_is_refused_with_its_size(name, V, k, message):
 def test_theorem_1_bound_of_too_many_subsets_is_refused():
     with pytest.raises(UserError, match="Theorem 1's bound for 20 tokens and k=4 has 9,285,140,480 terms"):
         transport.theorem_1_bound(np.full(20, 0.05), np.full(20, 0.05), 4)
+    with pytest.raises(UserError, match=r"for 1000 tokens and k=3 has inf terms"):
+        transport.theorem_1_bound(np.full(1000, 0.001), np.full(1000, 0.001), 3)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,0 +1,78 @@
+"""Laws at which float32 is put to the test: whatever rounds, tokens follow q."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax import transport
+from spectr_jax.testing import chi_square
+from spectr_jax.transport import kseq, otm
+from spectr_jax.transport.base import draw
+
+pytestmark = pytest.mark.optimized
+DRAWS = 100_000
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _emitted(select, p, q, k, draws=DRAWS):
+    """How often each token is emitted, with drafts drawn anew each time."""
+
+    def one(key):
+        draft_key, key = jax.random.split(key)
+        return select(key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool)).token
+
+    return jnp.bincount(jax.lax.map(one, jax.random.split(jax.random.key(0), draws), batch_size=1_000), length=len(q))
+
+
+def _spread(rng, main, rest, concentration):
+    return np.append(1 - main, main * rng.dirichlet(np.full(rest, concentration)))
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_otm_moves_no_draft_without_a_partner(seed):
+    """With 61 drafts nearly all masses of phi vanish, and rounding leaves surplus that no deficit takes."""
+    p, q = (_spread(np.random.default_rng(seed), main, 299, 30.0) for main in (1e-2, 1e-7))
+    assert _emitted(transport.get("otm").select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
+
+
+@pytest.mark.parametrize("seed", [941, 1872, 665])
+def test_spectr_plus_plus_never_overfills_a_token(seed):
+    """Laws that differ much: in float32 the simplex method ends beside its program, by up to 0.03 of the mass."""
+    p, q = np.exp(4 * np.random.default_rng(seed).normal(size=(2, 20)))
+    p, q = p / p.sum(), q / q.sum()
+    counts = _emitted(transport.get("spectr++").select, jnp.float32(p), jnp.float32(q), 8)
+    assert chi_square.p_value(np.asarray(counts), q) > 1e-4
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.3])
+def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
+    p, q = np.random.default_rng(0).dirichlet(np.ones(6), 2)
+    assert gamma < kseq.optimal_gamma_exact(p, q, 4) - 0.2
+    select = functools.partial(kseq.sequential, gamma=gamma)
+    counts = _emitted(select, jnp.float32(p), jnp.float32(q), 4)
+    assert chi_square.p_value(np.asarray(counts), q) > 1e-4
+
+
+@pytest.mark.parametrize("V", [1_500, 50_257])
+def test_masses_of_cells_bear_many_equal_tokens(V):
+    cells = jax.jit(otm.cells_of, static_argnums=2)(jnp.full(V, 1 / V), jnp.full(V, 1 / V), 8)
+    assert abs(float(jnp.sum(cells.p)) - 1) < 3e-5
+
+
+@pytest.mark.parametrize("name", sorted(transport.PLANS.keys() - {"otm_lp", "optimal_kseq"}))
+def test_select_runs_with_x64(name):
+    V = 300
+    p, q = np.random.default_rng(0).dirichlet(np.ones(V), 2)
+    with jax.enable_x64(True):
+        token, _ = jax.jit(transport.get(name).select)(jax.random.key(0), p, q, jnp.arange(3), jnp.ones(3, bool))
+    assert 0 <= token < V
+
+
+@pytest.mark.parametrize("name", ["maximal", "recursive", "otm"])
+def test_nothing_is_accepted_where_nothing_is_possible(name):
+    p, nothing, drafts = jnp.full(5, 0.2), jnp.zeros(5), jnp.arange(5)
+    choice = jax.jit(transport.get(name).select)(jax.random.key(0), p, nothing, drafts, jnp.ones(5, bool))
+    assert choice.token == -1 and not choice.accepted
