@@ -131,7 +131,7 @@ def winner_law(p, q, k) -> WinnerLaw:
     low = xp.min(xp.where(in_head, (rejection + head_q) / xp.where(in_head, head_p, 1), xp.inf))
     low = xp.where(rejection > 0, xp.minimum(low, 1), 0)
     high = xp.max(xp.where(in_tail, (tail_q - rejection) / xp.where(in_tail, tail_p, 1), -xp.inf))
-    # Nothing to clip: no ratio that counts exceeds k. And low <= 1 <= high <= k, which a tail of rounding errors may not obey.
+    # Nothing to clip: no ratio that counts exceeds k. And low <= 1 <= high <= k, which a tail of rounding errors may break.
     high = xp.clip(xp.where(xp.any(in_tail), high, k), 1, k)
 
     drawn = p > 0
