@@ -62,7 +62,7 @@ def select(
         drafts = tokens[children]
         q = probabilities(logits[walk.node], policy)
         accept_key, _, win_key = jax.random.split(jax.random.fold_in(key, length + walk.depth), 3)
-        winner, g = plan.win(win_key, draft_law(tree, p, walk.node, q), q, drafts, valid)
+        winner, g = plan.win(win_key, draft_law(tree, p, children[jnp.argmax(valid)], q), q, drafts, valid)
 
         residual = jnp.maximum(walk.run * q - g, 0)
         mass = jnp.sum(residual)

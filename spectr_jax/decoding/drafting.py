@@ -37,42 +37,47 @@ class Drafts(NamedTuple):
     cache: Cache
 
 
-def iid(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
-    """Independent draws [W, count] from each law of p [W, V]; consumes `key`."""
-    return _each(key, p, lambda k, law: draw(k, law, (count,)))
+def iid(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
+    """Independent draws [W, C] from each law of p [W, V]; consumes `key`."""
+    return _each(key, p, lambda k, law: draw(k, law, (counts.max(),)))
 
 
-def without_replacement(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
-    """The first `count` arrivals [W, count] of one race a node, of p [W, V] (Gumbel top-k); consumes `key`.
+def without_replacement(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
+    """The first arrivals [W, C] of one race a node, of p [W, V] (Gumbel top-k); consumes `key`.
 
     They follow the Plackett-Luce law: each is drawn from p without those before it. Behind the support of p are tokens of
     p = 0, distinct too.
     """
-    return _each(key, p, lambda k, law: race_plan.arrivals(k, law, count))
+    return _each(key, p, lambda k, law: race_plan.arrivals(k, law, counts.max()))
 
 
-def race(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
+def race(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
     """As `without_replacement`, with the same race for all nodes of the level; `transport.race` goes on with it."""
-    return jax.vmap(lambda law: race_plan.arrivals(key, law, count))(p)
+    return jax.vmap(lambda law: race_plan.arrivals(key, law, counts.max()))(p)
 
 
-def greedy(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
-    """The `count - 1` likeliest tokens of p [W, V], and one draw from the others (Hu et al., 2025); consumes `key`."""
+def greedy(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
+    """All but the last child of a node are the likeliest tokens of p [W, V], the last is a draw from the others (Hu et al.,
+    2025); consumes `key`."""
 
-    def likeliest_and_one(key, law):
-        likeliest = jax.lax.top_k(law, count - 1)[1]
-        return jnp.append(likeliest, draw(key, law.at[likeliest].set(0))).astype(jnp.int32)
+    def likeliest_and_one(key, law, count):
+        likeliest = jax.lax.top_k(law, counts.max() - 1)[1]
+        is_likeliest = jnp.arange(counts.max()) < count - 1
+        one = draw(key, law.at[jnp.where(is_likeliest[:-1], likeliest, len(law))].set(0, mode="drop"))
+        return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
 
-    return _each(key, p, likeliest_and_one)
+    return _each(key, p, likeliest_and_one, jnp.asarray(counts))
 
 
-RULES: dict[str, Callable[[jax.Array, jax.Array, int], jax.Array]] = {
+RULES: dict[str, Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]] = {
     "iid": iid,
     "without_replacement": without_replacement,
     "race": race,
     "greedy": greedy,
 }
-"""How the children of the W inner nodes of a level are drawn, by the name that a plan asks for (`Plan.drafts`)."""
+"""How the children of the W inner nodes of a level are drawn, by the name that a plan asks for (`Plan.drafts`): functions of a
+key, the laws p [W, V] and `counts` [W], how many children each has; C is the most. What is behind a node's count is nothing.
+"""
 
 
 def committed_length(lengths_B: jax.Array) -> jax.Array:
@@ -158,9 +163,10 @@ def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Arr
 def _children(keys_B, rule, tree: Tree, nodes: np.ndarray, p_BxWxV: jax.Array) -> jax.Array:
     """Tokens [B, W'] of the `nodes` of a level, whose parents' laws are `p_BxWxV`."""
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
-    most = int(ranks.max()) + 1
-    return jax.vmap(lambda key, p_WxV: rule(key, p_WxV, most)[parents - parents.min(), ranks])(keys_B, p_BxWxV)
+    parents = parents - parents.min()
+    counts = np.bincount(parents)
+    return jax.vmap(lambda key, p_WxV: rule(key, p_WxV, counts)[parents, ranks])(keys_B, p_BxWxV)
 
 
-def _each(key, p_WxV, draw_children) -> jax.Array:
-    return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV)
+def _each(key, p_WxV, draw_children, *of_each) -> jax.Array:
+    return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV, *of_each)

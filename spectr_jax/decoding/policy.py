@@ -39,7 +39,9 @@ def check_policy(policy: Policy) -> None:
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
     """The law [..., V] float32 that `policy` makes of `logits` [..., V]."""
     temperature = jnp.asarray(policy.temperature, jnp.float32)
-    scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
+    # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
+    relative = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
+    scaled = relative / jnp.where(temperature > 0, temperature, 1.0)
     if 0 < policy.top_k < logits.shape[-1]:
         least = jax.lax.top_k(scaled, policy.top_k)[0][..., -1:]
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)

@@ -72,7 +72,7 @@ def select(
         children, valid = live_children(tree, plan, walk.node, walk.live, walk.depth)
         drafts = tokens[children]
         q = probabilities(logits[walk.node], policy)
-        law = draft_law(tree, p, walk.node, q)
+        law = draft_law(tree, p, children[jnp.argmax(valid)], q)
         token = plan.select(jax.random.fold_in(key, length + walk.depth), law, q, drafts, valid).token
         carried = valid & (drafts == token)
         node = children[jnp.argmax(carried)]
@@ -127,9 +127,12 @@ def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array,
     return children, children >= 0
 
 
-def draft_law(tree: Tree, p, node, otherwise) -> jax.Array:
-    """The law [V] that the children of `node` were drawn from; anything for a leaf."""
-    return p[jnp.asarray(tree.inner_rank)[node]] if len(tree.inner) else otherwise
+def draft_law(tree: Tree, p, child, otherwise) -> jax.Array:
+    """The law [V] that node `child` was drawn from; anything if there is none.
+
+    It is the child that says it: of the live nodes, which spell the same tokens, some may be leaves.
+    """
+    return p[jnp.asarray(tree.inner_rank)[jnp.asarray(tree.parent)[child]]] if len(tree.inner) else otherwise
 
 
 def marked(tree: Tree, nodes, chosen) -> jax.Array:

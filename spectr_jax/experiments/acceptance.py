@@ -5,12 +5,11 @@ import jax.numpy as jnp
 
 from spectr_jax.decoding import Call
 from spectr_jax.decoding.policy import probabilities
-from spectr_jax.decoding.selection import draft_law
 from spectr_jax.transport import otm
 
 
 def observe(call: Call) -> dict[str, jax.Array]:
-    """For `generate`: sums over the nodes at which one call chose among drafts.
+    """For `generate`, on prefix trees: sums over the nodes at which one call chose among drafts.
 
     Returns:
       nodes: how many.
@@ -26,7 +25,8 @@ def observe(call: Call) -> dict[str, jax.Array]:
         if not len(call.p):  # No drafts at all.
             return jnp.zeros(())
         q = probabilities(call.logits[node], call.policy)
-        return otm.optimal_acceptance(draft_law(call.tree, call.p, node, q), q, jnp.maximum(k, 1))
+        p = call.p[jnp.asarray(call.tree.inner_rank)[node]]
+        return otm.optimal_acceptance(p, q, jnp.maximum(k, 1))
 
     best = jax.vmap(optimum)(nodes, chosen.drafts)
     return {

@@ -7,11 +7,14 @@ import pytest
 
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.decoding.generate import BUCKET
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
-from spectr_jax.models.table import TableModel, perturbed
+from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.testing import chi_square
 from spectr_jax.testing import methods as checks
 from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
 
+UNEVEN = Tree((0, 0, 1, 1, 2))
 METHODS = {
     "baseline": ("baseline", {}),
     "speculative L=3": ("speculative", {"draft_length": 3}),
@@ -33,6 +36,7 @@ METHODS = {
     "ersd specinfer": ("ersd", {"tree": "specinfer:8"}),
     "ersd wide": ("ersd", {"tree": "4,2"}),
     "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
+    "greedy_drafts uneven": ("greedy_drafts", {"tree": UNEVEN}),
     "self_speculative": ("self_speculative", {"method": "otm_block", "tree": "2,2,1"}),
 }
 # The tests of a method run in one process: most share one compiled program.
@@ -141,6 +145,28 @@ def test_special_cases_draw_for_draw(pair):
     ]
     for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("otm", (0, 0, 0, 2, 3)),
+        ("otm_block", (0, 0, 0, 2, 3)),
+        ("spectr", (0, 0, 0, 2, 3)),
+        ("otm_block", (0, 0, 0, 1, 1, 2)),
+    ],
+)
+@pytest.mark.optimized
+def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
+    """Two live nodes spell the same token, and one of them is a leaf: the law of the drafts is that of the other."""
+    V, texts = 3, 40_000
+    target, draft = random_table(0, V, 0.7), np.random.default_rng(5).dirichlet(np.full(V, 0.5), size=(V, V))
+    draft[1, 2] = target[1, 2] = [0.4, 0.35, 0.25]  # The first draft is always accepted.
+    method, models = get_method(name, tree=Tree(tree)), (TableModel(target), TableModel(draft))
+    result = generate(jax.random.key(0), method, *models, np.tile([1, 2], (texts, 1)), np.full(texts, 2), 2)
+    first, second = np.asarray(result.tokens)[:, 2:4].T
+    law = np.array([target[1, 2, token] * target[2, token] for token in range(V)])
+    assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), law.ravel()) > 1e-4
 
 
 def test_races_give_the_same_text_whatever_the_draft_and_the_tree():

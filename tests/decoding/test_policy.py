@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,3 +28,12 @@ def test_probabilities(policy, expected):
 
 def test_greedy_breaks_ties_alike():
     np.testing.assert_array_equal(probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0)), [[1, 0, 0]] * 2)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])
+@pytest.mark.parametrize("size", [5, 13, 300])
+@pytest.mark.optimized
+def test_a_tiny_temperature_is_greedy(size, temperature):
+    logits = 100 + 30 * np.random.default_rng(size).normal(size=(200, size))
+    laws = jax.jit(probabilities)(jnp.float32(logits), Policy(temperature=temperature, top_p=0.9))
+    np.testing.assert_array_equal(laws, np.eye(size)[logits.argmax(axis=1)])
