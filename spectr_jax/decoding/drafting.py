@@ -75,8 +75,10 @@ RULES: dict[str, Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]] = {
     "race": race,
     "greedy": greedy,
 }
-"""How the children of the W inner nodes of a level are drawn, by the name that a plan asks for (`Plan.drafts`): functions of a
-key, the laws p [W, V] and `counts` [W], how many children each has; C is the most. What is behind a node's count is nothing.
+"""How the children of the W inner nodes of a level are drawn, by the name that a plan asks for (`Plan.drafts`).
+
+Functions of a key, the laws p [W, V] and `counts` [W], how many children each has; C is the most. What is behind a node's
+count is nothing.
 """
 
 
