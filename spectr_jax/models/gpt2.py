@@ -40,10 +40,12 @@ DEFAULTS = {
     "add_cross_attention": False,
     "n_inner": None,
     "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
     "bos_token_id": 50256,
     "eos_token_id": 50256,
 }
 """What config.json may leave out."""
+SIZES = ("n_layer", "n_embd", "n_head", "n_inner", "vocab_size", "n_positions")
 OURS_TO_THEIRS = {
     "norm_attention": "ln_1",
     "qkv": "attn.c_attn",
@@ -80,9 +82,16 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
             attention_bias=True,
             learned_positions=True,
         )
-        arrays = _ours(shape, _read_tensors(folder))
+        tensors = _read_tensors(folder)
+        if not config["tie_word_embeddings"] and "lm_head.weight" not in tensors:
+            raise UserError(
+                f"{str(folder)!r} has tie_word_embeddings=False and no 'lm_head.weight'; fetch it again with its head"
+            )
+        arrays = _ours(shape, tensors, tied=config["tie_word_embeddings"])
     except KeyError as error:
         raise UserError(f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again") from error
+    except UserError:
+        raise
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"{str(folder)!r} has weights that cannot be read ({error}); save or fetch it again") from error
     return from_arrays(shape, arrays, str(folder))
@@ -109,18 +118,39 @@ def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, 
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """A GPT-2's config.json with its defaults; raises `UserError` if it is not there, or of another family."""
+    """A GPT-2's config.json with its defaults; raises `UserError` if it is not there, damaged, or of another family."""
     try:
         given = json.loads((folder / "config.json").read_text())
-        config = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
+    if not isinstance(given, dict):
+        raise UserError(f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again")
+    config = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     for name, known in EXPECTED.items():
         if config.get(name) not in known:
             raise UserError(
                 f"{str(folder)!r} has {name}={config.get(name)!r}; only models of GPT-2's family with {known[0]!r} are read"
             )
+    _check_fields(folder, config)
     return config
+
+
+def _check_fields(folder: pathlib.Path, config: dict[str, Any]) -> None:
+    """Raises `UserError` for a value that is not of its field's kind; what is missing is found when it is read."""
+
+    def refuse(name, wanted):
+        raise UserError(f"{str(folder)!r} has {name}={config[name]!r}, which is not {wanted}; fix its config.json")
+
+    for name in SIZES:
+        if (size := config.get(name)) is not None and (type(size) is not int or size < 1):
+            refuse(name, "a positive integer")
+    epsilon = config["layer_norm_epsilon"]
+    if type(epsilon) not in (int, float) or not 0 <= epsilon < math.inf:
+        refuse("layer_norm_epsilon", "a number from 0 on")
+    if type(config["tie_word_embeddings"]) is not bool:
+        refuse("tie_word_embeddings", "true or false")
+    if {"n_embd", "n_head"} <= config.keys() and config["n_embd"] % config["n_head"]:
+        refuse("n_head", f"a divisor of n_embd={config['n_embd']}")
 
 
 def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
@@ -220,7 +250,11 @@ def _centred(rows: np.ndarray) -> np.ndarray:
 def _read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
     """All tensors by name without the prefix, which some files have; without the masks that old ones keep."""
     if (folder / INDEX).exists():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        index = json.loads((folder / INDEX).read_text())
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserError(f"{str(folder / INDEX)!r} has no weight_map of tensors to files; save or fetch it again")
+        files = sorted(set(names.values()))
     elif (folder / WEIGHTS).exists():
         files = [WEIGHTS]
     else:
@@ -232,14 +266,14 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
     return {name.removeprefix(PREFIX): array for name, array in found.items() if not name.endswith(masks)}
 
 
-def _ours(shape: TransformerConfig, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Arrays by our names; the head is the embedding where they are tied, and has no bias."""
+def _ours(shape: TransformerConfig, tensors: dict[str, jax.Array], *, tied: bool) -> dict[str, jax.Array]:
+    """Arrays by our names; the head is the embedding where they are tied, whatever the file has, and has no bias."""
     arrays: dict[str, jax.Array] = {
         "embed/embedding": tensors["wte.weight"],
         "positions": tensors["wpe.weight"],
         "norm/scale": tensors["ln_f.weight"],
         "norm/bias": tensors["ln_f.bias"],
-        "head/kernel": tensors.get("lm_head.weight", tensors["wte.weight"]).T,
+        "head/kernel": tensors["wte.weight" if tied else "lm_head.weight"].T,
         "head/bias": jnp.zeros(shape.vocab_size),
     }
     for layer in range(shape.layers):

@@ -9,15 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spectr_jax.errors import UserError
 from spectr_jax.models.transformer import Transformer, pair_lone_row
 
 LARGEST = 127
 
 
 class Int8Linear(nnx.Module):
-    """A linear layer with an int8 kernel [outputs, inputs]."""
+    """A linear layer with an int8 kernel [outputs, inputs]; raises `UserError` if that of `linear` is of integers."""
 
     def __init__(self, linear: nnx.Linear):
+        if not jnp.issubdtype(linear.kernel.dtype, jnp.floating):
+            raise UserError(f"a kernel of {linear.kernel.dtype} cannot be quantized; give a model in float32 or bfloat16")
         kernel = jnp.asarray(linear.kernel[...], jnp.float32)
         whole, scale = quantized(kernel.T)
         self.kernel, self.scale = nnx.Param(whole), nnx.Param(scale[:, 0])
@@ -45,7 +48,11 @@ def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def quantize(model: Transformer) -> Transformer:
-    """A copy of a float32 model with int8 products; embeddings, norms and cache stay float32."""
+    """A copy of a float32 model with int8 products; embeddings, norms and cache stay float32.
+
+    Raises:
+      UserError: the model is quantized already.
+    """
     copy: Transformer = nnx.clone(model)
     for block in copy.blocks:
         for name in ("qkv", "out", "up", "down"):

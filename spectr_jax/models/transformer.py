@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
 
@@ -25,7 +26,11 @@ from spectr_jax.models.cache import Cache
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """The shape of a decoder. `dtype` is that of the factors of its matrix products and of its cache; sums, norms and
-    residuals are float32, and so are parameters in training. The last three fields are for GPT-2's family (`gpt2.py`)."""
+    residuals are float32, and so are parameters in training. The last three fields are for GPT-2's family (`gpt2.py`).
+
+    Raises:
+      UserError: the heads do not divide the width, or it is odd and positions are sinusoidal.
+    """
 
     layers: int
     width: int
@@ -38,6 +43,12 @@ class TransformerConfig:
     norm_epsilon: float = 1e-6
     attention_bias: bool = False
     learned_positions: bool = False
+
+    def __post_init__(self):
+        if self.heads < 1 or self.width % self.heads:
+            raise UserError(f"width={self.width} is not a multiple of heads={self.heads}; change one")
+        if self.width % 2 and not self.learned_positions:
+            raise UserError(f"width={self.width} is odd, and sinusoidal positions are of an even width; change it by one")
 
 
 LADDER = {
@@ -94,6 +105,11 @@ def _transposed(x: jax.Array) -> jax.Array:
 _dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backward)
 
 
+def _dot_general(x, kernel, *_, **__):
+    """One function for all layers: graphdefs are equal, and share a program, only where their functions are the same."""
+    return _dense(x, kernel)
+
+
 def _linear(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> nnx.Linear:
     return nnx.Linear(
         inputs,
@@ -101,7 +117,7 @@ def _linear(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype
         use_bias=use_bias,
         dtype=dtype,
         kernel_init=kernel_init or nnx.initializers.xavier_uniform(),
-        dot_general=lambda x, kernel, *_, **__: _dense(x, kernel),
+        dot_general=_dot_general,
         rngs=rngs,
     )
 
@@ -219,7 +235,8 @@ class Transformer(nnx.Module):
 
         table_TxE = self.positions[...] if config.learned_positions else sinusoidal_table(config.context, config.width)
         # Nodes drafted past the context are never emitted: any position will do for them.
-        x_BxNxE = self.embed(tokens_BxN) + jnp.asarray(table_TxE).at[positions_BxN].get(mode="clip")
+        positions_BxNxE = jnp.asarray(table_TxE).at[positions_BxN].get(mode="clip")
+        x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32) + positions_BxNxE.astype(jnp.float32)
         x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
         hidden, new_rows = [], []
         for block, rows, key in zip(self.blocks[:count], layer_rows[:count], keys[:count], strict=True):

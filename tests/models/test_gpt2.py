@@ -113,6 +113,24 @@ def test_we_compute_the_logits_of_a_gpt2(prefix, tmp_path):
     np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _theirs(folder, TOKENS), atol=1e-4)
 
 
+def _change(folder, config=None, tensors=None):
+    """Overwrites fields of config.json, and adds tensors."""
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
+    safetensors.numpy.save_file({**safetensors.numpy.load_file(weights), **(tensors or {})}, weights, {"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+def test_the_config_says_whether_the_head_is_tied(tied, tmp_path):
+    """Not whether the file has one: a checkpoint may keep a head that is not used."""
+    folder = random_gpt2(tmp_path / "gpt2")
+    before = _ours(load_gpt2(folder), TOKENS)
+    _change(folder, tied, {"lm_head.weight": np.float32(np.random.default_rng(1).standard_normal((29, 16)))})
+    ours = _ours(load_gpt2(folder), TOKENS)
+    np.testing.assert_allclose(ours, _theirs(folder, TOKENS), atol=1e-4)
+    assert np.array_equal(ours, before) == tied.get("tie_word_embeddings", True)
+
+
 def test_a_gpt2_in_parts(tmp_path):
     folder = random_gpt2(tmp_path / "gpt2")
     whole = _ours(load_gpt2(folder), TOKENS)
@@ -156,12 +174,19 @@ def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
         ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
         ({"n_layer": 3}, "lacks 'h.2.ln_1.weight'"),
         ({"n_embd": 32}, "do not fit its own model shape"),
+        ({"tie_word_embeddings": False}, "has tie_word_embeddings=False and no 'lm_head.weight'"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no', which is not true or false"),
+        ({"n_head": 0}, "has n_head=0, which is not a positive integer; fix its config.json"),
+        ({"n_head": 3}, "has n_head=3, which is not a divisor of n_embd=16"),
+        ({"n_layer": "2"}, "has n_layer='2', which is not a positive integer"),
+        ({"n_inner": 64.0}, "has n_inner=64.0, which is not a positive integer"),
+        ({"vocab_size": True}, "has vocab_size=True, which is not a positive integer"),
+        ({"layer_norm_epsilon": "1e-5"}, "has layer_norm_epsilon='1e-5', which is not a number from 0 on"),
     ],
 )
 def test_other_models_are_refused(change, message, tmp_path):
     folder = random_gpt2(tmp_path / "gpt2")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    _change(folder, change)
     with pytest.raises(UserError, match=message):
         load_gpt2(folder)
 
@@ -175,6 +200,14 @@ def test_damaged_folders_are_refused(tmp_path):
     weights.unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors; write it with save_pretrained"):
         load_gpt2(folder)
+    for index in ("[]", "null", "{}", '{"weight_map": {"wte.weight": 3}}'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=r"^'[^']*index\.json' has no weight_map of tensors to files"):
+            load_gpt2(folder)
+    for config in ("[]", "null", "3"):
+        (folder / "config.json").write_text(config)
+        with pytest.raises(UserError, match="not a JSON object; save or fetch it again"):
+            load_gpt2(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="is no folder of a Hugging Face model"):
         load_gpt2(folder)

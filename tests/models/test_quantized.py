@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import load_trained
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
@@ -41,6 +42,11 @@ def test_logits_stay_close_and_tokens_do_not_meet(model):
     assert 0 < np.std(rounded - exact) < 0.03 * np.std(exact)
     np.testing.assert_allclose(_logits(quantize(model), tokens[:1, :5])[0], rounded[0, :5], atol=1e-5)
     assert model.head.kernel[...].dtype == jnp.float32  # The original is as it was.
+
+
+def test_a_quantized_model_is_not_quantized_again(model):
+    with pytest.raises(UserError, match="a kernel of int8 cannot be quantized; give a model in float32 or bfloat16"):
+        quantize(quantize(model))
 
 
 def test_greedy_equals_the_baseline(model):

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from spectr_jax.decoding import generate, get_method
+from spectr_jax.errors import UserError
 from spectr_jax.models.cache import keep
+from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import (
     LADDER,
     Transformer,
     TransformerConfig,
+    abstract,
     causal,
     parameter_count,
     sinusoidal_table,
@@ -161,3 +165,51 @@ def test_bfloat16_rounds_the_factors_of_products_only():
     # 0.0048 of their deviation; with residuals and norms in bfloat16 too 0.0070.
     assert np.std(_full(narrow, tokens) - exact) < 0.006 * np.std(exact)
     np.testing.assert_allclose(_full(narrow, tokens[:1, :1])[0, 0], _full(narrow, tokens)[0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{}, {"dtype": "bfloat16"}, {"attention_bias": True, "learned_positions": True}])
+def test_models_of_one_shape_have_equal_graphdefs(change):
+    """The key of a program: with functions of their own in their layers, each would be compiled for anew."""
+    shape = dataclasses.replace(SHAPE, layers=1, **change)
+    models = [Transformer(shape, rngs=nnx.Rngs(seed)) for seed in range(2)]
+    for first, second in (map(nnx.graphdef, models), (nnx.graphdef(quantize(model)) for model in models)):
+        assert first == second and hash(first) == hash(second)
+    assert abstract(shape)[0] == nnx.graphdef(models[0])
+    assert nnx.graphdef(models[0]) != nnx.graphdef(Transformer(dataclasses.replace(shape, mlp=32), rngs=nnx.Rngs(0)))
+
+
+def test_a_second_model_of_a_shape_compiles_nothing(count_compilations):
+    shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, context=32)
+    first, second = (Transformer(shape, rngs=nnx.Rngs(seed)) for seed in range(2))
+    arguments = [[1, 2]], [2], 4
+    generate(jax.random.key(0), get_method("baseline"), first, None, *arguments)
+    with count_compilations() as compiled:
+        generate(jax.random.key(0), get_method("baseline"), second, None, *arguments)
+    assert not compiled
+
+
+def test_embeddings_in_bfloat16_are_added_in_float32():
+    """Behind a block that adds nothing is the sum of the two embeddings of GPT-2, whose parameters are bfloat16 too."""
+    shape = dataclasses.replace(SHAPE, layers=1, dtype="bfloat16", attention_bias=True, learned_positions=True)
+    model = Transformer(shape, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model)))
+    for linear in (model.blocks[0].out, model.blocks[0].down):
+        linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
+    tokens, positions = np.arange(7)[None], np.arange(7)[None]
+    (hidden,), _ = model._run(tokens, positions, causal(jnp.zeros((1, 7))), None, 0, None, None)
+    expected = np.float32(model.embed.embedding[...][:7]) + np.float32(model.positions[...][:7])
+    np.testing.assert_array_equal(hidden[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 33, "heads": 3}, "width=33 is odd, and sinusoidal positions are of an even width; change it by one"),
+        ({"heads": 5}, "width=32 is not a multiple of heads=5; change one"),
+        ({"heads": 0}, "width=32 is not a multiple of heads=0; change one"),
+    ],
+)
+def test_shapes_that_do_not_work_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SHAPE, **change)
+    dataclasses.replace(SHAPE, width=33, heads=3, learned_positions=True)  # Only sinusoids come in pairs.
