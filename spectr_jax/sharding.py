@@ -8,7 +8,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.errors import UserError
 
-ROWS = PartitionSpec(("data", "fsdp"))
+AXES = ("data", "fsdp")
+ROWS = PartitionSpec(AXES)
 """Rows of a batch, or texts, over all devices."""
 
 
@@ -21,7 +22,7 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:
         raise UserError(f"mesh.fsdp={fsdp} does not divide the {count} devices; choose a divisor")
-    return jax.make_mesh((count // fsdp, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh((count // fsdp, fsdp), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from spectr_jax import sharding
@@ -113,11 +113,12 @@ def generate(
       policy: temperature 1 by default.
       observe: a function of one `Call` for one text, which returns arrays to be summed over the calls. Static: give the
         same function object each time.
-      mesh: spreads the texts over its devices, which then decode on their own, with a copy of the models each; B is a
-        multiple of their number. The texts are the same without it. Several processes give the same arguments.
+      mesh: from `sharding.make_mesh`; spreads the texts over its devices, which then decode on their own, with a copy of the
+        models each (`sharding.replicate` them once where there are many calls); B is a multiple of their number. The texts
+        are the same without it. Several processes give the same arguments.
 
     Raises:
-      UserError: a prompt that does not fit, another vocabulary, a bad policy, a missing draft.
+      UserError: a prompt that does not fit, another vocabulary, a bad key, policy or mesh, a missing draft.
     """
     return _generate(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh))
 
@@ -134,6 +135,7 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
     policy = policy or Policy()
     tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
     _check(method, target, draft, tokens, lengths, max_new_tokens)
+    _check_key(key, len(tokens))
     check_policy(policy)
     policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
     drafts = method.tree.size and not method.exit_layer
@@ -141,6 +143,8 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
     models = freeze(target), freeze(draft) if drafts else None
     if mesh is not None:
+        if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
+            raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
         if len(tokens) % mesh.size:
             raise UserError(f"{len(tokens)} prompts do not divide over {mesh.size} devices; give a multiple")
         models = sharding.replicate(mesh, models)
@@ -221,7 +225,8 @@ def _observe_texts(observe, call: Call):
     def one(*parts):
         return observe(Call(call.tree, call.policy, *parts))
 
-    return jax.vmap(one)(*call[2:])
+    # Sums of truth values are counts.
+    return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, jax.vmap(one)(*call[2:]))
 
 
 def _add_observed(loop: _Loop, observe, call: Call):
@@ -302,6 +307,12 @@ def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.
     is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
     ended = jnp.any(is_eos, axis=1)
     return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted), ended
+
+
+def _check_key(key, texts: int) -> None:
+    if not jnp.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in ((), (texts,)):
+        given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+        raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} such keys, one a text")
 
 
 def _check(method: Method, target, draft, prompts, prompt_lengths, max_new_tokens: int) -> None:

@@ -6,6 +6,7 @@ below its child's.
 
 import dataclasses
 import functools
+import numbers
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self):
+        object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
         depths = [0]
         for node, parent in enumerate(self.parents, start=1):
             if not 0 <= parent < node:
@@ -70,7 +72,11 @@ class Tree:
     @functools.cached_property
     def sibling_rank(self) -> np.ndarray:
         """[N + 1]; which child of its parent a node is."""
-        return np.array([0] + [self.parents[: node - 1].count(self.parents[node - 1]) for node in range(1, self.size + 1)])
+        ranks, children = [0], [0] * (self.size + 1)
+        for parent in self.parents:
+            ranks.append(children[parent])
+            children[parent] += 1
+        return np.array(ranks)
 
     def path(self, node: int) -> tuple[int, ...]:
         """The child indices that lead from the root to a node."""
@@ -164,8 +170,8 @@ def parse(spec: "Tree | str") -> Tree:
     raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of {known}")
 
 
-def checked(**numbers: int) -> None:
+def checked(**values: int) -> None:
     """Raises `UserError` for a number that is not whole or less than 1."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    for name, value in values.items():
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name}={value!r} is not a whole number of at least 1; give one")

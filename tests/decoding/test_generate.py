@@ -107,6 +107,32 @@ def test_bad_input(draft, prompts, lengths, new, policy, message):
         generate(jax.random.key(0), SPECTR, TABLE, draft, prompts, lengths, new, policy)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": jax.random.PRNGKey(0)}, r"key is uint32\[2\]; give jax.random.key\(seed\), or 2 such keys, one a text"),
+        ({"key": 7}, "key is 7; give jax.random.key"),
+        (
+            {"key": jax.random.split(jax.random.key(0), 3)},
+            r"key is key<fry>\[3\]; give jax.random.key\(seed\), or 2 such keys",
+        ),
+        ({"mesh": jax.make_mesh((1,), ("x",))}, r"mesh has axes \('x',\) of .*; give one of `sharding.make_mesh`"),
+    ],
+)
+def test_bad_keys_and_meshes(change, message):
+    arguments = {"key": jax.random.key(0), "mesh": None, **change}
+    with pytest.raises(UserError, match=message):
+        generate(arguments["key"], SPECTR, TABLE, TABLE, [[1], [1]], [1, 1], 4, mesh=arguments["mesh"])
+
+
+def test_truth_values_that_are_observed_are_counted():
+    seen = {"observe": lambda call: {"several": call.chosen.emitted > 1, "calls": 1 * jnp.ones((), jnp.int32)}}
+    result = generate(jax.random.key(0), SPECTR, TABLE, TABLE, [[1]] * 4, [1] * 4, 8, **seen)
+    assert result.observed["several"].dtype == jnp.int32
+    np.testing.assert_array_equal(result.observed["calls"], result.target_calls)
+    np.testing.assert_array_equal(result.observed["several"], result.emitted_per_call[:, 2:].sum(axis=1))
+
+
 def test_prompts_of_a_bucket_share_a_program(count_compilations):
     models, method = (TableModel(random_table(0, 5)), TableModel(random_table(1, 5))), get_method("otm_block", tree="2,1")
     texts = {}
