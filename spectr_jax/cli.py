@@ -1,11 +1,13 @@
 """What the entry points share: flags in and their help, one line on stderr and exit status 2 for bad input."""
 
+import contextlib
 import os
 import pathlib
 import re
+import select
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -18,6 +20,8 @@ INTERRUPTED = 75
 """Exit status of a run that was stopped and saved: "try again" (EX_TEMPFAIL in sysexits.h)."""
 CTRL_C = 130
 """Exit status of a program that Ctrl-C ended: 128 + SIGINT, as shells have it."""
+CLOSED_PIPE = 141
+"""Exit status of a program whose output nobody reads any more, as in `| head -1`: 128 + SIGPIPE."""
 
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Print the traceback of an error too, above its line.")
 
@@ -31,6 +35,7 @@ Exit status:
   {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
   {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command goes on
   {CTRL_C}  stopped by Ctrl-C
+  {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
   1    a bug: please report its traceback"""
 
 
@@ -62,7 +67,8 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
 
                 hosts.connect(**distributed)
             _keep_programs()
-            main()
+            with _quiet_end(at_once=not alone):
+                main()
         except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
@@ -75,6 +81,30 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             _exit(f"error: {line}", error, at_once=not alone)
 
     app.run(guarded, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def _quiet_end(at_once: bool = False) -> Iterator[None]:
+    """Ends the program without a word where its output goes to a pipe that was closed."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # What is left for Python's exit would fail there, with a message.
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_closed_pipe(stream.fileno())]
+        if not closed:  # Another pipe, of ours.
+            raise
+        for stream in closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # For what is still to be flushed.
+        if at_once:
+            os._exit(CLOSED_PIPE)
+        sys.exit(CLOSED_PIPE)
+
+
+def _is_closed_pipe(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # Errors are told whatever is asked for.
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _process_flags() -> dict | None:
@@ -190,7 +220,8 @@ class _HelpFlag(flags.BooleanFlag):
 
     def parse(self, argument):
         if self._parse(argument):
-            print(_help())
+            with _quiet_end():
+                print(_help())
             sys.exit(0)
 
 

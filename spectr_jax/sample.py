@@ -8,11 +8,12 @@ Accepted drafts are green, corrections red, bonus tokens blue. Speeds are median
 whatever the length of the text. The embedded models need nothing else.
 """
 
+import io
 import pathlib
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from absl import flags
 
@@ -32,7 +33,7 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens behind a prom
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of the samples; 0 is greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Only the likeliest so many tokens; 0 for all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Only the likeliest tokens of so much probability.")
-_SEED = flags.DEFINE_integer("seed", 0, "Another seed is another text.")
+_SEED = flags.DEFINE_integer("seed", 0, "Another seed is another text.", lower_bound=0, upper_bound=2**32 - 1)
 _COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's text beside.")
 _HTML = flags.DEFINE_string("html", None, "Write the same to this file as a page, with the draft tree of each call.")
 _COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal, but for NO_COLOR.")
@@ -42,6 +43,7 @@ def main():
     from spectr_jax.decoding import Policy, get_method  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
     from spectr_jax.experiments.measurement import check_dtype
+    from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
@@ -50,51 +52,30 @@ def main():
     options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
     method = get_method(_METHOD.value, **{name: flag.value for name, flag in options.items() if flag.value is not None})
     prompts = _prompts()
-    _check_page()
+    html = None if _HTML.value is None else checked_path(_HTML.value)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
     session = open_session(method, _TARGET.value, _DRAFT.value, _DTYPE.value, _NEW.value, policy)
-    _show(session, prompts)
+    _show(session, prompts, html)
 
 
-def _prompts() -> Iterator[str]:
-    """The prompts; those of stdin as they come."""
+def _prompts() -> Iterable[str]:
+    """The prompts: a list, or those of stdin as they come."""
     from spectr_jax.errors import UserError
+    from spectr_jax.sampling import prompts
 
     if _PROMPT.value is not None and _FILE.value is not None:
         raise UserError(f"--prompt and --file={_FILE.value} are both given; give one of them")
     if _PROMPT.value is not None:
-        return iter([_PROMPT.value])
-    if _FILE.value is None:
-        if sys.stdin.isatty():
-            print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
-        return _lines_of_stdin()
-    try:
-        lines = pathlib.Path(_FILE.value).expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file={_FILE.value} cannot be read ({error}); give a text file with a prompt a line") from error
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(f"--file={_FILE.value} has no prompt; write one a line")
-    return iter(prompts)
+        return prompts.from_flag(_PROMPT.value)
+    if _FILE.value is not None:
+        return prompts.from_file(_FILE.value)
+    if sys.stdin is not None and sys.stdin.isatty():
+        print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
+    return prompts.from_stdin(sys.stdin)
 
 
-def _lines_of_stdin() -> Iterator[str]:
-    from spectr_jax.errors import UserError
-
-    prompt = None
-    for prompt in sys.stdin:
-        yield prompt.rstrip("\n")
-    if prompt is None:
-        raise UserError("no prompt on stdin; give --prompt=TEXT or --file=FILE")
-
-
-def _check_page() -> None:
-    from spectr_jax.errors import UserError
-
-    if _HTML.value is not None and not pathlib.Path(_HTML.value).expanduser().parent.is_dir():
-        raise UserError(f"--html={_HTML.value} is in no folder; make it first")
-
-
-def _show(session, prompts: Iterator[str]) -> None:
+def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
     import jax
 
     from spectr_jax.decoding import get_method
@@ -104,8 +85,7 @@ def _show(session, prompts: Iterator[str]) -> None:
 
     colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
     shown: list[page.Shown] = []
-    for number, prompt in enumerate(prompts):
-        tokens = sampling.encode(session, prompt)
+    for number, (prompt, tokens) in enumerate(sampling.encode_all(session, prompts)):
         key = jax.random.fold_in(jax.random.key(_SEED.value), number)
         decoded = sampling.decode(session, session.method, tokens, key)
         baseline = sampling.decode(session, get_method("baseline"), tokens, key) if _COMPARE.value else None
@@ -119,9 +99,9 @@ def _show(session, prompts: Iterator[str]) -> None:
         speed = sampling.measure(session, tokens, key)
         print("\n" + "\n".join(terminal.speeds(speed, baseline, decoded)) + "\n", flush=True)
         shown.append(page.Shown(prompt, decoded, baseline, speed))
-        if _HTML.value is not None:
+        if html is not None:
             command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
-            write_whole(pathlib.Path(_HTML.value).expanduser(), page.page(session, command, shown))
+            write_whole(html, page.page(session, command, shown).encode(errors="replace"))  # Paths need not be UTF-8.
 
 
 if __name__ == "__main__":

@@ -111,6 +111,14 @@ CASES = [
     (SAMPLE, "--max_new_tokens=500", "has 3 tokens and max_new_tokens is 500, more than the 128 of 'draft_6m' together"),
     (SAMPLE, "--file=README.md", "--prompt and --file=README.md are both given; give one of them"),
     (SAMPLE, "--html=/nowhere/page.html", "--html=/nowhere/page.html is in no folder; make it first"),
+    (SAMPLE, "--html=", "--html is empty; name a file"),
+    (SAMPLE, "--html=/tmp", "--html=/tmp is a folder; name a file in it"),
+    (SAMPLE, "--prompt=la\udcff", "is not UTF-8; convert it"),
+    (
+        SAMPLE,
+        "--seed=100000000000000000000",
+        "flag --seed=100000000000000000000: 100000000000000000000 is not an integer in",
+    ),
     (SAMPLE, "--method=self_speculative --layers=2", "layers=2 of a target of 2 leave none to verify with"),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
@@ -277,6 +285,28 @@ def test_ways_to_end(run_body):
     assert run_body("raise Interrupted('saved')") == Ended(75, "", "saved\n")
     stopped = run_body("os.kill(os.getpid(), signal.SIGINT)")
     assert stopped == Ended(130, "", "interrupted; give the same command again to go on\n")
+
+
+@pytest.mark.parametrize("body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"])
+def test_a_closed_pipe_ends_in_silence(run_body, body):
+    """Whatever was written when it is found closed, and at Python's own exit."""
+    piped = "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+    assert run_body(piped + body) == Ended(141, "", "")
+
+
+def test_a_closed_pipe_that_is_not_stdout_is_a_bug(run_body):
+    ended = run_body("reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')")
+    assert ended.status == 1 and "BrokenPipeError" in ended.stderr
+
+
+def test_help_into_a_closed_pipe():
+    """Python's exit included, which the server leaves out."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", FIGURES, "--help"]
+    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_whose_error():

@@ -1,5 +1,7 @@
 """Decoded texts as one self-contained page: coloured tokens, figures, and the draft tree of every call."""
 
+import pathlib
+import tempfile
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -7,6 +9,7 @@ from typing import NamedTuple
 from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
 from spectr_jax.decoding.trace import Recorded
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.errors import UserError
 from spectr_jax.experiments.drawing import rows_of_paths
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
@@ -24,6 +27,29 @@ class Shown(NamedTuple):
     decoded: Decoded
     baseline: Decoded | None
     speed: Speed | None
+
+
+def checked_path(name: str) -> pathlib.Path:
+    """The file of --html, which is written only once a prompt was decoded.
+
+    Raises:
+      UserError: no file of this name can be written.
+    """
+    if not name:
+        raise UserError("--html is empty; name a file")
+    try:
+        path = pathlib.Path(name).expanduser()
+        if path.is_dir():
+            raise UserError(f"--html={name} is a folder; name a file in it")
+        if path.exists() and not path.is_file():  # A device would be replaced by the page.
+            raise UserError(f"--html={name} is not a file; choose another")
+        if not path.parent.is_dir():
+            raise UserError(f"--html={name} is in no folder; make it first")
+        # Rights alone do not tell: root has all, on a file system that takes no files too.
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".partial"):
+            return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user.
+        raise UserError(f"--html={name} cannot be written ({error}); choose another file") from error
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:

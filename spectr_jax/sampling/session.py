@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -99,6 +99,12 @@ def encode(session: Session, prompt: str) -> list[int]:
                 f"more than the {trained.model.context} of {trained.name!r} together; shorten one of them"
             )
     return tokens
+
+
+def encode_all(session: Session, prompts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+    """Each prompt and its tokens, as `encode`. Those of a list are all checked now, others as they come."""
+    encoded = ((prompt, encode(session, prompt)) for prompt in prompts)
+    return iter(list(encoded)) if isinstance(prompts, list) else encoded
 
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:

@@ -17,7 +17,7 @@ GAP = "   "
 
 def wants_colour() -> bool:
     """Whether stdout is a terminal whose user did not say otherwise."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 class Letter(NamedTuple):

@@ -1,5 +1,7 @@
 """What is shown of a decoded text: in the terminal and on the page."""
 
+import io
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +15,8 @@ from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.loading import EMBEDDED
-from spectr_jax.sampling import session, terminal
-from spectr_jax.sampling.page import Shown, page
+from spectr_jax.sampling import prompts, session, terminal
+from spectr_jax.sampling.page import Shown, checked_path, page
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
 TOKENS = [Token(" again", ACCEPTED, 0), Token(" and", CORRECTION, 0), Token(" on", BONUS, 1)]
@@ -137,16 +139,84 @@ def test_a_prompt_that_leaves_no_room(toy_session):
         session.encode(toy_session, "law " * 30)
 
 
+def test_all_prompts_of_a_file_are_checked_before_the_first_is_decoded(toy_session):
+    given = ["law", "law " * 30]
+    with pytest.raises(UserError, match="shorten one of them"):
+        session.encode_all(toy_session, given)
+    as_they_come = session.encode_all(toy_session, iter(given))
+    assert next(as_they_come) == ("law", session.encode(toy_session, "law"))
+    with pytest.raises(UserError, match="shorten one of them"):
+        next(as_they_come)
+
+
+def stdin_of(content, errors="strict"):
+    return io.TextIOWrapper(io.BytesIO(content), "utf-8", errors=errors)
+
+
+def test_blank_lines_are_no_prompts(tmp_path):
+    content = b"law 3\n\n \t\n draft\n"
+    (tmp_path / "prompts.txt").write_bytes(content)
+    assert prompts.from_file(str(tmp_path / "prompts.txt")) == ["law 3", " draft"]
+    assert list(prompts.from_stdin(stdin_of(content))) == ["law 3", " draft"]
+    with pytest.raises(UserError, match="no prompt on stdin"):
+        list(prompts.from_stdin(stdin_of(b"\n\n")))
+
+
+def test_prompts_that_cannot_be_read(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"la\xff\n")
+    with pytest.raises(UserError, match=r"prompts.txt cannot be read \('utf-8'"):
+        prompts.from_file(str(tmp_path / "prompts.txt"))
+    with pytest.raises(UserError, match="--file=~nobody-here/x cannot be read"):
+        prompts.from_file("~nobody-here/x")
+    for errors in ("strict", "surrogateescape"):  # The latter in the locale C.
+        with pytest.raises(UserError, match=r"stdin cannot be read \('utf-8'"):
+            list(prompts.from_stdin(stdin_of(b"la\xff\n", errors)))
+    with pytest.raises(UserError, match=r"--prompt='la\\udcff' is not UTF-8"):
+        prompts.from_flag(os.fsdecode(b"la\xff"))
+    with pytest.raises(UserError, match="no prompt on stdin"):
+        prompts.from_stdin(None)  # At once.
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "--html is empty; name a file"),
+        ("/tmp", "--html=/tmp is a folder; name a file in it"),
+        ("/nowhere/page.html", "--html=/nowhere/page.html is in no folder; make it first"),
+        ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
+        ("/dev/null", "--html=/dev/null is not a file; choose another"),
+        ("~nobody-here/page.html", "--html=~nobody-here/page.html cannot be written"),
+        ("x" * 250, "x cannot be written .* File name too long"),
+    ],
+)
+def test_a_page_that_cannot_be_written(name, message):
+    with pytest.raises(UserError, match=message):
+        checked_path(name)
+
+
+def test_the_check_of_the_page_leaves_the_folder_as_it_was(tmp_path):
+    (tmp_path / "old.html").write_text("old")
+    for name in ("old.html", "new.html"):
+        assert checked_path(str(tmp_path / name)) == tmp_path / name
+    assert [path.name for path in tmp_path.iterdir()] == ["old.html"] and (tmp_path / "old.html").read_text() == "old"
+
+
+def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert not terminal.wants_colour()
+
+
 def test_the_command(toy, tmp_path):
     """As a user gives it: prompts from a file, both texts side by side, the page; no colours where nobody sees them."""
-    (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token>\n")
+    (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")
     flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html", "method": "baseline"}  # The least to compile.
     models = {"target": toy.folder / "target", "draft": toy.folder / "draft.safetensors", "max_new_tokens": 4}
     command = [sys.executable, "-m", "spectr_jax.sample", "--compare"]
     command += [f"--{name}={value}" for name, value in {**flags, **models}.items()]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Whose stdout has no é.
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
     figures = re.findall(r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s", ended.stdout, re.M)
     assert figures == ["baseline"] * 4
     html = (tmp_path / "page.html").read_text()
-    assert html.count("<article>") == 2 and "draft &lt;token&gt;" in html
+    assert html.count("<article>") == 2 and "draft &lt;token&gt; é" in html and "draft <token> ?" in ended.stdout

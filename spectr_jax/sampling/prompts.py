@@ -1,0 +1,63 @@
+"""Prompts as they are given: at the command line, in a file, or on stdin. Blank lines are none."""
+
+import pathlib
+from collections.abc import Iterator
+from typing import TextIO
+
+from spectr_jax.errors import UserError
+from spectr_jax.sampling.session import shortened
+
+
+def from_flag(text: str) -> list[str]:
+    """The one prompt of --prompt.
+
+    Raises:
+      UserError: it is not UTF-8.
+    """
+    try:
+        text.encode()  # Python keeps bytes of arguments that it cannot decode, as surrogates that no tokenizer takes.
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt={shortened(text)!r} is not UTF-8; convert it, such as with iconv") from error
+    return [text]
+
+
+def from_file(path: str) -> list[str]:
+    """The prompts of a text file, one a line.
+
+    Raises:
+      UserError: it cannot be read, is not UTF-8 or has no prompt.
+    """
+    try:
+        lines = pathlib.Path(path).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: the home of an unknown user.
+        raise UserError(f"--file={path} cannot be read ({error}); give a text file with a prompt a line") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--file={path} has no prompt; write one a line")
+    return prompts
+
+
+def from_stdin(stdin: TextIO | None) -> Iterator[str]:
+    """The prompts of stdin as they come, one a line; None, as Python has it, where the shell closed it.
+
+    Raises:
+      UserError: it has no prompt; once it is read, that it is not UTF-8.
+    """
+    nothing = UserError("no prompt on stdin; give --prompt=TEXT or --file=FILE")
+    if stdin is None:
+        raise nothing
+    return _lines(stdin, nothing)
+
+
+def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
+    found = False
+    try:
+        for line in stdin:
+            line.encode()  # In the locale C surrogates are kept here too.
+            if line.strip():
+                found = True
+                yield line.rstrip("\n")
+    except UnicodeError as error:
+        raise UserError(f"stdin cannot be read ({error}); give text with a prompt a line") from error
+    if not found:
+        raise nothing
