@@ -230,7 +230,7 @@ def test_verbose_shows_the_traceback(run, tmp_path):
 
 
 PROGRAM = '''"""A program."""
-import os, signal
+import os, signal, sys
 from absl import flags
 from spectr_jax import cli
 from spectr_jax.errors import Interrupted, UserError
@@ -290,7 +290,8 @@ def test_ways_to_end(run_body):
 @pytest.mark.parametrize("body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"])
 def test_a_closed_pipe_ends_in_silence(run_body, body):
     """Whatever was written when it is found closed, and at Python's own exit."""
-    piped = "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+    buffered = "sys.stdout = open(1, 'w', closefd=False); "  # Even with PYTHONUNBUFFERED.
+    piped = "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); " + buffered
     assert run_body(piped + body) == Ended(141, "", "")
 
 
@@ -304,7 +305,8 @@ def test_help_into_a_closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", FIGURES, "--help"]
-    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, "")
 
