@@ -1,4 +1,4 @@
-"""Which method is fastest here? Predicted for every method, K, L and tree from measured parts, then tried.
+"""Which method is fastest here? Predicted for `methods`, K, L and trees from measured parts, then tried.
 
     python -m spectr_jax.eval --config=configs/auto.py --workdir=runs/auto
 
