@@ -121,7 +121,7 @@ pack() {
 speed() {
   [ -z "${STEPS:-}" ] || { echo "left out: STEPS is set" && return $left_out; }
   # shellcheck disable=SC2086
-  within speed "$PYTHON" scripts/bench_train.py --data="$data/heldout-*" --tokenizer="$packed/tokenizer.model" --dtype=bfloat16 \
+  within speed "$PYTHON" scripts/dev/bench_train.py --data="$data/heldout-*" --tokenizer="$packed/tokenizer.model" --dtype=bfloat16 \
     --optimizer=muon --batch_sizes=256,256,256,256 --rounds=2 --seconds=3 --workdir="$results/training" ${FLAGS_speed:-}
 }
 steps_of() { # STAGE: the steps that fit its limit beside start, compilation, evaluation and export, at most those of the config
@@ -194,7 +194,7 @@ figures() {
 peers() {
   [ -n "${PEERS:-}" ] || { echo "left out: PEERS is not set" && return $left_out; }
   # shellcheck disable=SC2086
-  within peers "$PYTHON" scripts/compare_peers.py --workdir="$results/peers" --target="$ladder/target_97m" \
+  within peers "$PYTHON" scripts/dev/compare_peers.py --workdir="$results/peers" --target="$ladder/target_97m" \
     --draft="$ladder/draft_6m" --peers_python="$PEERS" --dtypes=float32,bfloat16 ${FLAGS_peers:-}
 }
 collect() { # What there is, finished or not.

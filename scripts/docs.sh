@@ -4,4 +4,4 @@ set -euo pipefail
 folder=$(realpath -m "${1:-$(dirname "$0")/../runs/docs}")
 cd "$(dirname "$0")/.."
 scripts/setup.sh requirements-docs.txt
-exec env JAX_PLATFORMS=cpu .venv/bin/python scripts/docs.py "$folder"
+exec env JAX_PLATFORMS=cpu .venv/bin/python scripts/dev/docs.py "$folder"

@@ -10,7 +10,9 @@ The rooms, from the ground floor up:
 | `spectr_jax.models` | what predicts? | `spectr_jax.models.base`, then `transformer` |
 | `spectr_jax.data` | where do tokens come from? | `spectr_jax.data.corpus` |
 | `spectr_jax.training` | how does a model learn? | `spectr_jax.training.loop`, then `step` |
-| `spectr_jax.experiments` | what do the papers report? | `spectr_jax.experiments.tokens_per_call` |
+| `spectr_jax.measure` | what does one method do on prompts? | `spectr_jax.measure.measurement` |
+| `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call` |
+| `spectr_jax.figures` | what do the papers draw? | `spectr_jax.figures.acceptance` |
 | `spectr_jax.sampling` | how does a decoded text look, token by token? | `spectr_jax.sampling.session` |
 
 Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `export`; each has `--help`.

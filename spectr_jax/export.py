@@ -41,8 +41,8 @@ def main():
 
 def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.errors import UserError, unknown
-    from spectr_jax.experiments.loading import BEST, load_run
     from spectr_jax.files import write_whole
+    from spectr_jax.loading import BEST, load_run
     from spectr_jax.models.weights import STORED, save_weights
     from spectr_jax.training.checkpoint import METRIC
     from spectr_jax.training.metrics import read_metrics
@@ -74,7 +74,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.data.hugging_face import save_tokenizer
     from spectr_jax.data.tokenizer import Tokenizer
     from spectr_jax.errors import UserError
-    from spectr_jax.experiments.loading import load_trained
+    from spectr_jax.loading import load_trained
     from spectr_jax.models.gpt2 import save_gpt2
 
     for flag in (_DTYPE, _PART_MB):

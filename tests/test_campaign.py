@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from spectr_jax.experiments.loading import load_trained
+from spectr_jax.loading import load_trained
 from spectr_jax.training.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]

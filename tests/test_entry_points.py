@@ -22,7 +22,8 @@ pytestmark = pytest.mark.xdist_group("entry_points")  # One server.
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED_BY_THE_SERVER = (
     *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.last_words", "spectr_jax.training.loop"),
-    *(f"spectr_jax.experiments.{name}" for name in ("auto", "figures", "latency", "quality", "tokens_per_call", "trees")),
+    *(f"spectr_jax.experiments.{name}" for name in ("auto", "latency", "quality", "tokens_per_call", "trees")),
+    "spectr_jax.figures.acceptance",
 )
 
 PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
@@ -32,12 +33,12 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
     "spectr_jax.export": ("out", "--model=/nowhere"),
     "spectr_jax.sample": ("", "--prompt=x"),
-    "scripts/bench_select.py": ("workdir",),
-    "scripts/bench_train.py": ("workdir",),
-    "scripts/chaos.py": ("workdir",),
-    "scripts/compare_peers.py": ("workdir",),
+    "scripts/dev/bench_select.py": ("workdir",),
+    "scripts/dev/bench_train.py": ("workdir",),
+    "scripts/dev/chaos.py": ("workdir",),
+    "scripts/dev/compare_peers.py": ("workdir",),
     "scripts/prepare_lm1b.py": ("data_dir",),
-    "scripts/compile_for.py": ("workdir",),
+    "scripts/dev/compile_for.py": ("workdir",),
 }
 TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
@@ -337,6 +338,7 @@ def test_help_says_all(run, program):
     ended = run(program, "--help")
     assert ended.status == 0 and not ended.stderr
     path = ROOT / (program if program.endswith(".py") else f"{program.replace('.', '/')}.py")
+    path = path if path.exists() else path.with_suffix("") / "__main__.py"
     source = path.read_text()
     if program != LM1B:
         assert ended.stdout.startswith(source.removeprefix('"""').splitlines()[0])

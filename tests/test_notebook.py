@@ -1,4 +1,4 @@
-"""The Colab notebook as it lies in the repository; scripts/run_notebook.py runs it, with --smoke in minutes."""
+"""The Colab notebook as it lies in the repository; scripts/dev/run_notebook.py runs it, with --smoke in minutes."""
 
 import ast
 import json
@@ -39,7 +39,8 @@ def test_badge_opens_this_file():
 
 def _flags_of(module: str) -> set[str]:
     """The flags that the source of an entry point defines."""
-    source = (ROOT / f"spectr_jax/{module}.py").read_text()
+    path = ROOT / f"spectr_jax/{module}.py"
+    source = (path if path.exists() else path.with_suffix("") / "__main__.py").read_text()
     return set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))
 
 

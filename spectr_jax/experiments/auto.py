@@ -20,12 +20,12 @@ from spectr_jax.decoding import Method, generate, get_method, prediction, tree_s
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import measurement, report
-from spectr_jax.experiments.call_times import PHASES, Timer, call_seconds, phase_timers, timed_once, token_timer
-from spectr_jax.experiments.journal import Journal
-from spectr_jax.experiments.loading import Trained
-from spectr_jax.experiments.measurement import Program
-from spectr_jax.experiments.node_acceptance import observe_carriers, observe_nodes, observe_winners, shares
+from spectr_jax.loading import Trained
+from spectr_jax.measure import measurement, report
+from spectr_jax.measure.acceptance import observe_carriers, observe_nodes, observe_winners, shares
+from spectr_jax.measure.call_times import PHASES, Timer, call_seconds, phase_timers, timed_once, token_timer
+from spectr_jax.measure.journal import Journal
+from spectr_jax.measure.measurement import Program
 from spectr_jax.models.frozen import freeze
 
 NAME = "auto"

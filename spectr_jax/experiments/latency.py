@@ -16,11 +16,12 @@ import tqdm
 from spectr_jax.config import check_fields, check_positive, latency_config
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import measurement, paper, profile, report
-from spectr_jax.experiments.call_times import PHASES, call_runs, phase_timers, timed_once
-from spectr_jax.experiments.compilation import side_by_side
-from spectr_jax.experiments.journal import Journal
-from spectr_jax.experiments.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
+from spectr_jax.experiments import paper
+from spectr_jax.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
+from spectr_jax.measure import measurement, profile, report
+from spectr_jax.measure.call_times import PHASES, call_runs, phase_timers, timed_once
+from spectr_jax.measure.compilation import side_by_side
+from spectr_jax.measure.journal import Journal
 
 NAME = "latency"
 

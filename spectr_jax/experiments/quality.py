@@ -15,10 +15,10 @@ from spectr_jax.config import check_fields, check_positive, quality_config
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import measurement, report
-from spectr_jax.experiments.compilation import side_by_side
-from spectr_jax.experiments.journal import Journal
-from spectr_jax.experiments.loading import load_trained
+from spectr_jax.loading import load_trained
+from spectr_jax.measure import measurement, report
+from spectr_jax.measure.compilation import side_by_side
+from spectr_jax.measure.journal import Journal
 from spectr_jax.models.transformer import parameter_count
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.step import eval_step

@@ -14,10 +14,12 @@ import tqdm
 from spectr_jax import hosts
 from spectr_jax.config import check_fields, check_positive, eval_config
 from spectr_jax.decoding import Method, get_method
-from spectr_jax.experiments import acceptance, measurement, paper, report
-from spectr_jax.experiments.journal import Journal
-from spectr_jax.experiments.loading import Trained, shape_name
-from spectr_jax.experiments.measurement import Measurement, Program
+from spectr_jax.experiments import paper
+from spectr_jax.loading import Trained, shape_name
+from spectr_jax.measure import measurement, report
+from spectr_jax.measure.acceptance import observe_choices
+from spectr_jax.measure.journal import Journal
+from spectr_jax.measure.measurement import Measurement, Program
 
 NAME = "tokens_per_call"
 
@@ -201,7 +203,7 @@ def _measure_group(
     def name(row: Row, run: int | str) -> str:
         return f"group {number}, {_label(row)}, {run}"  # Two drafts may have one name.
 
-    programs = [(row, Program(row.method, row.draft), Program(row.method, row.draft, acceptance.observe)) for row in rows]
+    programs = [(row, Program(row.method, row.draft), Program(row.method, row.draft, observe_choices)) for row in rows]
     missing = [plain for row, plain, _ in programs if not all(name(row, seed) in journal for seed in config.seeds)]
     unobserved = [observed for row, _, observed in programs if name(row, "acceptance") not in journal]
     compile_ahead(missing + unobserved)

@@ -21,12 +21,13 @@ from spectr_jax.decoding import Method, get_method, tree_search
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import drawing, measurement, report, tree_figures
-from spectr_jax.experiments.call_times import call_seconds
-from spectr_jax.experiments.journal import Journal
-from spectr_jax.experiments.loading import Trained, shape_name
-from spectr_jax.experiments.measurement import Measurement, Program
-from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes, shares
+from spectr_jax.figures import drawing, ersd
+from spectr_jax.loading import Trained, shape_name
+from spectr_jax.measure import measurement, report
+from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_carriers, observe_nodes, shares
+from spectr_jax.measure.call_times import call_seconds
+from spectr_jax.measure.journal import Journal
+from spectr_jax.measure.measurement import Measurement, Program
 
 NAME = "trees"
 RACES = ("gsd", "ersd")
@@ -51,22 +52,6 @@ class Row(NamedTuple):
     shape: str
     method: Method
     theory: float | None
-
-
-class Acceptance(NamedTuple):
-    """What was measured of the pair.
-
-    Attributes:
-      R: by method, [N] acceptance by child index, made descending.
-      nodes: by (method, shape), the acceptance of each node of the largest tree of that shape.
-      carriers: by plan, [N + 1, N + 1], as in `tree_search`.
-      kl: KL(target, draft) in bits, the mean over calls.
-    """
-
-    R: dict[str, list[float]]
-    nodes: dict[tuple[str, str], Nodes]
-    carriers: dict[str, np.ndarray]
-    kl: float
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -114,7 +99,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     }
     result["answer"] = answer(result["rows"])
     workdir.mkdir(parents=True, exist_ok=True)
-    tree_figures.write(acceptance, target.model.vocab_size, workdir)
+    ersd.write_figures(acceptance, target.model.vocab_size, workdir)
     for name in RACES:
         size = min(config.sizes, key=lambda size: abs(size - 16))
         tree = tree_search.optimal_tree(acceptance.R[name], size)
@@ -143,7 +128,7 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
 
 
-def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measured, journal: Journal) -> Acceptance:
+def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measured, journal: Journal) -> PairAcceptance:
     """Runs GSD and ERSD on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an observer."""
     size = max(config.sizes)
     nodes: dict[tuple[str, str], Nodes] = {}
@@ -181,11 +166,11 @@ def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measure
         counts = journal.measurement("carriers", take).observed
         bar.update()
     carriers = {plan: shares(table) for plan, table in counts.items()}
-    return Acceptance(R, nodes, carriers, float(np.mean(divergences)))
+    return PairAcceptance(R, nodes, carriers, float(np.mean(divergences)))
 
 
 def fastest_trees(
-    config: ml_collections.ConfigDict, acceptance: Acceptance, target: Trained, draft: Trained
+    config: ml_collections.ConfigDict, acceptance: PairAcceptance, target: Trained, draft: Trained
 ) -> dict[str, dict[str, Any]]:
     """For GSD and ERSD, the parents of the tree of most tokens a second by measured R and call times, and that speed over
     the batch."""
@@ -199,7 +184,7 @@ def fastest_trees(
     return found
 
 
-def table_rows(config: ml_collections.ConfigDict, acceptance: Acceptance, fastest: dict[str, Tree]) -> list[Row]:
+def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance, fastest: dict[str, Tree]) -> list[Row]:
     """The baseline; then for each size every method on its trees of that size; the fastest trees where they fit."""
     rows = [Row(0, "-", get_method("baseline"), 1.0)]
     sizes = sorted(config.sizes)
@@ -230,7 +215,7 @@ def _fixed_shapes(size: int) -> dict[str, Tree]:
     return {"batch": tree_lib.batch(size), "chain": tree_lib.chain(size), "SpecInfer": tree_lib.specinfer(size)}
 
 
-def _iid_rows(config: ml_collections.ConfigDict, acceptance: Acceptance, below: int, size: int) -> list[Row]:
+def _iid_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance, below: int, size: int) -> list[Row]:
     """Chains, the extra trees that are larger than `below`, and the best tree that the search finds for each plan."""
     length = config.draft_length
     given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]

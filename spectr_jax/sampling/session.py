@@ -14,7 +14,7 @@ from spectr_jax.decoding import Generation, Method, Policy, generate, get_method
 from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.trace import Recorded, read_calls, recorder
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import Trained, load_pair, load_trained
+from spectr_jax.loading import Trained, load_pair, load_trained
 from spectr_jax.models.frozen import Frozen, freeze
 
 ROUNDS = 3

@@ -9,7 +9,7 @@ import transformers
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer, save_tokenizer
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import EMBEDDED
+from spectr_jax.loading import EMBEDDED
 
 SENTENCES = [f"Sentence {number} of many, again and again." for number in range(200)]
 END = "<|endoftext|>"

@@ -9,7 +9,7 @@ import pytest
 from spectr_jax.decoding import generate, get_method, prediction
 from spectr_jax.decoding.tree import batch
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.node_acceptance import observe_winners, shares
+from spectr_jax.measure.acceptance import observe_winners, shares
 from spectr_jax.models.table import TableModel
 
 # Ratios 1/2, 1 and 2: on the grid.

@@ -10,9 +10,10 @@ import pytest
 from spectr_jax.config import auto_config
 from spectr_jax.decoding import prediction
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import auto, measurement
-from spectr_jax.experiments.journal import Journal
-from spectr_jax.experiments.measurement import Measurement
+from spectr_jax.experiments import auto
+from spectr_jax.measure import measurement
+from spectr_jax.measure.journal import Journal
+from spectr_jax.measure.measurement import Measurement
 
 
 def _config(folder, **changes):

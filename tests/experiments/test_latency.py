@@ -10,8 +10,9 @@ import pytest
 
 from spectr_jax.config import latency_config
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import latency, paper, profile
-from spectr_jax.experiments.journal import Journal
+from spectr_jax.experiments import latency, paper
+from spectr_jax.measure import profile
+from spectr_jax.measure.journal import Journal
 
 
 def _config(folder, **changes):

@@ -12,8 +12,8 @@ from spectr_jax.config import quality_config
 from spectr_jax.data.tokenizer import BOS, EOS
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import quality
-from spectr_jax.experiments.loading import load_trained
 from spectr_jax.experiments.quality import run
+from spectr_jax.loading import load_trained
 
 
 def _config(toy, **changes):

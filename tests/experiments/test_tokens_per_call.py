@@ -12,12 +12,13 @@ from spectr_jax.config import eval_config
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import acceptance, report, tokens_per_call
-from spectr_jax.experiments.compilation import CORES_OF_A_PROGRAM
-from spectr_jax.experiments.loading import EMBEDDED, load_pair, load_trained, shape_name
-from spectr_jax.experiments.measurement import Measurement, Program, compile_ahead, measure, read_prompts
+from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
+from spectr_jax.loading import EMBEDDED, load_pair, load_trained, shape_name
+from spectr_jax.measure import acceptance, report
+from spectr_jax.measure.compilation import CORES_OF_A_PROGRAM
+from spectr_jax.measure.measurement import Measurement, Program, compile_ahead, measure, read_prompts
 from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
 
@@ -97,7 +98,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
         measure(method, target, draft, prompts, config, 0, observe=observe)
 
     measured(get_method("speculative"), None)  # What is around a program is small, and does not count.
-    programs = [Program(get_method("block"), draft), Program(get_method("block"), draft, acceptance.observe)]
+    programs = [Program(get_method("block"), draft), Program(get_method("block"), draft, acceptance.observe_choices)]
     with count_compilations() as compiled:
         compile_ahead(programs, target, prompts, config)
     assert len(compiled) == len(programs)
@@ -122,7 +123,7 @@ def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
             measured.append((args[0].name, args[5], observe is not None))
         return measure(*args, batches=batches, observe=observe, **kwargs)
 
-    monkeypatch.setattr("spectr_jax.experiments.measurement.measure", stopped)
+    monkeypatch.setattr("spectr_jax.measure.measurement.measure", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(config, tmp_path / "parts")

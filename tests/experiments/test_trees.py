@@ -14,8 +14,10 @@ from spectr_jax.decoding import generate, get_method, tree_search
 from spectr_jax.decoding.methods import METHODS
 from spectr_jax.decoding.tree import Tree, batch, chain
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import measurement, tree_figures, trees
-from spectr_jax.experiments.node_acceptance import Nodes, observe_carriers, observe_nodes
+from spectr_jax.experiments import trees
+from spectr_jax.figures import ersd
+from spectr_jax.measure import measurement
+from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_carriers, observe_nodes
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.transport import race
 
@@ -80,7 +82,7 @@ def _synthetic(size):
     R = {name: [a * 0.3**rank for rank in range(size)] for name, a in (("gsd", 0.65), ("ersd", 0.6))}
     nodes = {}
     for name, law in R.items():
-        for shape in tree_figures.STRATEGIES:
+        for shape in ersd.STRATEGIES:
             paths = tree_search.optimal_order(law, size) if shape == "optimal" else None
             tree = trees._fixed_shapes(size)[shape] if paths is None else tree_search.tree_of(paths)
             paths = paths or [tree.path(node) for node in range(1, size + 1)]
@@ -90,7 +92,7 @@ def _synthetic(size):
     table[0, 0] = 1
     for k in range(1, size + 1):
         table[k, 0], table[k, 1] = 0.3 / k, 1 - 0.3 / k
-    return trees.Acceptance(R, nodes, {"kseq": table, "otm": table}, 0.5)
+    return PairAcceptance(R, nodes, {"kseq": table, "otm": table}, 0.5)
 
 
 def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
@@ -114,7 +116,7 @@ def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
 
 def test_figures_of_known_acceptance_lie_on_their_curves():
     acceptance = _synthetic(12)
-    for figure in (tree_figures.figure_3(acceptance, 100), tree_figures.figure_4(acceptance, 100)):
+    for figure in (ersd.figure_3(acceptance, 100), ersd.figure_4(acceptance, 100)):
         for panel in range(2):
             curves = {each.label: each for each in figure.series if each.error is None and each.panel == panel}
             points = [each for each in figure.series if each.error is not None and each.panel == panel]
@@ -122,8 +124,8 @@ def test_figures_of_known_acceptance_lie_on_their_curves():
             for series in points:
                 curve = dict(zip(curves[series.like].x, curves[series.like].y, strict=True))
                 np.testing.assert_allclose(series.y, [curve[x] for x in series.x], atol=1e-12)
-    bounds = [each for each in tree_figures.figure_3(acceptance, 100).series if each.label.startswith("Lemma")]
-    best = [each for each in tree_figures.figure_3(acceptance, 100).series if each.label == "optimal tree"]
+    bounds = [each for each in ersd.figure_3(acceptance, 100).series if each.label.startswith("Lemma")]
+    best = [each for each in ersd.figure_3(acceptance, 100).series if each.label == "optimal tree"]
     for bound in bounds:
         assert np.all(np.array(bound.y) >= np.array(best[bound.panel].y) - 1e-9)
 

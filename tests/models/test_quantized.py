@@ -8,7 +8,7 @@ from flax import nnx
 
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import load_trained
+from spectr_jax.loading import load_trained
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import load_trained
+from spectr_jax.loading import load_trained
 from spectr_jax.training import loop
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train

@@ -18,7 +18,7 @@ from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.packed import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.loading import load_trained
+from spectr_jax.loading import load_trained
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract, causal
 from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.training import preparation, throughput

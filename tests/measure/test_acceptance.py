@@ -6,7 +6,7 @@ import pytest
 
 from spectr_jax import transport
 from spectr_jax.decoding import generate, get_method
-from spectr_jax.experiments import acceptance
+from spectr_jax.measure import acceptance
 from spectr_jax.models.table import TableModel, perturbed, random_table
 
 TABLE = random_table(0, 4)
@@ -25,7 +25,7 @@ def _observed(method, length, max_new_tokens):
         prompts,
         lengths,
         max_new_tokens,
-        observe=acceptance.observe,
+        observe=acceptance.observe_choices,
     )
     return {name: float(np.sum(values)) for name, values in result.observed.items()}, result
 

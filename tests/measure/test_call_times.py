@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import get_method
-from spectr_jax.experiments.call_times import PHASES, call_runs, call_seconds, phase_timers, timed, token_timer
+from spectr_jax.measure.call_times import PHASES, call_runs, call_seconds, phase_timers, timed, token_timer
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 

@@ -2,7 +2,7 @@
 
     pip install libtpu                                                  # for a TPU
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
-    python scripts/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
+    python scripts/dev/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
 
 The training steps of each size (configs/lm1b, configs/campaign.py), and every method at its default options with a target
 of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
@@ -36,8 +36,8 @@ from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import lower
 from spectr_jax.decoding.methods import METHODS
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.experiments import acceptance, report
 from spectr_jax.files import write_json, write_whole
+from spectr_jax.measure import acceptance, report
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer

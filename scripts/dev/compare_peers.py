@@ -1,6 +1,6 @@
 """Times Hugging Face transformers and spectr_jax on the same weights, in turns, and writes results/peers.
 
-    python scripts/compare_peers.py [--workdir=results/peers] [--target=random:target_97m] [--draft=random:draft_6m]
+    python scripts/dev/compare_peers.py [--workdir=results/peers] [--target=random:target_97m] [--draft=random:draft_6m]
 
 Makes an environment of its own for torch and transformers in .venv-peers, unless --peers_python names one. All rows take
 turns in an order drawn for each round, and ratios are medians over the rounds of what ran side by side, since machines are
@@ -33,10 +33,10 @@ from spectr_jax.data.tokenizer import BOS, Tokenizer
 from spectr_jax.decoding import Method, generate, get_method
 from spectr_jax.decoding.generate import lower
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import report
-from spectr_jax.experiments.compilation import side_by_side
-from spectr_jax.experiments.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained, load_pair
 from spectr_jax.files import write_json, write_whole
+from spectr_jax.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained, load_pair
+from spectr_jax.measure import report
+from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.gpt2 import save_gpt2
 from spectr_jax.models.transformer import Transformer, causal
@@ -53,7 +53,7 @@ _TREES = flags.DEFINE_string("trees", "2,1,1,1;4,2,1", "Candidate trees of otm_b
 _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16", "int8"], "Of spectr_jax; transformers runs in float32.")
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "An interpreter with torch and transformers to use as it is.")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 REQUIREMENTS = ("torch==2.13.0", "transformers>=5,<6")
 BASELINE, ASSISTED = ("transformers", "baseline", "float32", 1), ("transformers", "assisted", "float32", 1)
 DEVICES = {"cpu": "cpu", "gpu": "cuda"}
@@ -140,7 +140,7 @@ def peers_python() -> str:
 
 
 def ask(worker: subprocess.Popen, **request: Any) -> dict[str, Any]:
-    """The answer of scripts/peers/transformers_worker.py."""
+    """The answer of scripts/dev/peers/transformers_worker.py."""
     print(json.dumps(request), file=worker.stdin, flush=True)
     if not (answer := worker.stdout.readline()):
         raise UserError(f"the worker of transformers stopped at {request['op']!r} (see above); it needs {REQUIREMENTS}")
@@ -304,7 +304,7 @@ def main() -> None:
     models = load_models()
     target, (draft,) = models["float32"]
     prompts = read_prompts(target.tokenizer)
-    command = [peers_python(), str(ROOT / "scripts" / "peers" / "transformers_worker.py")]
+    command = [peers_python(), str(ROOT / "scripts" / "dev" / "peers" / "transformers_worker.py")]
     speed, pipe = bandwidth(), subprocess.PIPE
     facts["bandwidth_gb_per_second"], rows = speed / 1e9, []
     with tempfile.TemporaryDirectory() as made, subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as worker:

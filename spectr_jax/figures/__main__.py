@@ -23,10 +23,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the random pairs and of the measured
 
 
 def main():
-    from spectr_jax.experiments import figures  # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.figures import acceptance  # Once flags are parsed: `--help` need not wait for JAX.
 
-    settings = figures.Settings(_TARGET.value, _DRAFT.value, _PROMPT.value, _DRAWS.value, _PAIRS.value, _SEED.value)
-    figures.run(settings, tuple(_ONLY.value) or tuple(figures.FIGURES), pathlib.Path(_WORKDIR.value))
+    settings = acceptance.Settings(_TARGET.value, _DRAFT.value, _PROMPT.value, _DRAWS.value, _PAIRS.value, _SEED.value)
+    acceptance.run(settings, tuple(_ONLY.value) or tuple(acceptance.FIGURES), pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":

@@ -18,49 +18,13 @@ import tqdm
 
 from spectr_jax import transport
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.experiments import report
-from spectr_jax.experiments.loading import Trained, load_pair
-from spectr_jax.files import write_json
+from spectr_jax.figures.base import Figure, Series, write
+from spectr_jax.loading import Trained, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.transport.base import draw
 
 LARGEST_PROGRAM = 25_000
 """Flow variables of the linear programs that Figure 5 solves: seconds each."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """A curve, or points.
-
-    Attributes:
-      label: for the legend; "" for none.
-      x: of each point.
-      y: likewise.
-      error: the standard error of each point; None for a curve.
-      like: the label of the curve whose colour the points take; black if "".
-      marker: of points: circles, or squares "s" for K-SEQ and for the linear program.
-      panel: where it is drawn.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    error: Sequence[float] | None = None
-    like: str = ""
-    marker: str = "o"
-    panel: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """What one figure shows; `caption` is the paper's, and ours; `scales` of x and y."""
-
-    title: str
-    caption: str
-    xlabel: str
-    ylabels: tuple[str, ...]
-    series: list[Series]
-    scales: tuple[str, str] = ("linear", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +71,7 @@ def run(settings: Settings, names: tuple[str, ...], workdir: pathlib.Path) -> di
         started = time.monotonic()
         figure = made[name] = FIGURES[name](settings)
         seconds = round(time.monotonic() - started, 1)
-        shown = dataclasses.asdict(figure)
-        for series in shown["series"]:
-            series["x"] = list(series["x"])
-        result = {**shown, "settings": dataclasses.asdict(settings), "seconds": seconds}
-        write_json(workdir / f"{name}.json", {**result, **report.provenance()})
-        plot(figure, workdir / f"{name}.png")
+        write(figure, workdir / name, settings=dataclasses.asdict(settings), seconds=seconds)
         tqdm.tqdm.write(f"{workdir / name}.png: {figure.title}\n  {figure.caption}")
     return made
 
@@ -210,47 +169,6 @@ FIGURES: dict[str, Callable[[Settings], Figure]] = {
     "spectr_plus_plus_figure_1": functools.partial(spectr_plus_plus, vocabulary=5, number=1),
     "spectr_plus_plus_figure_2": functools.partial(spectr_plus_plus, vocabulary=10, number=2),
 }
-
-
-def plot(figure: Figure, path: pathlib.Path) -> None:
-    """Draws the figure: curves, and points with bars of two standard errors."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    panels = len(figure.ylabels)
-    canvas, axes = pyplot.subplots(1, panels, figsize=(5.8 * panels, 4.8), layout="constrained", squeeze=False)
-    for panel, (ax, ylabel) in enumerate(zip(axes[0], figure.ylabels, strict=True)):
-        colours = {"": "black"}
-        for series in (each for each in figure.series if each.panel == panel):
-            if series.error is None:
-                colours[series.label] = f"C{len(colours) - 1}"
-                style = ["-", "--", "-."][len(colours) % 3]
-                ax.plot(series.x, series.y, label=series.label, color=colours[series.label], linestyle=style)
-                continue
-            ax.errorbar(
-                series.x,
-                series.y,
-                [2 * error for error in series.error],
-                fmt=series.marker,
-                color=colours[series.like],
-                label=series.label or None,
-                markersize=6,
-                markerfacecolor="none",
-                capsize=2,
-            )
-        ax.set(xlabel=figure.xlabel, ylabel=ylabel, xscale=figure.scales[0], yscale=figure.scales[1])
-        if figure.scales[0] == "log":
-            ax.set_xscale("log", base=2)
-            ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        if "k" in figure.xlabel.split():
-            ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
-    canvas.suptitle(f"{figure.title}. {figure.caption}", fontsize=8, wrap=True)
-    canvas.savefig(path, dpi=120)
-    pyplot.close(canvas)
 
 
 def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str) -> Series:

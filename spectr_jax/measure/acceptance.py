@@ -1,4 +1,7 @@
-"""Acceptance by node and by number of drafts, observed in decoding (ERSD, section 5)."""
+"""Acceptance, observed in decoding: of a plan beside the optimum, by node, and by number of drafts.
+
+Each `observe_*` is given to `generate` as `observe`: a function of one `Call`, whose results are summed over calls.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -12,6 +15,7 @@ from spectr_jax import transport
 from spectr_jax.decoding import Call
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.prediction import RATIOS, ratio_cell
+from spectr_jax.transport import otm
 
 
 class Nodes(NamedTuple):
@@ -32,6 +36,51 @@ class Nodes(NamedTuple):
     def mean(self) -> dict[tuple[int, ...], float]:
         """By path."""
         return dict(zip(self.paths, self.accepted.mean(axis=0).tolist(), strict=True))
+
+
+class PairAcceptance(NamedTuple):
+    """What drafts of a pair of models were seen to do.
+
+    Attributes:
+      R: by method, [N] acceptance by child index, made descending.
+      nodes: by (method, shape), the acceptance of each node of the largest tree of that shape.
+      carriers: by plan, [N + 1, N + 1], as in `tree_search`.
+      kl: KL(target, draft) in bits, the mean over calls.
+    """
+
+    R: dict[str, list[float]]
+    nodes: dict[tuple[str, str], Nodes]
+    carriers: dict[str, np.ndarray]
+    kl: float
+
+
+def observe_choices(call: Call) -> dict[str, jax.Array]:
+    """For `generate`, on prefix trees: sums over the nodes at which one call chose among drafts.
+
+    Returns:
+      nodes: how many.
+      accepted: at how many of them the token was a draft. Over `nodes`, the mean alpha_k of the plan.
+      optimum: the sum of alpha_k*, the most that i.i.d. drafts from these laws can be accepted with.
+    """
+    chosen = call.chosen
+    depth = jnp.arange(len(chosen.drafts))
+    visited = (depth < chosen.emitted) & (chosen.drafts > 0)
+    nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), chosen.path])[: len(depth)]
+
+    def optimum(node, k):
+        if not len(call.p):  # No drafts at all.
+            return jnp.zeros(())
+        q = probabilities(call.logits[node], call.policy)
+        p = call.p[jnp.asarray(call.tree.inner_rank)[node]]
+        return otm.optimal_acceptance(p, q, jnp.maximum(k, 1))
+
+    best = jax.vmap(optimum)(nodes, chosen.drafts)
+    return {
+        "nodes": jnp.sum(visited),
+        # Where the token was a draft, the walk went on.
+        "accepted": jnp.sum(visited & (depth < chosen.emitted - 1)),
+        "optimum": jnp.sum(jnp.where(visited, best, 0)),
+    }
 
 
 def observe_nodes(call: Call) -> dict[str, jax.Array]:

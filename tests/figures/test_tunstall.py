@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding.tree_search import expected_tokens, optimal_order, optimal_tree
-from spectr_jax.experiments import tunstall
+from spectr_jax.figures import tunstall
 
 
 def test_entropy():

@@ -11,7 +11,7 @@ import numpy as np
 
 from spectr_jax.decoding import Method, generate
 from spectr_jax.decoding.generate import lower
-from spectr_jax.experiments.call_times import PHASES
+from spectr_jax.measure.call_times import PHASES
 from spectr_jax.models.base import Model
 
 _CONTROL = ("while", "conditional", "call", "cond")

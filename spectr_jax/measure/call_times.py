@@ -19,8 +19,8 @@ import tqdm
 from spectr_jax.decoding import Method, Policy, drafting, scoring, selection
 from spectr_jax.decoding.generate import call, prefill
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.experiments.compilation import side_by_side
-from spectr_jax.experiments.journal import Journal
+from spectr_jax.measure.compilation import side_by_side
+from spectr_jax.measure.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import freeze

@@ -1,6 +1,6 @@
 """Times `select` of every plan against K-SEQ and a plain categorical draw, and writes results/select.
 
-    python scripts/bench_select.py [--workdir=results/select]
+    python scripts/dev/bench_select.py [--workdir=results/select]
 
 Two noisy Zipf laws for each vocabulary, one choice at a time and sixteen in a batch. All functions take turns; ratios are
 medians over the rounds of what ran side by side, since machines are noisy.
@@ -15,8 +15,8 @@ import numpy as np
 from absl import flags
 
 from spectr_jax import cli, transport
-from spectr_jax.experiments import report
 from spectr_jax.files import write_json, write_whole
+from spectr_jax.measure import report
 from spectr_jax.transport.base import draw
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/select", "Where the table goes: Markdown and JSON.")

@@ -1,6 +1,6 @@
 """Times the training step of each size of the ladder, and the input pipeline on its own; writes results/training.
 
-    python scripts/bench_train.py [--data='corpus/train-*.txt.xz'] [--dtype=bfloat16] [--workdir=results/training]
+    python scripts/dev/bench_train.py [--data='corpus/train-*.txt.xz'] [--dtype=bfloat16] [--workdir=results/training]
 
 The sizes take turns in each round, after one that compiles; figures are medians over the rounds. The pipeline (read, encode,
 pack, batch, in one process) runs while nothing else does. Batches are packed from --data, by default prompts of ours.
@@ -23,10 +23,10 @@ from spectr_jax.data.batches import training_batches
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import report
-from spectr_jax.experiments.compilation import side_by_side
-from spectr_jax.experiments.loading import EMBEDDED
 from spectr_jax.files import write_json, write_whole
+from spectr_jax.loading import EMBEDDED
+from spectr_jax.measure import report
+from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.models.transformer import LADDER, TransformerConfig
 from spectr_jax.training import throughput
 from spectr_jax.training.preparation import check_train_config

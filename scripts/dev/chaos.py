@@ -1,6 +1,6 @@
 """Kills a training run at random moments and compares its end with that of a run that was left alone.
 
-    python scripts/chaos.py [--workdir=runs/chaos] [--kills=20] [--steps=400] [--seed=0]
+    python scripts/dev/chaos.py [--workdir=runs/chaos] [--kills=20] [--steps=400] [--seed=0]
 
 A run of the 2M draft on sentences made here, whose last word is their number. It is killed with `kill -9`, while it starts,
 trains, evaluates or saves, and started again with the same command, until it is done. Every batch that was trained on is

@@ -20,8 +20,8 @@ from spectr_jax.decoding import Method, Policy, generate
 from spectr_jax.decoding.generate import Generation, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.compilation import side_by_side
-from spectr_jax.experiments.loading import DTYPES, EMBEDDED, Trained, load_pair
+from spectr_jax.loading import DTYPES, EMBEDDED, Trained, load_pair
+from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.models.frozen import freeze
 
 

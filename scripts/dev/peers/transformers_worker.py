@@ -1,4 +1,4 @@
-"""Generates with Hugging Face transformers, for scripts/compare_peers.py: a JSON request a line in, an answer a line out.
+"""Generates with Hugging Face transformers, for compare_peers.py: a JSON request a line in, an answer a line out.
 
 Runs in an environment of its own, of torch and transformers; nothing of spectr_jax is imported.
 

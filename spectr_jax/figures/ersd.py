@@ -2,16 +2,12 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spectr_jax.experiments import report, tunstall
-from spectr_jax.experiments.figures import Figure, Series, plot
-from spectr_jax.files import write_json
-
-if TYPE_CHECKING:
-    from spectr_jax.experiments.trees import Acceptance
+from spectr_jax.figures import tunstall
+from spectr_jax.figures.base import Figure, Series, write
+from spectr_jax.measure.acceptance import PairAcceptance
 
 STRATEGIES = {"batch": "batch", "chain": "sequence", "SpecInfer": "SpecInfer tree", "optimal": "optimal tree"}
 """Our names of the shapes, and the paper's."""
@@ -19,20 +15,13 @@ LEAST = 1e-3
 """The least acceptance that Figure 4 shows; less is a handful of events."""
 
 
-def write(acceptance: "Acceptance", vocab_size: int, workdir: pathlib.Path) -> None:
+def write_figures(acceptance: PairAcceptance, vocab_size: int, workdir: pathlib.Path) -> None:
     """Writes both figures as PNG and JSON."""
-    for name, figure in (
-        ("ersd_figure_3", figure_3(acceptance, vocab_size)),
-        ("ersd_figure_4", figure_4(acceptance, vocab_size)),
-    ):
-        shown = dataclasses.asdict(figure)
-        for series in shown["series"]:
-            series["x"] = list(series["x"])
-        write_json(workdir / f"{name}.json", {**shown, **report.provenance()})
-        plot(figure, workdir / f"{name}.png")
+    write(figure_3(acceptance, vocab_size), workdir / "ersd_figure_3")
+    write(figure_4(acceptance, vocab_size), workdir / "ersd_figure_4")
 
 
-def figure_3(acceptance: "Acceptance", vocab_size: int) -> Figure:
+def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
     """Expected tokens a call against drafted tokens."""
     series, notes = [], []
     for panel, (name, R) in enumerate(acceptance.R.items()):
@@ -58,7 +47,7 @@ def figure_3(acceptance: "Acceptance", vocab_size: int) -> Figure:
     return Figure("ERSD, Figure 3", caption, "number of drafted tokens N", ylabels, series, ("log", "linear"))
 
 
-def figure_4(acceptance: "Acceptance", vocab_size: int) -> Figure:
+def figure_4(acceptance: PairAcceptance, vocab_size: int) -> Figure:
     """The probability that each further drafted token is accepted."""
     series = []
     for panel, (name, R) in enumerate(acceptance.R.items()):

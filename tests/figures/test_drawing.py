@@ -1,7 +1,7 @@
 """Draft trees as text and as a picture."""
 
 from spectr_jax.decoding.tree import prefix_tree
-from spectr_jax.experiments import drawing
+from spectr_jax.figures import drawing
 
 
 def test_text():

@@ -10,7 +10,7 @@ import warnings
 import pdoc
 from absl import flags
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 ENTRY_POINT = "\nif __name__ == "
 
 

@@ -1,6 +1,6 @@
 """Runs a notebook from top to bottom, and fails where a cell fails.
 
-    python scripts/run_notebook.py scripts/spectr_colab.ipynb --smoke --out=runs/spectr_colab.ipynb
+    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke --out=runs/spectr_colab.ipynb
 
 With --smoke two or three minutes on two CPU cores. The file itself is never written: in the repository notebooks have no
 outputs. Needs the packages of requirements-docs.txt.
@@ -18,7 +18,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMOKE = re.compile(r"^SMOKE = False\b", re.MULTILINE)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 

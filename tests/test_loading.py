@@ -15,8 +15,8 @@ from spectr_jax.config import eval_config
 from spectr_jax.data.hugging_face import save_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import measurement
-from spectr_jax.experiments.loading import load_pair, load_trained
+from spectr_jax.loading import load_pair, load_trained
+from spectr_jax.measure import measurement
 from spectr_jax.models.gpt2 import save_gpt2
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 

@@ -18,7 +18,7 @@ from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.checkpoint import Checkpoints
 
-EMBEDDED = pathlib.Path(__file__).parent.parent / "embedded"
+EMBEDDED = pathlib.Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
 EMBEDDED_PREFIX = "embedded:"
 RANDOM_PREFIX = "random:"

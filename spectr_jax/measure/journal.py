@@ -12,9 +12,9 @@ import numpy as np
 from spectr_jax import hosts
 from spectr_jax.config import config_hash
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import report
-from spectr_jax.experiments.measurement import Measurement
 from spectr_jax.files import write_whole
+from spectr_jax.measure import report
+from spectr_jax.measure.measurement import Measurement
 
 
 class Journal:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.errors import UserError
-from spectr_jax.experiments.figures import FIGURES, Settings, run
+from spectr_jax.figures.acceptance import FIGURES, Settings, run
 
 pytestmark = pytest.mark.xdist_group("figures")  # They share what they look at.
 SETTINGS = Settings(draws=300, pairs=3)
