@@ -2,8 +2,8 @@
 
     python -m spectr_jax.eval --config=configs/ladder.py --workdir=results/ladder
 
-The form of SpecTr's Tables 2 and 4 with a target that a CPU can train (`configs/embedded.py:draft_20m`; its weights are
-there); prompts of ours. The paper's column is for its 97M target on LM1B. Half an hour on two CPU cores.
+The form of SpecTr's Tables 2 and 4 with a target that a CPU can train (`configs/embedded.py:draft_20m`); prompts
+of ours. The paper's column is for its 97M target on LM1B. Half an hour on two CPU cores.
 """
 
 from spectr_jax.config import eval_config
@@ -11,7 +11,7 @@ from spectr_jax.config import eval_config
 
 def get_config():
     config = eval_config()
-    config.target = "results/ladder/draft_20m"
+    config.target = "embedded:20m"
     config.drafts = ("embedded:draft_2m", "embedded:draft_6m")
     config.num_prompts = 48
     config.batch_size = 16

@@ -5,7 +5,7 @@
     echo "The committee will meet again" | python -m spectr_jax.sample
 
 Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
-whatever the length of the text. The embedded models need nothing else.
+in which the method and the baseline take turns. The models are part of the package; nothing is downloaded.
 """
 
 import io
@@ -19,28 +19,30 @@ from absl import flags
 
 from spectr_jax import cli
 
-_PROMPT = flags.DEFINE_string("prompt", None, "The text to continue; without this and --file, each line of stdin.")
-_FILE = flags.DEFINE_string("file", None, "A text file with a prompt a line.")
-_METHOD = flags.DEFINE_string("method", "otm_block", "A method of spectr_jax.decoding.")
-_TREE = flags.DEFINE_string("tree", None, "Its draft tree, such as 4,2,1 or chain:8.")
-_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Its K.")
-_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Its L.")
-_LAYERS = flags.DEFINE_integer("layers", None, "The target's first layers that draft in self_speculative.")
-_TARGET = flags.DEFINE_string("target", "embedded:draft_6m", "embedded:NAME, a model file, a workdir or hf:FOLDER.")
-_DRAFT = flags.DEFINE_string("draft", "embedded:draft_2m", "Likewise.")
-_DTYPE = flags.DEFINE_string("dtype", "float32", "Of both models: float32, bfloat16 or int8.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens behind a prompt.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of the samples; 0 is greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Only the likeliest so many tokens; 0 for all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Only the likeliest tokens of so much probability.")
-_SEED = flags.DEFINE_integer("seed", 0, "Another seed is another text.", lower_bound=0, upper_bound=2**32 - 1)
-_COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's text beside.")
-_HTML = flags.DEFINE_string("html", None, "Write the same to this file as a page, with the draft tree of each call.")
-_COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal, but for NO_COLOR.")
+_PROMPT = flags.DEFINE_string("prompt", None, "The text to continue; without --prompt and --file, each line of stdin.")
+_FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
+_METHOD = flags.DEFINE_string(
+    "method", None, "Such as spectr. (default: block with --draft_length=3; otm_block with --tree or --num_drafts)"
+)
+_TREE = flags.DEFINE_string("tree", None, "The draft tree: children of a node at each level, as 4,2,1; or chain:8.")
+_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "How many continuations are drafted (K).")
+_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "How many tokens each of them has (L).")
+_LAYERS = flags.DEFINE_integer("layers", None, "For self_speculative: how many of the target's layers draft.")
+_TARGET = flags.DEFINE_string("target", "embedded:20m", "The target model: embedded:NAME, a file, a workdir or hf:FOLDER.")
+_DRAFT = flags.DEFINE_string("draft", "embedded:2m", "The draft model, named likewise; it needs the target's vocabulary.")
+_DTYPE = flags.DEFINE_string("dtype", "int8", "Precision of both models: float32, bfloat16 or int8.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens to add to a prompt.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy decoding.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens that hold this probability.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1)
+_COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's continuation beside the method's.")
+_HTML = flags.DEFINE_string("html", None, "Also write a page to this file, with the draft tree of each call.")
+_COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal without NO_COLOR.")
 
 
 def main():
-    from spectr_jax.decoding import Policy, get_method  # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
     from spectr_jax.measure.measurement import check_dtype
     from spectr_jax.sampling.page import checked_path
@@ -49,14 +51,26 @@ def main():
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     check_policy(policy)
     check_dtype(_DTYPE.value)
-    options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
-    method = get_method(_METHOD.value, **{name: flag.value for name, flag in options.items() if flag.value is not None})
+    method = _method()
     prompts = _prompts()
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
     session = open_session(method, _TARGET.value, _DRAFT.value, _DTYPE.value, _NEW.value, policy)
     _show(session, prompts, html)
+
+
+def _method():
+    """The method that the flags name; else one that is faster than the baseline with the default models on a CPU."""
+    from spectr_jax.decoding import get_method
+
+    options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
+    given = {name: flag.value for name, flag in options.items() if flag.value is not None}
+    if _METHOD.value is not None:
+        return get_method(_METHOD.value, **given)
+    if "tree" in given or "num_drafts" in given:
+        return get_method("otm_block", **given)
+    return get_method("block", **{"draft_length": 3, **given})
 
 
 def _prompts() -> Iterable[str]:

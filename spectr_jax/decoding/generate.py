@@ -137,7 +137,9 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
     _check(method, target, draft, tokens, lengths, max_new_tokens)
     _check_key(key, len(tokens))
     check_policy(policy)
-    policy = dataclasses.replace(policy, temperature=jnp.asarray(policy.temperature, jnp.float32))
+    policy = dataclasses.replace(
+        policy, temperature=jnp.asarray(policy.temperature, jnp.float32), eos=jnp.asarray(policy.eos, jnp.int32)
+    )
     drafts = method.tree.size and not method.exit_layer
     # One program serves prompts of many lengths.
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
@@ -279,7 +281,9 @@ def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
 
 
-def _commit(loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: int) -> _Loop:
+def _commit(
+    loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: jax.Array
+) -> _Loop:
     """Appends what was chosen to the texts, and the accepted paths to the caches."""
     emitted, ended = _cut(chosen, eos, limits_B - loop.lengths)
     emitted = jnp.where(loop.done, 0, emitted)
@@ -301,7 +305,7 @@ def _commit(loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, 
     )
 
 
-def _cut(chosen: selection.Selection, eos: int, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cut(chosen: selection.Selection, eos: jax.Array, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
     emitted = jnp.minimum(chosen.emitted, room_B)
     is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])

@@ -17,13 +17,13 @@ class Policy:
       temperature: traced; 0 is greedy (all mass on the most probable token).
       top_k: keep the k most probable tokens (and ties of the last); 0 keeps all. Static.
       top_p: then keep the fewest most probable tokens that hold this mass (and ties); 1 keeps all. Static.
-      eos: the token that ends a text; -1 for none. Static.
+      eos: the token that ends a sequence; -1 for none. Traced.
     """
 
     temperature: float | jax.Array = 1.0
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
-    eos: int = dataclasses.field(default=-1, metadata={"static": True})
+    eos: int | jax.Array = -1
 
 
 def check_policy(policy: Policy) -> None:

@@ -17,8 +17,8 @@ from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load_pair, load_trained
 from spectr_jax.models.frozen import Frozen, freeze
 
-ROUNDS = 3
-"""Timed runs of a method and of the baseline, in turns, after one of each that compiles."""
+ROUNDS = 5
+"""Timed runs of a method and of the baseline, in turns, after one of each that is not timed."""
 PARTIAL = "\ufffd"
 
 
@@ -109,9 +109,7 @@ def encode_all(session: Session, prompts: Iterable[str]) -> Iterator[tuple[str, 
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
     """Continues a prompt with a method and records its calls; consumes `key`."""
-    # As prompts are padded, so that one program serves many lengths.
-    observe = recorder(-(-len(prompt) // BUCKET) * BUCKET + session.max_new_tokens)
-    generation = _generate(key, session, method, prompt, session.policy, observe)
+    generation = _generate(key, session, method, prompt, session.policy)
     calls = read_calls(method.tree, generation, row=0)
     new = np.asarray(generation.tokens[0, len(prompt) : int(generation.lengths[0])]).tolist()
     origins = [(origin, index) for index, call in enumerate(calls) for origin in call.origins]
@@ -134,9 +132,10 @@ def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[in
 
 
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
-    """Times the session's method and the baseline in turns on one prompt, without recording; consumes `key`.
+    """Times the session's method and the baseline in turns on one prompt; consumes `key`.
 
-    Every run emits `max_new_tokens`, through any end of the text, so that the cost of a start weighs alike on both.
+    Every run emits `max_new_tokens`, whatever EOS comes, so that the cost of a start weighs alike on both. The calls are
+    recorded, as in `decode`: then its program is timed, and no other is compiled.
     """
     endless = dataclasses.replace(session.policy, eos=-1)
 
@@ -152,9 +151,11 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     return Speed(method, baseline, statistics.median(one / other for one, other in rounds))
 
 
-def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy, observe=None) -> Generation:
+def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy) -> Generation:
     models = session.target_model, session.draft_model
     prompts, lengths = np.array([prompt]), np.array([len(prompt)])
+    # The capacity goes by the padded prompt, so that one program serves many lengths.
+    observe = recorder(-(-len(prompt) // BUCKET) * BUCKET + session.max_new_tokens)
     return generate(key, method, *models, prompts, lengths, session.max_new_tokens, policy, observe)
 
 
