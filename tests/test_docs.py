@@ -1,4 +1,4 @@
-"""Files about the project: what they point to exists. scripts/docs.sh renders the site, with warnings as errors."""
+"""Pages about the project: what they point to exists, and what they say can run. scripts/docs.sh renders the site."""
 
 import ast
 import pathlib
@@ -9,21 +9,103 @@ import pytest
 yaml = pytest.importorskip("yaml")  # Comes with ml_collections.
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(ROOT.glob("docs/*.md"))]
+README = ROOT / "README.md"
+SITE = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("results/**/*.md"))]
 MODULES = sorted(ROOT.glob("spectr_jax/**/*.py"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_relative_links_point_to_files(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if not re.match(r"[a-z]+:|#", link):
-            assert (page.parent / link.partition("#")[0]).exists(), link
+def _name(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _outside_code(page: pathlib.Path) -> str:
+    return re.sub(r"^```[\s\S]*?^```$|^ {4}.*$", "", page.read_text(), flags=re.MULTILINE)
+
+
+def _headings(page: pathlib.Path) -> list[str]:
+    return re.findall(r"^#+ (.+)$", _outside_code(page), re.MULTILINE)
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _code(page: pathlib.Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_point_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", _outside_code(page)):
+        if not re.match(r"[a-z]+:", link):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in map(_anchor, _headings(target)), link
+
+
+@pytest.mark.parametrize("page", SITE, ids=_name)
+def test_files_that_are_named_exist(page):
+    for path in re.findall(r"(?<![\w/.])(?:configs|docs|scripts|tests)/[\w/]+\.\w+", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", SITE, ids=_name)
+def test_examples_import_what_exists(page):
+    for block in _code(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spectr_jax"):
+                exec(ast.unparse(node), {})
+
+
+def test_the_example_of_a_plan_runs():
+    example, *_ = _code(ROOT / "docs/extending.md")
+    names: dict = {}
+    exec(example, names)
+    p, q, plan = names["p"], names["q"], names["plan"]
+    assert plan.acceptance(p, q, k=8) == pytest.approx(names["transport"].optimal_acceptance(p, q, k=8), abs=1e-9)
+    assert plan.law(p, q, names["drafts"]).sum() == pytest.approx(1)
+
+
+def test_the_readme_is_short():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 1_200
+    assert len(re.findall(r"^!\[", text, re.MULTILINE)) == 1
+    rows = re.findall(r"^\|.*\|$", _outside_code(README), re.MULTILINE)
+    assert len(rows) == 2 + 5
+
+
+def test_the_index_of_results_is_short_and_has_all_folders():
+    index = (ROOT / "results/README.md").read_text()
+    assert len(index.splitlines()) <= 80
+    for folder in ROOT.glob("results/*/"):
+        named = f"](notes/{next(folder.glob('*.md')).name}" if folder.name == "notes" else f"| [`{folder.name}/`]"
+        assert named in index, folder.name
+    for note in ROOT.glob("results/notes/*.md"):
+        assert f"](notes/{note.name})" in index, note.name
 
 
 def test_the_first_page_of_the_site_has_the_others():
     included = re.findall(r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)
     places = {(ROOT / "spectr_jax" / path).resolve() for path in included}
-    assert places == {page for page in PAGES if page.name != "CHANGELOG.md"}
+    assert places == set(SITE)
+
+
+def test_headings_of_the_first_page_differ():
+    """Links to them are links inside one page there."""
+    headings = [_anchor(heading) for page in SITE for heading in _headings(page)]
+    assert len(set(headings)) == len(headings), sorted(heading for heading in set(headings) if headings.count(heading) > 1)
+
+
+def test_github_runs_the_test_command():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    job = workflow["jobs"]["test"]
+    assert set(job["strategy"]["matrix"]["python-version"]) == {"3.11", "3.12"} and job["timeout-minutes"] == 60
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == ["scripts/test.sh"] and (ROOT / commands[0]).exists()
+    assert workflow[True]  # YAML 1.1 takes the key `on` for a truth value.
 
 
 def test_the_first_page_has_all_rooms():

@@ -43,13 +43,25 @@ def drop_boilerplate(module) -> None:
                 getattr(record, field).__doc__ = None
 
 
+def included_pages() -> dict[pathlib.Path, str]:
+    """The Markdown pages on the first page of the site, and the anchor of each one's title there."""
+    pages = re.findall(r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)
+    files = [(ROOT / "spectr_jax" / page).resolve() for page in pages]
+    titles = [file.read_text().partition("\n")[0].removeprefix("# ") for file in files]
+    anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    return dict(zip(files, anchors, strict=True))
+
+
 def with_local_links(page: str, folder: pathlib.Path) -> str:
-    """The first page with links to files of the repository that work: these are copied into the site."""
+    """The first page with links that work: within it to the pages that it includes, and to copies of other files."""
+    included = included_pages()
 
     def linked(match: re.Match) -> str:
         link, _, anchor = match[1].partition("#")
         for base in (ROOT, ROOT / "docs"):  # Where the README is, and where the pages that are included are.
             file = (base / link).resolve()
+            if link and file in included:
+                return f'href="#{anchor or included[file]}"'
             if link and not (folder / link).exists() and file.is_file() and file.is_relative_to(ROOT):
                 place = file.relative_to(ROOT)
                 (folder / place).parent.mkdir(parents=True, exist_ok=True)
