@@ -53,6 +53,15 @@ def test_files_that_are_named_exist(page):
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
+def test_commands_have_flags_that_exist(page):
+    for module, rest in re.findall(r"python -m spectr_jax\.(\w+)([^#`\n]*)", page.read_text()):
+        places = [ROOT / f"spectr_jax/{module}.py", ROOT / f"spectr_jax/{module}/__main__.py", ROOT / "spectr_jax/cli.py"]
+        source = "".join(path.read_text() for path in places if path.exists())
+        known = set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))
+        assert known.issuperset(named := re.findall(r" --(\w+)", rest)), (module, named)
+
+
+@pytest.mark.parametrize("page", SITE, ids=_name)
 def test_examples_import_what_exists(page):
     for block in _code(page):
         for node in ast.walk(ast.parse(block)):

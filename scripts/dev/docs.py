@@ -30,7 +30,10 @@ def import_module(path: pathlib.Path) -> str:
 def list_modules(package) -> None:
     """Adds its modules to what a package exports, for the navigation: pdoc leaves out those that `__all__` does not name."""
     if hasattr(package, "__all__"):
-        modules = sorted(path.stem for path in pathlib.Path(package.__path__[0]).glob("[!_]*.py"))
+        for name in package.__all__:
+            setattr(package, name, getattr(package, name))  # A name that is imported when asked for is not there yet.
+        paths = pathlib.Path(package.__path__[0]).glob("[!_]*")
+        modules = sorted(path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py")))
         package.__all__ = [*package.__all__, *(name for name in modules if name not in package.__all__)]
 
 
