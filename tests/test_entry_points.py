@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("entry_points")  # One server.
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED_BY_THE_SERVER = (
-    *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.last_words", "spectr_jax.training.loop"),
+    *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.loop"),
     *(f"spectr_jax.experiments.{name}" for name in ("auto", "latency", "quality", "tokens_per_call", "trees")),
     "spectr_jax.figures.acceptance",
 )
@@ -39,8 +39,9 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_peers.py": ("workdir",),
     "scripts/prepare_lm1b.py": ("data_dir",),
     "scripts/dev/compile_for.py": ("workdir",),
+    "scripts/train_ladder.py": ("workdir",),
 }
-TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE = PROGRAMS
+TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE, LADDER = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
 CASES = [
@@ -132,6 +133,17 @@ CASES = [
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
+    (LADDER, "--only=train_3m", "unknown stage 'train_3m'; did you mean 'train_6m'?"),
+    (LADDER, "--only=pack", "unknown stage 'pack'; known: auto_1"),
+    (LADDER, "--tfds_dir=/nowhere", "the TFDS corpus 'tfds:lm1b:test' cannot be opened in /nowhere"),
+    (LADDER, "--data=README.md", "--data and --heldout belong together; give both, or neither for LM1B"),
+    (LADDER, "--data=/nowhere --heldout=README.md", "no text file matches '/nowhere'"),
+    (LADDER, "--data=README.md --heldout=/nowhere", "no text file matches '/nowhere'"),
+    (LADDER, "--data=packed:/nowhere --heldout=README.md", "--data=packed:/nowhere: there is no packed.json; pack it"),
+    (LADDER, "--stage_flags=--config.steps=9", "'--config.steps=9' is not STAGE: FLAG ..., such as"),
+    (LADDER, "--stage_flags=tables:--x", "unknown stage 'tables'; did you mean 'table2'?"),
+    (LADDER, "--stage_flags=train:'", '--stage_flags="train:\'" cannot be read (No closing quotation); mend its quotes'),
+    (LADDER, "--only=latency", "not run: latency; see the messages above"),
 ]
 
 Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])
@@ -343,9 +355,12 @@ def test_help_says_all(run, program):
     if program != LM1B:
         assert ended.stdout.startswith(source.removeprefix('"""').splitlines()[0])
         assert all(part in ended.stdout for part in ("--verbose:", "--help:", "Exit status:", "\n  75   stopped"))
+    shell = program.replace(".py", ".sh")
     for flag in re.findall(r'DEFINE_\w+\(\s*"(\w+)"|add_argument\("--(\w+)"', source):
         assert f"--{flag[0] or flag[1]}" in ended.stdout
-    assert re.search(rf"^ *(python -m |python |){re.escape(program.replace('_lm1b.py', '_lm1b.sh'))} ", ended.stdout, re.M)
+    assert re.search(
+        rf"^ *(python -m |python |){re.escape(shell if (ROOT / shell).exists() else program)} ", ended.stdout, re.M
+    )
     if "config_flags" in source:
         assert "--coordinator: HOST:PORT" in ended.stdout and "--config.FIELD=VALUE" in ended.stdout
         assert "--config: " in ended.stdout and "(required)" in ended.stdout and "spectr_jax/config.py" in ended.stdout

@@ -32,8 +32,7 @@ def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, loss
     process = start(tmp_path / "killed", **changes)
     wait_for_step(tmp_path / "killed", 23, process)
     process.send_signal(signal.SIGKILL)
-    log = process.communicate()[0]
-    assert "the run was killed, or ended because another of its processes was; give the same command" in log
+    process.communicate()
     assert max(losses(tmp_path / "killed")) < 60
     resumed = train(config(**changes), tmp_path / "killed")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
