@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,15 +30,46 @@ WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix",
 SHAPE = {"model.width": 16, "model.mlp": 32, "model.heads": 2, "model.layers": 1, "model.vocab_size": 320}
 TRAINING = {**SHAPE, "model.context": 32, "steps": 20, "batch_size": 8, "optimizer.warmup_steps": 4, "log_every": 5}
 DECODING = {"prompt_tokens": 3, "max_new_tokens": 5, "seeds": (0, 1), "num_prompts": 5, "batch_size": 4}
+PHASES = {"methods": ("spectr",), "num_drafts": 2, "phase_batch_sizes": (1,)}
 TOY = {
     "train": {**TRAINING, "eval_every": 10, "checkpoint_every": 10},
     "table2": {"num_drafts": (1, 2), "draft_lengths": (2,), "methods": ("otm_block",)},
-    "latency": {"runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,), "methods": ("spectr",), "num_drafts": 2},
+    "latency": {**PHASES, "runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,)},
     "quality": {"sentences": 60, "dtypes": ("float32",)},
     "trees": {"sizes": (1,), "draft_length": 1, "extra_trees": ("1",), "exit_layer": 0},
     "auto_1,auto_32": {"methods": ("speculative",), "num_drafts": (1,), "draft_lengths": (1, 2), "size": 2, "tries": 1},
     "table2,trees,auto_1,auto_32": DECODING,
 }
+
+# Runs the script. Each program of a stage is forked from it and need not import JAX anew, which would take most of the time.
+FORKING = """
+import importlib, os, runpy, signal, subprocess, sys
+from absl import flags
+sys.path.insert(0, "tests")
+import fork_server
+
+class Forked:
+    def __init__(self, command):
+        self.pid = os.fork()
+        if not self.pid:
+            subprocess.Popen = popen
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for flag in flags.FLAGS.get_flags_for_module(sys.argv[0]):
+                delattr(flags.FLAGS, flag.name)
+            fork_server.become(command[2], command[3:], {}, "/dev/stdout", "/dev/stderr")
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+for module in ("training.loop", "figures.acceptance", "data.packed"):
+    importlib.import_module("spectr_jax." + module)
+for experiment in ("auto", "latency", "quality", "tokens_per_call", "trees"):
+    importlib.import_module("spectr_jax.experiments." + experiment)
+popen, subprocess.Popen = subprocess.Popen, Forked
+sys.argv[0] = "scripts/train_ladder.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture
@@ -47,16 +79,14 @@ def ladder(tmp_path):
         draw = random.Random(name)
         lines = [" ".join(draw.choices(WORDS, k=draw.randint(3, 11))) + f" {index}." for index in range(count)]
         (tmp_path / f"{name}-0.txt").write_text("\n".join(lines) + "\n")
-    more = [f"{names}: " + " ".join(f"--config.{key}={value}".replace(" ", "") for key, value in fields.items())
-            for names, fields in TOY.items()]  # fmt: skip
+    more = [f"{names}: {shlex.join(f'--config.{key}={value}' for key, value in toy.items())}" for names, toy in TOY.items()]
     more += ["pack: --vocab_size=320 --length=32", "figures: --draws=200 --prompt=draft", "export: --dtype=int8"]
-    more += ["latency: --config.phase_batch_sizes=(1,)"]
 
     def start(*further):
-        command = [sys.executable, "scripts/train_ladder.py", f"--workdir={tmp_path}/work"]
+        command = [sys.executable, "-c", FORKING, f"--workdir={tmp_path}/work"]
         command += [f"--data={tmp_path}/train-*.txt", f"--heldout={tmp_path}/heldout-*"]
         command += [f"--stage_flags={flags}" for flags in (*more, *further)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}  # One thread, where it forks.
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
