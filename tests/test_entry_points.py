@@ -359,7 +359,7 @@ def test_help_says_all(run, program):
     if "config_flags" in source:
         assert "--coordinator: HOST:PORT" in ended.stdout and "--config.FIELD=VALUE" in ended.stdout
         assert "--config: " in ended.stdout and "spectr_jax/config.py" in ended.stdout
-        assert "\nRequired: --workdir, --config\n" in ended.stdout
+        assert "\nRequired: --config, --workdir\n" in ended.stdout
 
 
 @pytest.mark.parametrize("program", [program for program in PROGRAMS if "spectr_jax" in program])
