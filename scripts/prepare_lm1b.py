@@ -42,7 +42,7 @@ def main():
             2, f"error: LM1B is not ready ({reason}); see to the disk or the network, and give the same command again\n"
         )
     except KeyboardInterrupt:
-        parser.exit(130, "interrupted; give the same command again to go on\n")
+        parser.exit(130, "interrupted; the same command resumes\n")
 
 
 def prepare(arguments: argparse.Namespace) -> None:

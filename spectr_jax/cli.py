@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from spectr_jax.errors import Interrupted, UserError, explain, unknown
+from spectr_jax.errors import Interrupted, UserError, explain
 
 BAD_INPUT = 2
 """Exit status of a program that told the user, in one line, what to do."""
@@ -25,18 +25,20 @@ CLOSED_PIPE = 141
 
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Print the traceback of an error too, above its line.")
 
-_CONFIG_HELP = """\
+_CONFIG_HELP = """
 Any field of the config can be set with --config.FIELD=VALUE, such as
 --config.batch_size=64. spectr_jax/config.py lists the fields with their defaults,
-and configs/ has configs to begin with."""
-_STATUS_HELP = f"""\
+and configs/ has configs to begin with.
+"""
+_STATUS_HELP = f"""
 Exit status:
   0    done
   {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
-  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command goes on
+  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command resumes
   {CTRL_C}  stopped by Ctrl-C
   {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
-  1    a bug: please report its traceback"""
+  1    a bug: please report its traceback
+"""
 
 
 def define_process_flags() -> None:
@@ -73,7 +75,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
-            _exit("interrupted; give the same command again to go on", error, CTRL_C, at_once=not alone)
+            _exit("interrupted; the same command resumes", error, CTRL_C, at_once=not alone)
         except Exception as error:
             line = explain(error, None if output is None else output.value)
             if line is None:
@@ -142,65 +144,54 @@ def _keep_programs() -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    flags.DEFINE_flag(_HelpFlag())
+    _extend_help()
     try:
-        left = flags.FLAGS(argv)
-        _refuse(left[1:])
-        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
-            _check_config(flags.FLAGS.config)
+        left = flags.FLAGS(argv)[1:]
+        if left:
+            raise UserError(f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help")
+        if "config" in flags.FLAGS and not hasattr(
+            flags.FLAGS.config, "keys"
+        ):  # Raises here if the file could not be loaded.
+            raise UserError(f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax/config.py")
         return left
-    except SystemExit:  # Help of absl's own, such as --helpfull, which would end with 1.
+    except SystemExit:  # absl's --help, which ends with 1.
+        with _quiet_end():
+            pass
         sys.exit(0)
     except Exception as error:  # A config file may raise anything.
-        _exit(f"error: {_reason(error, argv)}", error)
+        _exit(f"error: {_reason(error)}", error)
 
 
-def _refuse(arguments: list[str]) -> None:
-    """Raises `UserError` if there are arguments that no flag has taken."""
-    if arguments:
-        first = arguments[0]
-        hint = f"did you mean --config={first}? " if "config" in flags.FLAGS and ".py" in first else ""
-        raise UserError(f"unexpected argument {' '.join(arguments)!r}; {hint}give values as --FLAG=VALUE, see --help")
+def _extend_help() -> None:
+    """Has absl's --help tell of the flags here too, and of the exit status."""
+    for flag in flags.FLAGS.get_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    needed = [
+        f"--{name}" for name in flags.FLAGS if any("than None" in check.message for check in flags.FLAGS[name].validators)
+    ]
+    parts = [_CONFIG_HELP] * ("config" in flags.FLAGS) + [f"\nRequired: {', '.join(needed)}\n"] * bool(needed)
+    program = sys.modules["__main__"]
+    program.__doc__ = "".join([program.__doc__ or "", *parts, _STATUS_HELP])
 
 
-def _check_config(config) -> None:
-    """Raises if the config file could not be loaded, which ml_collections tells only when a field is asked for."""
-    if not hasattr(config, "keys"):
-        raise UserError(f"get_config() of the config file returns {config!r}; return a config of spectr_jax/config.py")
-
-
-def _reason(error: Exception, argv: list[str]) -> str:
+def _reason(error: Exception) -> str:
     """The line that helps, of what absl, ml_collections or a config file raises."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    if isinstance(error, UserError):
-        return text
-    told = next((line for line in lines if "UserError: " in line), None)
-    if told:  # Raised in a config file: ml_collections quotes the whole traceback.
-        return told.split("UserError: ", 1)[1]
-    if isinstance(error, flags.UnrecognizedFlagError):
-        return str(unknown("flag", f"--{error.flagname}", [f"--{flag.name}" for flag in _listed_flags()]))
+    text = str(error).strip()
+    if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
+        return text.split("UserError: ", 1)[1]
     missing = re.findall(r"Flag (--\w+) must have a value", text)
     if missing:
-        try:
-            _refuse(_left(argv))  # More likely the cause than another error.
-        except UserError as unexpected:
-            return str(unexpected)
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help"
+    if isinstance(error, UserError):
+        return text
     if isinstance(error, flags.Error):
-        return f"{lines[0].rstrip('.')}; see --help"
+        return f"{text.splitlines()[0].rstrip('.')}; see --help"
     if isinstance(error, AttributeError | KeyError) and "get_config" not in text:
-        return f"unknown config field {lines[0].strip(chr(34))}; the fields are listed in spectr_jax/config.py"
+        text = text.strip('"').replace("\\n", "; ").replace("\\'", "'")  # Some are quoted twice.
+        return f"unknown config field {text}; the fields are listed in spectr_jax/config.py"
     if isinstance(error, OSError):
-        return f"the config file cannot be loaded: {lines[-1]}; check the path"
-    return f"the config file fails: {type(error).__name__}: {lines[0]}; mend it (--verbose shows where)"
-
-
-def _left(argv: list[str]) -> list[str]:
-    """The arguments that no flag takes, where a required flag is missing."""
-    for name in flags.FLAGS:
-        flags.FLAGS[name].validators.clear()
-    return flags.FLAGS(argv)[1:]
+        return f"the config file cannot be loaded: {text.splitlines()[-1].strip()}; check the path"
+    return f"the config file fails: {type(error).__name__}: {text}; mend it (--verbose shows where)"
 
 
 def _exit(line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False) -> NoReturn:
@@ -210,38 +201,3 @@ def _exit(line: str, error: BaseException, status: int = BAD_INPUT, at_once: boo
     if at_once:  # JAX would wait at exit for the other processes, which wait for this one.
         os._exit(status)
     sys.exit(status)
-
-
-class _HelpFlag(flags.BooleanFlag):
-    """--help, in the place of absl's, which leaves out the flags of this module and ends with status 1."""
-
-    def __init__(self):
-        super().__init__("help", False, "Print this and end.", short_name="?", allow_override=True)
-
-    def parse(self, argument):
-        if self._parse(argument):
-            with _quiet_end():
-                print(_help())
-            sys.exit(0)
-
-
-def _help() -> str:
-    parts = [(sys.modules["__main__"].__doc__ or "").strip(), "Flags:\n" + "\n".join(map(_described, _listed_flags()))]
-    if "config" in flags.FLAGS:
-        parts.append(_CONFIG_HELP)
-    return "\n\n".join([*parts, _STATUS_HELP])
-
-
-def _listed_flags() -> list[flags.Flag]:
-    """The flags of the program, in their order, and those of this module."""
-    found = [flag for module in (sys.argv[0], __name__) for flag in flags.FLAGS.get_flags_for_module(module)]
-    return [flag for flag in found if "." not in flag.name]  # Fields of a config that are set become flags as well.
-
-
-def _described(flag: flags.Flag) -> str:
-    note = ""
-    if any("other than None" in validator.message for validator in flag.validators):
-        note = " (required)"
-    elif flag.default is not False and (default := (flag.default_as_str or "").strip("'")):
-        note = f" (default: {default})"
-    return flags.text_wrap(f"--{flag.name}: {flag.help}{note}", indent="      ", firstline_indent="  ")

@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 class Interrupted(Exception):
-    """The user or the scheduler stopped the run; it saved, and goes on where the same command is given again."""
+    """The user or the scheduler stopped the run; it saved, and the same command resumes it."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

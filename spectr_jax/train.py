@@ -2,7 +2,7 @@
 
     python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m
 
-A run that was stopped goes on from its newest checkpoint when the same command is given again.
+A run that was stopped or killed resumes from its newest checkpoint when the same command is given again.
 """
 
 import pathlib
@@ -13,16 +13,14 @@ from ml_collections import config_flags
 from spectr_jax import cli
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A training config, such as configs/lm1b/draft_6m.py.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to go on with it.", required=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to resume.", required=True)
 
 
 def main():
     # Once flags are parsed: `--help` need not wait for JAX.
-    from spectr_jax.training.last_words import last_words
     from spectr_jax.training.loop import train
 
-    with last_words(_WORKDIR.value):
-        train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":

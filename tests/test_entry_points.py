@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("entry_points")  # One server.
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED_BY_THE_SERVER = (
-    *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.last_words", "spectr_jax.training.loop"),
+    *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.loop"),
     *(f"spectr_jax.experiments.{name}" for name in ("auto", "latency", "quality", "tokens_per_call", "trees")),
     "spectr_jax.figures.acceptance",
 )
@@ -39,8 +39,9 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_peers.py": ("workdir",),
     "scripts/prepare_lm1b.py": ("data_dir",),
     "scripts/dev/compile_for.py": ("workdir",),
+    "scripts/train_ladder.py": ("workdir",),
 }
-TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE = PROGRAMS
+TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE, LADDER = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
 CASES = [
@@ -132,6 +133,17 @@ CASES = [
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
+    (LADDER, "--only=train_3m", "unknown stage 'train_3m'; did you mean 'train_6m'?"),
+    (LADDER, "--only=pack", "unknown stage 'pack'; known: auto_1"),
+    (LADDER, "--tfds_dir=/nowhere", "the TFDS corpus 'tfds:lm1b:test' cannot be opened in /nowhere"),
+    (LADDER, "--data=README.md", "--data and --heldout belong together; give both, or neither for LM1B"),
+    (LADDER, "--data=/nowhere --heldout=README.md", "no text file matches '/nowhere'"),
+    (LADDER, "--data=README.md --heldout=/nowhere", "no text file matches '/nowhere'"),
+    (LADDER, "--data=packed:/nowhere --heldout=README.md", "--data=packed:/nowhere: there is no packed.json; pack it"),
+    (LADDER, "--stage_flags=--config.steps=9", "'--config.steps=9' is not STAGE: FLAG ..., such as"),
+    (LADDER, "--stage_flags=tables:--x", "unknown stage 'tables'; did you mean 'table2'?"),
+    (LADDER, "--stage_flags=train:'", '--stage_flags="train:\'" cannot be read (No closing quotation); mend its quotes'),
+    (LADDER, "--only=latency", "not run: latency; see the messages above"),
 ]
 
 Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])
@@ -191,9 +203,7 @@ def test_unknown_flags_arguments_and_folders(run, tmp_path, program):
     folder, *needed = PROGRAMS[program]
     ours = program != LM1B
     ended = run(program, *arguments_of(program, f"--{folder[:-1]}=x", tmp_path))
-    check_one_line(
-        ended, f"unknown flag '--{folder[:-1]}'; did you mean '--{folder}'?" if ours else "unrecognized arguments"
-    )
+    check_one_line(ended, f"Unknown command line flag '{folder[:-1]}'" if ours else "unrecognized arguments")
     ended = run(program, "extra", *arguments_of(program, "", tmp_path))
     check_one_line(ended, "unexpected argument 'extra'" if ours else "unrecognized arguments: extra")
     file = tmp_path / "file"
@@ -210,19 +220,18 @@ def test_what_is_missing(run):
     check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
     check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
     check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere cannot be read")
-    ended = run(TRAIN, "configs/embedded.py")  # The likely cause is told before what follows from it.
-    check_one_line(ended, "unexpected argument 'configs/embedded.py'; did you mean --config=configs/embedded.py?")
+    check_one_line(run(TRAIN, "--confg=x"), "Unknown command line flag 'confg'. Did you mean: config ?; see --help")
 
 
 @pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])
 def test_verbose_has_no_abbreviations(run, tmp_path, flag):
     """`-v` is the short form of absl's --verbosity, which wants a number."""
     ended = run(FIGURES, *arguments_of(FIGURES, flag, tmp_path))
-    check_one_line(ended, "Missing value for flag --v" if flag == "--v" else f"unknown flag '{flag.split('=')[0]}'")
+    check_one_line(ended, "Missing value for flag --v" if flag == "--v" else f"flag '{flag.split('=')[0].strip('-')}'")
 
 
 def test_verbose_shows_the_traceback(run, tmp_path):
-    cases = (("--config.batch_size=0", "config field 'batch_size' is 0"), ("--nonsense", "unknown flag '--nonsense'"))
+    cases = (("--config.batch_size=0", "config field 'batch_size' is 0"), ("--nonsense", "flag 'nonsense'"))
     for flags, message in cases:
         ended = run(TRAIN, *arguments_of(TRAIN, f"{flags} --verbose", tmp_path))
         lines = ended.stderr.strip().splitlines()
@@ -275,17 +284,16 @@ def test_a_bug_shows_its_traceback(run_body, body):
 
 
 def test_help_has_defaults(run):
-    text = run(FIGURES, "--help").stdout
-    assert "--draws: Choices behind each measured point. (default: 20000)" in text
-    assert "--seed: Of the random pairs and of the measured points. (default: 0)" in text
-    assert "all if none is given.\n" in text and "above its line.\n" in text  # None, and a flag that is off.
+    text = " ".join(run(FIGURES, "--help").stdout.split())
+    assert "--draws: Choices behind each measured point. (default: '20000') (an integer)" in text
+    assert "--[no]verbose: Print the traceback of an error too, above its line. (default: 'false')" in text
 
 
 def test_ways_to_end(run_body):
     assert run_body("print('done')") == Ended(0, "done\n", "")
     assert run_body("raise Interrupted('saved')") == Ended(75, "", "saved\n")
     stopped = run_body("os.kill(os.getpid(), signal.SIGINT)")
-    assert stopped == Ended(130, "", "interrupted; give the same command again to go on\n")
+    assert stopped == Ended(130, "", "interrupted; the same command resumes\n")
 
 
 @pytest.mark.parametrize("body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"])
@@ -309,7 +317,7 @@ def test_help_into_a_closed_pipe():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_whose_error():
@@ -342,13 +350,16 @@ def test_help_says_all(run, program):
     source = path.read_text()
     if program != LM1B:
         assert ended.stdout.startswith(source.removeprefix('"""').splitlines()[0])
-        assert all(part in ended.stdout for part in ("--verbose:", "--help:", "Exit status:", "\n  75   stopped"))
+        assert all(part in ended.stdout for part in ("--[no]verbose:", "Exit status:", "\n  75   stopped"))
+    called = program.replace(".py", ".sh")
+    called = called if (ROOT / called).exists() else program
     for flag in re.findall(r'DEFINE_\w+\(\s*"(\w+)"|add_argument\("--(\w+)"', source):
-        assert f"--{flag[0] or flag[1]}" in ended.stdout
-    assert re.search(rf"^ *(python -m |python |){re.escape(program.replace('_lm1b.py', '_lm1b.sh'))} ", ended.stdout, re.M)
+        assert re.search(rf"--(\[no\])?{flag[0] or flag[1]}\b", ended.stdout)
+    assert re.search(rf"^ *(python -m |python |){re.escape(called)} ", ended.stdout, re.M)
     if "config_flags" in source:
         assert "--coordinator: HOST:PORT" in ended.stdout and "--config.FIELD=VALUE" in ended.stdout
-        assert "--config: " in ended.stdout and "(required)" in ended.stdout and "spectr_jax/config.py" in ended.stdout
+        assert "--config: " in ended.stdout and "spectr_jax/config.py" in ended.stdout
+        assert "\nRequired: --config, --workdir\n" in ended.stdout
 
 
 @pytest.mark.parametrize("program", [program for program in PROGRAMS if "spectr_jax" in program])

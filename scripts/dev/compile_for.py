@@ -4,7 +4,7 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
     python scripts/dev/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
 
-The training steps of each size (configs/lm1b, configs/campaign.py), and every method at its default options with a target
+The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its default options with a target
 of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
 mesh of four devices. That tells whether they compile, how long it takes here, and what memory they will take there. Nothing
 runs, no weights are made, and kernels are not tuned as they would be on the device.
@@ -207,7 +207,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"# Compiled for {result['device']}, without one\n\n"
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
         f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in configs/lm1b, Muon as in "
-        "configs/campaign.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
+        "configs/open_text.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
         f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is one device's. Nothing ran, and "
         "kernels were not tuned.\n\n"
         f"{report.made_by(result)}\n"

@@ -89,7 +89,7 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     if spec.startswith(TFDS_PREFIX):
         sentences: Sentences = TfdsSentences(spec, _tfds_source(spec, tfds_dir))
     else:
-        sentences = TextSentences(b"".join(_with_newline(read_text(path)) for path in _text_files(spec)))
+        sentences = TextSentences(b"".join(_with_newline(read_text(path)) for path in text_files(spec)))
     if not len(sentences):
         raise UserError(f"the corpus {spec!r} is empty; give text with one sentence a line")
     return sentences
@@ -121,7 +121,7 @@ def _with_newline(text: bytes) -> bytes:
     return text if text.endswith(b"\n") or not text else text + b"\n"
 
 
-def _text_files(spec: str) -> list[pathlib.Path]:
+def text_files(spec: str) -> list[pathlib.Path]:
     path = pathlib.Path(spec).expanduser()
     found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))

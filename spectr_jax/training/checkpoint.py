@@ -166,7 +166,7 @@ class Checkpoints:
             others = " or see why another process ended" if jax.process_count() > 1 else ""
             raise UserError(
                 f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); make room there{others}, "
-                f"and give the same command again: the run goes on from step {self.latest_step() or 0}, which is whole"
+                f"and give the same command again: the run resumes from step {self.latest_step() or 0}, which is whole"
             ) from error
 
 

@@ -76,7 +76,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     except OSError as error:
         raise UserError(
             f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: "
-            "it goes on from the newest checkpoint"
+            "it resumes from the newest checkpoint"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0][:200]
@@ -85,7 +85,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
         if jax.process_count() > 1:
             raise UserError(
                 f"another process of the run has probably ended ({reason}); see its log, and give the same command again "
-                f"(all of them): it goes on from the newest checkpoint in {str(workdir)!r}"
+                f"(all of them): it resumes from the newest checkpoint in {str(workdir)!r}"
             ) from error
         raise
 
@@ -135,7 +135,7 @@ class _Run:
             data.close()
             self.checkpoints.close()
         if stopping:
-            raise Interrupted(f"stopped and saved at step {step} of {config.steps}; the same command goes on from there")
+            raise Interrupted(f"stopped and saved at step {step} of {config.steps}; the same command resumes from there")
         return state
 
     def _start(self, data: grain.DatasetIterator) -> TrainState:
@@ -153,7 +153,7 @@ class _Run:
         if hosts.is_first():
             for step in damaged:
                 tqdm.tqdm.write(f"checkpoint {step} cannot be read and was moved to {str(self.workdir / 'damaged')!r}")
-            tqdm.tqdm.write(f"going on from step {int(state.step)}")
+            tqdm.tqdm.write(f"resuming from step {int(state.step)}")
         return state
 
     def _log_steps(self, step: int, window: Window, log: MetricsLog | None) -> str:

@@ -32,8 +32,7 @@ def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, loss
     process = start(tmp_path / "killed", **changes)
     wait_for_step(tmp_path / "killed", 23, process)
     process.send_signal(signal.SIGKILL)
-    log = process.communicate()[0]
-    assert "the run was killed, or ended because another of its processes was; give the same command" in log
+    process.communicate()
     assert max(losses(tmp_path / "killed")) < 60
     resumed = train(config(**changes), tmp_path / "killed")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -49,7 +48,7 @@ def test_signals_save(start, wait_for_step, losses, tmp_path, number):
     log = process.communicate(timeout=120)[0]
     assert process.returncode == 75, log
     step = max(losses(tmp_path))
-    assert f"stopped and saved at step {step} of 100000; the same command goes on from there" in log
+    assert f"stopped and saved at step {step} of 100000; the same command resumes from there" in log
     assert _saved(tmp_path)[-1] == step
 
 
@@ -145,7 +144,7 @@ def test_a_full_disk(config, command, losses, tmp_path):
     assert result.returncode == 2, result.stderr
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("error: a checkpoint could not be saved in") and "make room" in last
-    assert "goes on from step 4, which is whole" in last
+    assert "resumes from step 4, which is whole" in last
     assert _saved(tmp_path) == [4]
     assert int(train(config(**changes), tmp_path).step) == 8
     assert {step: losses(tmp_path)[step] for step in before} == before and len(losses(tmp_path)) == 8

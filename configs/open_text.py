@@ -1,0 +1,24 @@
+"""The paper's ladder on open text, packed once: one of the trainings of `scripts/train_ladder.sh --data=...`.
+
+    python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
+    python -m spectr_jax.train --config=configs/open_text.py:target_97m --workdir=runs/open/target_97m \\
+        --config.data.train=packed:packed --config.data.tokenizer=packed/tokenizer.model \\
+        --config.data.heldout='corpus/heldout-*'
+
+The recipe is `open_text_config`'s at 10,000 steps of 256 rows of 128 tokens: 320 million in all, four passes over the corpus
+that results/README.md names. Made for one data-centre GPU, and not run there yet.
+"""
+
+from spectr_jax.config import open_text_config
+
+
+def get_config(model: str = "target_97m"):
+    config = open_text_config(model)
+    config.batch_size = 256
+    config.steps = 10_000
+    config.optimizer.warmup_steps = 300
+    config.log_every = 100
+    config.eval_every = 2_000
+    config.checkpoint_every = 2_000
+    config.keep_checkpoints = 1
+    return config

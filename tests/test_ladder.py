@@ -1,0 +1,146 @@
+"""scripts/train_ladder.py at toy size: stopped once, with a stage that fails, and resumed.
+
+`trees` is the stage that fails, once its flags are found good: to make it takes minutes.
+"""
+
+import json
+import os
+import pathlib
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from spectr_jax.loading import load_trained
+from spectr_jax.training.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+TRAININGS = ["train_2m", "train_6m", "train_20m", "train_97m"]
+MODELS = ["draft_2m", "draft_6m", "draft_20m", "target_97m"]
+TABLES = {
+    "table2": "tokens_per_call",
+    "latency": "latency",
+    "quality": "quality",
+    "auto_1": "auto",
+    "auto_32": "auto",
+    "figures": "spectr_figure_5",
+}
+WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix", "accepts", "emits"]
+SHAPE = {"model.width": 16, "model.mlp": 32, "model.heads": 2, "model.layers": 1, "model.vocab_size": 320}
+TRAINING = {**SHAPE, "model.context": 32, "steps": 20, "batch_size": 8, "optimizer.warmup_steps": 4, "log_every": 5}
+DECODING = {"prompt_tokens": 3, "max_new_tokens": 5, "seeds": (0, 1), "num_prompts": 5, "batch_size": 4}
+PHASES = {"methods": ("spectr",), "num_drafts": 2, "phase_batch_sizes": (1,)}
+TOY = {
+    "train": {**TRAINING, "eval_every": 10, "checkpoint_every": 10},
+    "table2": {"num_drafts": (1,), "draft_lengths": (2,)},
+    "latency": {**PHASES, "runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,)},
+    "quality": {"sentences": 60, "dtypes": ("float32",)},
+    "trees": {"sizes": (1,), "draft_length": 1, "extra_trees": ("1",), "exit_layer": 0},
+    "auto_1,auto_32": {"methods": ("speculative",), "num_drafts": (1,), "draft_lengths": (1, 2), "size": 2, "tries": 1},
+    "table2,trees,auto_1,auto_32": DECODING,
+}
+
+# Runs the script. Each program of a stage is forked from it and need not import JAX anew, which would take most of the time.
+FORKING = """
+import importlib, os, runpy, signal, subprocess, sys
+from absl import flags
+sys.path.insert(0, "tests")
+import fork_server
+
+class Forked:
+    def __init__(self, command):
+        self.pid = os.fork()
+        if not self.pid:
+            subprocess.Popen = popen
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for flag in flags.FLAGS.get_flags_for_module(sys.argv[0]):
+                delattr(flags.FLAGS, flag.name)
+            fork_server.become(command[2], command[3:], {}, "/dev/stdout", "/dev/stderr")
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+for module in ("training.loop", "figures.acceptance", "data.packed"):
+    importlib.import_module("spectr_jax." + module)
+for experiment in ("auto", "latency", "quality", "tokens_per_call", "trees"):
+    importlib.import_module("spectr_jax.experiments." + experiment)
+popen, subprocess.Popen = subprocess.Popen, Forked
+fork_server.SECONDS = 600
+sys.argv[0] = "scripts/train_ladder.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    """Starts the script on sentences made up here, with further `--stage_flags`; stdout and stderr come together."""
+    for name, count in (("train", 900), ("heldout", 60)):
+        draw = random.Random(name)
+        lines = [" ".join(draw.choices(WORDS, k=draw.randint(3, 11))) + f" {index}." for index in range(count)]
+        (tmp_path / f"{name}-0.txt").write_text("\n".join(lines) + "\n")
+    more = [f"{names}: {shlex.join(f'--config.{key}={value}' for key, value in toy.items())}" for names, toy in TOY.items()]
+    more += ["pack: --vocab_size=320 --length=32", "figures: --draws=200 --prompt=draft", "export: --dtype=int8"]
+
+    def start(*further, only=()):
+        command = [sys.executable, "-c", FORKING, f"--workdir={tmp_path}/work"]
+        command += [f"--data={tmp_path}/train-*.txt", f"--heldout={tmp_path}/heldout-*"]
+        command += [f"--only={','.join(only)}", *(f"--stage_flags={flags}" for flags in (*more, *further))]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}  # One thread, where it forks.
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    return start
+
+
+def _began(output):
+    """The stages that were begun, in order."""
+    lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
+    return [line for line in lines if " " not in line]
+
+
+@pytest.mark.xdist_group("ladder")
+def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
+    work = tmp_path / "work"
+    process = ladder("train_20m: --config.steps=100000")
+    deadline = time.monotonic() + 240
+    while not (work / "draft_20m/metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and output.endswith("stopped at stage train_20m; the same command resumes\n"), output
+    assert _began(output) == ["pack", "train_2m", "train_6m", "train_20m"]
+    assert sorted(path.name for path in work.glob("ladder/*.safetensors")) == [
+        "draft_2m.safetensors",
+        "draft_6m.safetensors",
+    ]
+    saved = int(output.split("stopped and saved at step ")[1].split()[0])
+
+    foreign = work / "results/trees/trees.json"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text('{"config_hash": "of another"}')
+    last = f"train_20m: --config.steps={saved + 10}"
+    output, _ = (process := ladder(last)).communicate(timeout=500)
+    assert process.returncode == 2 and output.endswith("give the same command again\n"), output
+    assert "error: failed: trees; see" in output and f"from step {saved}\n" in output
+    assert sorted(_began(output)) == sorted(["train_20m", "train_97m", "trees", *TABLES])
+    for stages, status in ((["pack", *TRAININGS, *TABLES], 0), (["trees"], 2)):
+        output, _ = (process := ladder(last, only=stages)).communicate(timeout=60)
+        assert process.returncode == status and _began(output) == (stages if status else []), output
+
+    for name in MODELS:
+        steps = [record["step"] for record in read_metrics(work / f"{name}/metrics.jsonl")]
+        assert steps[-1] == (saved + 10 if name == "draft_20m" else 20)
+        assert load_trained(str(work / "ladder" / name)).model.vocab_size == 320
+    made = {stage: json.loads((work / f"results/{stage}/{table}.json").read_text()) for stage, table in TABLES.items()}
+    assert [row["algorithm"] for row in made["table2"]["rows"]] == ["baseline", *["speculative"] * 3]
+    assert made["auto_32"]["config"]["batch_size"] == 4 and made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
+    for row, name in zip(made["quality"]["rows"], reversed(MODELS), strict=True):  # Stored in int8, and as it was trained.
+        bits = row["scores"]["float32"]["eval_bits_per_character"]
+        trained = [record for record in read_metrics(work / f"{name}/metrics.jsonl") if "eval_bits_per_character" in record]
+        assert row["model"] == name and bits != trained[-1]["eval_bits_per_character"] == pytest.approx(bits, rel=0.005)
