@@ -14,9 +14,10 @@ out = generate(jax.random.key(0), method, target, draft, prompts, lengths, max_n
 print(tokenizer.texts(out.tokens, out.lengths)[0])
 ```
 
-`load` reads a model with its tokenizer (`spectr_jax.loading`), `get_method` makes a method (`spectr_jax.decoding.methods`), and
-`generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` stands inside a `jax.jit` of your own). A `Method` of
-your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours are right.
+`load` reads a model with its tokenizer (`spectr_jax.loading`), `get_method` makes a method (`spectr_jax.decoding.methods`),
+and `generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` stands inside a `jax.jit` of your own). A
+`Method` of your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours
+are right.
 
 The rooms, from the ground floor up:
 

@@ -16,6 +16,8 @@ BATCH, TOKENS, CAPACITY = 4, 12, 20
 """Sequences, their tokens, and the slots of a cache."""
 PREFIXES = (1, 3, 4, 6)
 """Committed tokens of each sequence."""
+PIECE = 3
+"""Tokens that are fed at a time."""
 AT = np.array(PREFIXES)[:, None] + np.arange(4)
 """The positions [B, 4] behind them."""
 
@@ -90,9 +92,7 @@ def _check_shapes(model: _Checked) -> None:
     cache = model.empty()
     shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
     if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
-        model.fail(
-            f"init_cache({BATCH}, {CAPACITY}) has rows {shapes}, lengths {cache.lengths}; not empty, or not [B, T, ...]"
-        )
+        model.fail(f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not [B, T, ...] and 0")
     logits, after = model.extend(*_causal(model.tokens[:, : max(PREFIXES)]), cache)
     wanted = (BATCH, max(PREFIXES), model.frozen.vocab_size)
     if logits.shape != wanted or logits.dtype != np.float32:
@@ -129,12 +129,12 @@ def _check_cache(model: _Checked) -> None:
         "a sequence fed in pieces through the cache is another than in one call; positions are those given, and rows "
         "belong behind cache.lengths + pending"
     )
-    for count in (2, 3):
-        at = np.asarray(cache.lengths)[:, None] + np.arange(count)
+    for _ in range(2):
+        at = np.asarray(cache.lengths)[:, None] + np.arange(PIECE)
         _, _, visible = _causal(at)
         logits, cache = model.extend(np.take_along_axis(model.tokens, at, 1), at, visible, cache)
         model.same(logits, np.take_along_axis(whole, at[:, :, None], 1), message)
-        cache = _kept(cache, np.arange(count))
+        cache = _kept(cache, np.arange(PIECE))
 
 
 def _check_tree(model: _Checked) -> None:
@@ -171,4 +171,4 @@ def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _kept(cache: Cache, path: np.ndarray) -> Cache:
     """The cache with the pending rows of `path` [D] committed."""
-    return keep(cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path))
+    return jax.jit(keep)(cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path))
