@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.training.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def test_the_campaign_is_stopped_and_goes_on(tmp_path):
     for name in MODELS:
         steps = [record["step"] for record in read_metrics(work / f"runs/{name}/metrics.jsonl")]
         assert steps[-1] == (saved + 10 if name == "draft_20m" else 20)
-        assert load_trained(str(work / "ladder" / name)).model.vocab_size == 320
+        assert load(str(work / "ladder" / name)).model.vocab_size == 320
     quality = json.loads((work / "results/quality/quality.json").read_text())["rows"]
     bits = [row["scores"]["float32"]["eval_bits_per_character"] for row in quality]
     assert bits[2] != bits[3] == pytest.approx(bits[2], rel=0.005)  # As it was trained, and stored in int8.

@@ -8,7 +8,7 @@ from flax import nnx
 
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 
@@ -60,5 +60,5 @@ def test_greedy_equals_the_baseline(model):
 
 
 def test_models_load_in_int8():
-    model = load_trained("embedded:draft_2m", "int8").model
+    model = load("embedded:draft_2m", "int8").model
     assert model.blocks[0].up.kernel[...].dtype == jnp.int8 and model.head.kernel[...].shape == (8192, 128)
