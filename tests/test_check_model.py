@@ -40,9 +40,8 @@ class Causal(Transformer):
     """Takes every mask for a causal one."""
 
     def extend(self, tokens, positions, visible, *args, **rest):
-        return super().extend(
-            tokens, positions, jnp.broadcast_to(jnp.tri(*visible.shape[1:], dtype=bool), visible.shape), *args, **rest
-        )
+        causal = jnp.broadcast_to(jnp.tri(*visible.shape[1:], dtype=bool), visible.shape)
+        return super().extend(tokens, positions, causal, *args, **rest)
 
 
 class LeaksRows(Transformer):

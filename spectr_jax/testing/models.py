@@ -41,7 +41,7 @@ def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, to
     frozen = freeze(model)
     if frozen.context < TOKENS:
         raise UserError(f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}")
-    for check in (_check_shapes, _check_mask, _check_batch, _check_cache, _check_tree):
+    for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree):
         check(_Checked(frozen, layers, tolerance))
 
 
@@ -101,6 +101,12 @@ def _check_shapes(model: _Checked) -> None:
         model.fail("`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them")
 
 
+def _check_batch(model: _Checked) -> None:
+    """The logits of a sequence do not depend on the other rows of its batch."""
+    alone = np.concatenate([model.whole(row[None]) for row in model.tokens])
+    model.same(model.whole(model.tokens), alone, "a row depends on the others of its batch; alone")
+
+
 def _check_mask(model: _Checked) -> None:
     """A token sees neither those behind it, nor another sequence in the same row."""
     half, tokens = TOKENS // 2, model.tokens
@@ -114,12 +120,6 @@ def _check_mask(model: _Checked) -> None:
     logits, _ = model.extend(packed, place[None] % half, visible[None])
     apart = np.concatenate([whole[:1, :half], whole[1:2, :half]], axis=1)
     model.same(logits, apart, "two sequences in one row see each other, which `visible` hides; apart")
-
-
-def _check_batch(model: _Checked) -> None:
-    """The logits of a sequence do not depend on the other rows of its batch."""
-    alone = np.concatenate([model.whole(row[None]) for row in model.tokens])
-    model.same(model.whole(model.tokens), alone, "a row depends on the others of its batch; alone")
 
 
 def _check_cache(model: _Checked) -> None:

@@ -178,7 +178,7 @@ def test_what_load_returns_is_taken_as_its_model():
         for target, draft in ((loaded, loaded), (TABLE, freeze(loaded)))
     )
     np.testing.assert_array_equal(first, second)
-    with pytest.raises(UserError, match="a list is no model; give an nnx.Module, `freeze` of one, or what `load` returns"):
+    with pytest.raises(UserError, match=r"a list is no model; give an nnx.Module, `freeze` of one, or what `load` returns"):
         generate(jax.random.key(0), SPECTR, [TABLE], TABLE, [[1]], [1], 4)
 
 
