@@ -1,5 +1,24 @@
 """Exact speculative sampling with many drafts, in JAX: SpecTr and its family.
 
+A whole program:
+
+```python
+import jax
+from spectr_jax import Policy, generate, get_method, load
+
+target, draft = load("embedded:20m", dtype="int8"), load("embedded:2m", dtype="int8")  # or your own models
+tokenizer = target.tokenizer
+prompts, lengths = tokenizer.prompts(["The committee will meet again next week to"])
+method, policy = get_method("otm_block", tree="4,2,1,1"), Policy(eos=tokenizer.eos)
+out = generate(jax.random.key(0), method, target, draft, prompts, lengths, max_new_tokens=40, policy=policy)
+print(tokenizer.texts(out.tokens, out.lengths)[0])
+```
+
+`load` reads a model with its tokenizer (`spectr_jax.loading`), `get_method` makes a method (`spectr_jax.decoding.methods`),
+and `generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` stands inside a `jax.jit` of your own). A
+`Method` of your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours
+are right.
+
 The rooms, from the ground floor up:
 
 | room | question | read first |
@@ -21,3 +40,53 @@ Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`,
 .. include:: ../docs/which_method.md
 .. include:: ../CONTRIBUTING.md
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spectr_jax import transport
+    from spectr_jax.decoding.generate import generate
+    from spectr_jax.decoding.methods import Method, get_method
+    from spectr_jax.decoding.policy import Policy
+    from spectr_jax.decoding.tree import Tree
+    from spectr_jax.loading import load
+    from spectr_jax.testing import check_method, check_model, check_plan
+
+__all__ = [
+    "Method",
+    "Policy",
+    "Tree",
+    "check_method",
+    "check_model",
+    "check_plan",
+    "generate",
+    "get_method",
+    "load",
+    "transport",
+]
+
+_PLACES = {
+    "Method": "decoding.methods",
+    "Policy": "decoding.policy",
+    "Tree": "decoding.tree",
+    "check_method": "testing",
+    "check_model": "testing",
+    "check_plan": "testing",
+    "generate": "decoding.generate",
+    "get_method": "decoding.methods",
+    "load": "loading",
+}
+"""The module of each name. It is imported when the name is asked for: a command's `--help` need not wait for JAX."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "transport":
+        return importlib.import_module("spectr_jax.transport")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'spectr_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"spectr_jax.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

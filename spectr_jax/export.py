@@ -74,7 +74,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.data.hugging_face import save_tokenizer
     from spectr_jax.data.tokenizer import Tokenizer
     from spectr_jax.errors import UserError
-    from spectr_jax.loading import load_trained
+    from spectr_jax.loading import load
     from spectr_jax.models.gpt2 import save_gpt2
 
     for flag in (_DTYPE, _PART_MB):
@@ -84,7 +84,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
             )
     if (out / "config.json").exists():
         raise UserError(f"{str(out)!r} has a config.json already; choose another --out")
-    trained = load_trained(_MODEL.value)
+    trained = load(_MODEL.value)
     if not isinstance(trained.tokenizer, Tokenizer):
         raise UserError(f"--model={_MODEL.value} is a folder of Hugging Face's already; copy it")
     save_gpt2(out, trained.model, trained.tokenizer.bos, trained.tokenizer.eos)

@@ -1,9 +1,15 @@
-"""Trained models by name: the embedded ladder, a model file, a training run, a GPT-2; or random weights, to time."""
+"""Models by name: `load("embedded:6m")`, a model file, a training run, a GPT-2, or a prefix of your own.
+
+What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging Face's libraries for `hf:`.
+"""
 
 import dataclasses
+import difflib
 import json
 import pathlib
+import re
 import zlib
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -12,71 +18,85 @@ from flax import nnx
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest
-from spectr_jax.models.gpt2 import load_gpt2, read_config
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
-from spectr_jax.models.weights import load_weights, weight_files
-from spectr_jax.training.checkpoint import Checkpoints
 
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
-EMBEDDED_PREFIX = "embedded:"
 RANDOM_PREFIX = "random:"
-HUGGING_FACE_PREFIX = "hf:"
 BEST = "@best"
 HEAD_SCALE = 1.5
 """Of random weights: sharpens their laws until two models agree as the embedded pair does, in 0.7 of their drafts."""
 
 
 class Trained(NamedTuple):
-    """A model, its tokenizer, and what to call it."""
+    """A model with its tokenizer: what `load` returns, and what `generate` takes.
+
+    Attributes:
+      name: what to call it.
+      model: follows `models.base.Model`; ours are transformers.
+      tokenizer: of its vocabulary.
+    """
 
     name: str
     model: Transformer
     tokenizer: AnyTokenizer
 
 
-def load_trained(spec: str, dtype: str = "float32") -> Trained:
-    """Loads a model for decoding.
+Loader = Callable[[str, str], Trained]
+"""Takes the name behind the prefix and "float32" or "bfloat16"; raises `UserError` where there is no such model."""
+
+
+def load(spec: str, dtype: str = "float32") -> Trained:
+    """Loads a model for decoding, with its tokenizer.
 
     Args:
-      spec: `embedded:NAME`, a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it, or a
-        training workdir (its newest checkpoint; with `@best` behind it, the one that did best on held-out sentences);
-        `hf:FOLDER` for a GPT-2 of Hugging Face's, or `hf:NAME` for one that its hub has; `random:NAME` for a shape of the
-        ladder with weights that were never trained, to measure time with.
+      spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
+        a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
+        a training workdir (its newest checkpoint; with `@best` behind it, the one that did best on held-out sentences);
+        `hf:FOLDER` for a GPT-2 of Hugging Face's, or `hf:NAME` for one that its hub has;
+        `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with;
+        or a prefix of your own (`register_loader`).
       dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
         `models.quantized`.
 
     Raises:
       UserError: nothing there, damaged, or with another tokenizer than it was trained with.
     """
+    check_dtype(dtype)
     if dtype == "int8":
-        trained = load_trained(spec)
+        trained = load(spec)
         return trained._replace(model=quantize(trained.model))
-    if spec.startswith(EMBEDDED_PREFIX):
-        name = spec.removeprefix(EMBEDDED_PREFIX)
-        known = [path.stem for path in EMBEDDED.glob("*.safetensors")]
-        if name not in known:
-            raise unknown("embedded model", name, known)
-        return _from_file(EMBEDDED / f"{name}.safetensors", dtype)
-    if spec.startswith(RANDOM_PREFIX):
-        return _random(spec, dtype)
-    if spec.startswith(HUGGING_FACE_PREFIX):
-        return _from_hugging_face(spec.removeprefix(HUGGING_FACE_PREFIX), dtype)
-    path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
-    if spec and (path.is_file() or weight_files(path)):
-        return _from_file(path, dtype)
-    if (path / "config.json").is_file():
-        return load_run(path, dtype, best=spec.endswith(BEST))
-    raise UserError(
-        f"no model at {spec!r}; give embedded:NAME, random:NAME, hf:FOLDER, a .safetensors file or the workdir of a run"
-    )
+    prefix, colon, name = spec.partition(":")
+    return LOADERS[prefix](name, dtype) if colon and prefix in LOADERS else _from_path(spec, dtype)
+
+
+def register_loader(prefix: str, loader: Loader) -> None:
+    """Adds a kind of model of your own: from now on `load("PREFIX:NAME")` calls `loader("NAME", dtype)`.
+
+    So does every command that takes a model's name, in the process that registered it. In int8 the loader is asked for
+    float32, and its transformer quantized.
+
+    Raises:
+      UserError: the prefix is taken, or is not of letters, digits and underscores.
+    """
+    if prefix in LOADERS:
+        raise UserError(f"prefix {prefix!r} is there already; choose another")
+    if not prefix.isidentifier():
+        raise UserError(f"prefix {prefix!r} is not of letters, digits and underscores; choose another, without the colon")
+    LOADERS[prefix] = loader
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `UserError` for a dtype that models are not decoded in."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
 
 
 def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained, list[Trained]]:
     """Loads a target and its drafts; raises `UserError` unless all share one tokenizer."""
-    loaded_target = load_trained(target, dtype)
-    loaded = [load_trained(draft, dtype) for draft in drafts]
+    loaded_target = load(target, dtype)
+    loaded = [load(draft, dtype) for draft in drafts]
     for spec, draft in zip(drafts, loaded, strict=True):
         if draft.tokenizer.vocabulary != loaded_target.tokenizer.vocabulary:
             raise UserError(
@@ -92,6 +112,8 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
     Raises:
       UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
     """
+    from spectr_jax.training.checkpoint import Checkpoints
+
     try:
         config = json.loads((workdir / "config.json").read_text())
         shape = TransformerConfig(**{**config["model"], "dtype": dtype, "dropout": 0.0})
@@ -115,16 +137,59 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
     return Trained(workdir.name, nnx.merge(graphdef, params), tokenizer)
 
 
+def embedded_names() -> list[str]:
+    """The models that are part of the package."""
+    return sorted({re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in EMBEDDED.glob("*.safetensors")})
+
+
+def _embedded(name: str, dtype: str) -> Trained:
+    return _from_file(EMBEDDED / _full_name("embedded model", name, embedded_names()), dtype)
+
+
+def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """`draft_6m` for itself and for `6m`; raises `UserError` if `known` has neither."""
+    found = [full for full in known if name in (full, full.partition("_")[2])]
+    if not found:
+        raise unknown(kind, name, known)
+    return found[0]
+
+
+def _from_path(spec: str, dtype: str) -> Trained:
+    from spectr_jax.models.weights import weight_files
+
+    path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
+    if spec and (path.is_file() or weight_files(path)):
+        return _from_file(path, dtype)
+    if (path / "config.json").is_file():
+        return load_run(path, dtype, best=spec.endswith(BEST))
+    raise _no_model(spec)
+
+
+def _no_model(spec: str) -> UserError:
+    """The error for a name that is no model's, with what there is and the nearest of it."""
+    names = [short for name in embedded_names() for short in (name, name.partition("_")[2])]
+    near = difflib.get_close_matches(spec, [*names, *(f"embedded:{name}" for name in names)], n=1)
+    hint = f"did you mean 'embedded:{near[0].removeprefix('embedded:')}'? " if near else ""
+    kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
+    embedded = ", ".join(f"embedded:{name}" for name in embedded_names())
+    return UserError(
+        f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file or the workdir of a run; there are {embedded}"
+    )
+
+
 def _from_file(path: pathlib.Path, dtype: str) -> Trained:
+    from spectr_jax.models.weights import SUFFIX, load_weights
+
     model, tokenizer_digest = load_weights(path, dtype)
     tokenizer = Tokenizer(path.with_name("tokenizer.model"))
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own there")
-    return Trained(path.stem, model, tokenizer)
+    return Trained(path.name.removesuffix(SUFFIX), model, tokenizer)
 
 
 def _from_hugging_face(source: str, dtype: str) -> Trained:
-    from spectr_jax.data.hugging_face import HuggingFaceTokenizer  # Its libraries are needed here alone.
+    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+    from spectr_jax.models.gpt2 import load_gpt2, read_config
 
     folder = pathlib.Path(source).expanduser()
     if not folder.is_dir():
@@ -156,15 +221,13 @@ def _fetched(name: str) -> pathlib.Path:
         raise UserError(f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a GPT-2's folder") from error
 
 
-def _random(spec: str, dtype: str) -> Trained:
-    name = spec.removeprefix(RANDOM_PREFIX)
-    if name not in LADDER:
-        raise unknown("shape", name, LADDER)
+def _random(name: str, dtype: str) -> Trained:
+    name = _full_name("shape", name, LADDER)
     shape = dataclasses.replace(LADDER[name], dtype=dtype)
     model = Transformer(shape, rngs=nnx.Rngs(zlib.crc32(name.encode())))
     model.head.kernel[...] *= HEAD_SCALE
     nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model)))
-    return Trained(spec, model, Tokenizer(EMBEDDED / "tokenizer.model"))
+    return Trained(RANDOM_PREFIX + name, model, Tokenizer(EMBEDDED / "tokenizer.model"))
 
 
 def shape_name(config: TransformerConfig) -> str:
@@ -173,3 +236,7 @@ def shape_name(config: TransformerConfig) -> str:
         if dataclasses.replace(config, dropout=shape.dropout, dtype=shape.dtype) == shape:
             return name.split("_")[1].upper()
     return f"{config.layers}x{config.width}"
+
+
+LOADERS: dict[str, Loader] = {"embedded": _embedded, "random": _random, "hf": _from_hugging_face}
+"""The loader of each prefix; `register_loader` adds to them."""

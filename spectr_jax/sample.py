@@ -44,7 +44,7 @@ _COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colou
 def main():
     from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
-    from spectr_jax.measure.measurement import check_dtype
+    from spectr_jax.loading import check_dtype
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 

@@ -11,14 +11,17 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from spectr_jax import loading
 from spectr_jax.config import eval_config
 from spectr_jax.data.hugging_face import save_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load_pair, load_trained
+from spectr_jax.loading import Trained, load, load_pair, register_loader
 from spectr_jax.measure import measurement
 from spectr_jax.models.gpt2 import save_gpt2
+from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
+from spectr_jax.models.weights import save_weights
 
 
 def _laws(model, tokens):
@@ -27,18 +30,70 @@ def _laws(model, tokens):
 
 
 def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts():
-    first, again = (load_trained("random:draft_2m").model for _ in range(2))
+    first, again = (load("random:draft_2m").model for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))
-    narrow = load_trained("random:draft_20m", "bfloat16").model
+    narrow = load("random:draft_20m", "bfloat16").model
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
     tokens = np.random.default_rng(0).integers(0, 8192, (2, 16))
     overlap = jnp.sum(jnp.minimum(_laws(first, tokens), _laws(narrow, tokens)), axis=-1)
     assert 0.65 < float(jnp.mean(overlap)) < 0.8
 
 
+def test_a_short_name_is_the_model_of_the_ladder():
+    """Also of random weights, which are those of the name in full."""
+    short, full = load("random:2m"), load("random:draft_2m")
+    assert short.name == full.name == "random:draft_2m"
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(short.model), nnx.state(full.model))
+    assert load("embedded:2m").name == load("embedded:draft_2m").name == "draft_2m"
+
+
+def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
+    trained = load(str(toy.folder / "target"))
+    shutil.copy(toy.folder / "tokenizer.model", tmp_path)
+    files = save_weights(tmp_path / "draft_20m", trained.model, trained.tokenizer.proto, {}, "int8", part_bytes=6_000)
+    assert len(files) > 2
+    monkeypatch.setattr(loading, "EMBEDDED", tmp_path)
+    assert loading.embedded_names() == ["draft_20m"]
+    for spec in ("embedded:20m", "embedded:draft_20m"):
+        assert load(spec).name == "draft_20m"
+    tokens = np.random.default_rng(0).integers(0, 283, (2, 16))
+    for dtype in ("float32", "int8"):
+        np.testing.assert_allclose(_laws(load("embedded:20m", dtype).model, tokens), _laws(trained.model, tokens), atol=0.01)
+    files[1].unlink()
+    with pytest.raises(UserError, match=rf"draft_20m.*{len(files) - 1} of {len(files)} parts are there"):
+        load("embedded:20m")
+
+
+def _mine(name, dtype):
+    model = TableModel(random_table(len(name), 283)) if name == "table" else load("random:2m", dtype).model
+    return Trained(f"{name} in {dtype}", model, load("random:2m").tokenizer)
+
+
+def test_a_loader_of_ones_own(monkeypatch):
+    monkeypatch.setattr(loading, "LOADERS", dict(loading.LOADERS))
+    with pytest.raises(UserError, match="no model at 'mine:table'"):
+        load("mine:table")
+    register_loader("mine", _mine)
+    assert load("mine:table", "bfloat16").name == "table in bfloat16"
+    assert load("mine:a:b", "int8").name == "a:b in float32"
+    assert load("mine:x", "int8").model.head.kernel[...].dtype == jnp.int8
+    with pytest.raises(UserError, match="a TableModel has no int8 products; give float32 or bfloat16"):
+        load("mine:table", "int8")
+    with pytest.raises(UserError, match=r"no model at 'mein:x'; give embedded:NAME, random:NAME, hf:NAME, mine:NAME"):
+        load("mein:x")
+    for prefix, message in (("mine", "prefix 'mine' is there already"), ("a:b", "prefix 'a:b' is not of letters")):
+        with pytest.raises(UserError, match=message):
+            register_loader(prefix, _mine)
+
+
+def test_dtypes_that_are_not_there():
+    with pytest.raises(UserError, match="dtype='float16' is not known; give one of float32, bfloat16, int8"):
+        load("embedded:2m", "float16")
+
+
 def test_an_unknown_shape_is_named():
     with pytest.raises(UserError, match=r"unknown shape 'draft_1m'.*draft_2m"):
-        load_trained("random:draft_1m")
+        load("random:draft_1m")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +126,7 @@ def test_models_of_different_vocabularies_are_refused(gpt2_pair, toy):
 
 
 def test_ours_and_its_gpt2_export_are_one_vocabulary(toy, tmp_path):
-    ours = load_trained(str(toy.folder / "target"))
+    ours = load(str(toy.folder / "target"))
     save_gpt2(tmp_path, ours.model, ours.tokenizer.bos, ours.tokenizer.eos)
     save_tokenizer(tmp_path, ours.tokenizer, context=32)
     target, (draft,) = load_pair(f"hf:{tmp_path}", (str(toy.folder / "draft"),), "float32")
@@ -84,24 +139,30 @@ def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="no folder 'someone/small', and the hub gave none"):
-        load_trained("hf:someone/small")
+        load("hf:someone/small")
     kept = tmp_path / "models--someone--small"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0" * 40)
     shutil.copytree(gpt2_pair / "target", kept / "snapshots" / ("0" * 40))
-    assert load_trained("hf:someone/small").name == "small"
+    assert load("hf:someone/small").name == "small"
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("embeded:6m", "no model at 'embeded:6m'; did you mean 'embedded:6m'\\? give embedded:NAME"),
+        ("draft_6m", "no model at 'draft_6m'; did you mean 'embedded:draft_6m'\\? give embedded:NAME"),
+        ("embedded:9m", "unknown embedded model '9m'; .*known: draft_2m, .*draft_6m"),
         ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a GPT-2, or its name"),
-        ("nowhere", "no model at 'nowhere'; give embedded:NAME, random:NAME, hf:FOLDER"),
+        (
+            "nowhere",
+            r"no model at 'nowhere'; give embedded:NAME, random:NAME, hf:NAME, a .* file or .*embedded:draft_6m",
+        ),
     ],
 )
 def test_models_that_are_not_there(spec, message):
     with pytest.raises(UserError, match=message):
-        load_trained(spec)
+        load(spec)
 
 
 def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
@@ -111,10 +172,10 @@ def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
     for eos in (50256, [0, 1]):
         (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
         with pytest.raises(UserError, match=re.escape(f"has eos_token_id={eos}, no token of its vocabulary")):
-            load_trained(f"hf:{folder}")
+            load(f"hf:{folder}")
     (folder / "config.json").write_text(json.dumps(config))
     big = tokenizers.ByteLevelBPETokenizer()
     big.train_from_iterator([f"law {number}" for number in range(999)], vocab_size=400)
     big.save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="tokens and its model 290; put the model's own there"):
-        load_trained(f"hf:{folder}")
+        load(f"hf:{folder}")

@@ -8,14 +8,14 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from spectr_jax.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, Tokenizer, vocabulary_digest
+from spectr_jax.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, AnyTokenizer, Tokenizer, vocabulary_digest
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(AnyTokenizer):
     """The tokenizer of a model folder."""
 
     def __init__(self, folder: pathlib.Path, bos: int, eos: int):

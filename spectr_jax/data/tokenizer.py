@@ -10,7 +10,8 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import sentencepiece
+import numpy as np
+from numpy.typing import ArrayLike
 
 from spectr_jax.errors import UserError
 from spectr_jax.files import digest, write_whole
@@ -21,7 +22,7 @@ SPACE = "▁"
 
 
 class AnyTokenizer(Protocol):
-    """What decoding needs of a tokenizer: ours below, or another program's."""
+    """What decoding needs of a tokenizer: ours below, or another program's; inherit from it for `prompts` and `texts`."""
 
     bos: int
     eos: int
@@ -46,6 +47,26 @@ class AnyTokenizer(Protocol):
         """One token as it looks in a text, with the space before it; a control token or part of a character by its name."""
         ...
 
+    def prompts(self, texts: str | Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts as `generate` takes them, of one string or several: tokens [B, T] and lengths [B], both int32.
+
+        BOS comes first; behind the end of a shorter prompt is BOS too, which is not looked at.
+
+        Raises:
+          UserError: there are none.
+        """
+        encoded = [[self.bos, *self.encode(text)] for text in ([texts] if isinstance(texts, str) else texts)]
+        if not encoded:
+            raise UserError("no prompts; give at least one string, which may be empty")
+        lengths = np.array([len(tokens) for tokens in encoded], np.int32)
+        padded = [[*tokens, *[self.bos] * (lengths.max() - len(tokens))] for tokens in encoded]
+        return np.array(padded, np.int32), lengths
+
+    def texts(self, tokens: ArrayLike, lengths: ArrayLike) -> list[str]:
+        """The strings of decoded sequences, prompts included: tokens [B, T] and lengths [B] of a `Generation`."""
+        rows = zip(np.asarray(tokens).tolist(), np.asarray(lengths).tolist(), strict=True)
+        return [self.decode(row[:length]) for row, length in rows]
+
 
 def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
     """Trains a SentencePiece unigram model on `sentences` and writes it to `path`.
@@ -53,6 +74,8 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
     Raises:
       UserError: the text is too little for `vocab_size` pieces.
     """
+    import sentencepiece
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -79,12 +102,14 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
     return Tokenizer(path)
 
 
-class Tokenizer:
+class Tokenizer(AnyTokenizer):
     """A trained SentencePiece model read from `path`."""
 
     bos, eos = BOS, EOS
 
     def __init__(self, path: str | os.PathLike):
+        import sentencepiece  # Imported late, for those who bring a model and a tokenizer of their own.
+
         try:
             self.proto = pathlib.Path(path).read_bytes()
             if not self.proto:

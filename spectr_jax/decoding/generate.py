@@ -1,10 +1,15 @@
 """Whole generations in one jitted call: draft, score, select, commit, until every text is done.
 
+`generate` checks its input and runs on any devices; `decode` is the pure function below it, for a `jax.jit` of your own.
+The module itself can be called as `generate` is: `spectr_jax.decoding.generate` is both.
+
 Shape suffixes: B texts, T tokens of a text.
 """
 
 import dataclasses
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +28,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, Loaded, freeze
 
 BUCKET = 16
 """Prompts are padded to a multiple of so many tokens."""
@@ -89,8 +94,8 @@ class _Loop(NamedTuple):
 def generate(
     key: jax.Array,
     method: Method,
-    target: Model | Frozen,
-    draft: Model | Frozen | None,
+    target: Model | Frozen | Loaded,
+    draft: Model | Frozen | Loaded | None,
     prompts: ArrayLike,
     prompt_lengths: ArrayLike,
     max_new_tokens: int,
@@ -105,9 +110,11 @@ def generate(
     Args:
       key: [] typed key, or [B] typed keys, one a text; consumed. Text `i` of a single key uses `fold_in(key, i)`.
       method: from `get_method`.
-      target: an `nnx.Module` that follows `Model`, or `freeze` of one, which saves time where it is decoded with often.
+      target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
+        it is decoded with often.
       draft: likewise, with the same vocabulary; None for a method that drafts nothing.
-      prompts: [B, T] int32, BOS first, padded at the end; here up to a multiple of `BUCKET`.
+      prompts: [B, T] int32, BOS first, padded at the end; here up to a multiple of `BUCKET`. `tokenizer.prompts` makes them
+        of strings.
       prompt_lengths: [B] int32, at least 1.
       max_new_tokens: static limit of the continuation.
       policy: temperature 1 by default.
@@ -134,16 +141,16 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
     """The arguments of `_generate`, checked."""
     policy = policy or Policy()
     tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
-    _check(method, target, draft, tokens, lengths, max_new_tokens)
+    drafts = draft is not None and method.tree.size and not method.exit_layer
+    models = freeze(target), freeze(draft) if drafts else None
+    _check(method, *models, tokens, lengths, max_new_tokens)
     _check_key(key, len(tokens))
     check_policy(policy)
     policy = dataclasses.replace(
         policy, temperature=jnp.asarray(policy.temperature, jnp.float32), eos=jnp.asarray(policy.eos, jnp.int32)
     )
-    drafts = method.tree.size and not method.exit_layer
     # One program serves prompts of many lengths.
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
-    models = freeze(target), freeze(draft) if drafts else None
     if mesh is not None:
         if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
             raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
@@ -154,41 +161,67 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(method: Method, max_new_tokens: int, observe, mesh: Mesh | None, target, draft, key, prompts_BxT, *rest):
-    """`_decode` on all texts, or on each device its share of them; every text has its key by now."""
-    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(len(prompts_BxT))) if key.ndim == 0 else key
-    decode = functools.partial(_decode, method, max_new_tokens, observe)
+def _generate(method: Method, max_new_tokens: int, observe, mesh: Mesh | None, target, draft, key, prompts, lengths, policy):
+    """`decode` of all texts, or on each device of its share of them."""
+
+    def run(keys_B, target, draft, prompts_BxT, lengths_B, policy):
+        return decode(keys_B, method, target, draft, prompts_BxT, lengths_B, max_new_tokens, policy, observe)
+
     if mesh is not None:
         rows, copy = sharding.ROWS, PartitionSpec()
-        specs = (copy, copy, rows, rows, rows, copy)
-        decode = jax.shard_map(decode, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
-    return decode(target, draft, keys_B, prompts_BxT, *rest)
+        specs = (rows, copy, copy, rows, rows, copy)
+        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+    return run(_text_keys(key, len(prompts)), target, draft, prompts, lengths, policy)
 
 
-def _decode(
+def decode(
+    key: jax.Array,
     method: Method,
+    target: Frozen,
+    draft: Frozen | None,
+    prompts: jax.Array,
+    prompt_lengths: jax.Array,
     max_new_tokens: int,
-    observe,
-    frozen_target: Frozen,
-    frozen_draft: Frozen | None,
-    keys_B,
-    prompts_BxT,
-    prompt_lengths_B,
-    policy: Policy,
+    policy: Policy | None = None,
+    observe: Callable[[Call], Any] | None = None,
 ) -> Generation:
-    target, draft = frozen_target.merge(), frozen_draft.merge() if frozen_draft else None
-    if method.exit_layer:
-        draft = EarlyExit(target, method.exit_layer)
-    limits_B = prompt_lengths_B + max_new_tokens
+    """What `generate` computes, as a pure function, to stand inside a `jax.jit` of your own.
+
+        @jax.jit
+        def reward(key, target, draft, prompts, lengths):  # target, draft = freeze(...), freeze(...)
+            out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2))
+            return jnp.mean(out.lengths - lengths)
+
+    Nothing is checked here, no prompt is padded and nothing is moved to other devices: what `generate` refuses gives
+    nonsense. Each shape of prompts is a program of its own.
+
+    Args:
+      key: [] typed key, or [B] typed keys, one a text; consumed. Text `i` of a single key uses `fold_in(key, i)`.
+      method: static.
+      target: from `freeze`. Let it be an argument of the jitted function: what a function closes over is compiled into it.
+      draft: likewise; None for a method that drafts nothing with it.
+      prompts: [B, T] int32, padded at the end.
+      prompt_lengths: [B] int32, from 1 to T.
+      max_new_tokens: static; the contexts of the models are at least T + max_new_tokens.
+      policy: its temperature may be traced.
+      observe: static.
+
+    Returns:
+      Texts with tokens [B, T + max_new_tokens]: those of `generate` for the same key and prompts.
+    """
+    keys_B, prompts_BxT, policy = _text_keys(key, len(prompts)), prompts, policy or Policy()
+    large = target.merge()
+    small = EarlyExit(large, method.exit_layer) if method.exit_layer else draft.merge() if draft else None
+    limits_B = prompt_lengths + max_new_tokens
 
     def step(loop: _Loop) -> _Loop:
-        after, seen = call(loop, method, target, draft, keys_B, limits_B, policy)
+        after, seen = call(loop, method, large, small, keys_B, limits_B, policy)
         return after._replace(observed=_add_observed(loop, observe, seen))
 
-    start = prefill(method, target, draft, prompts_BxT, prompt_lengths_B, max_new_tokens)
+    start = prefill(method, large, small, prompts_BxT, prompt_lengths, max_new_tokens)
     if observe is not None:
         seen = jax.eval_shape(
-            lambda: _observe_texts(observe, call(start, method, target, draft, keys_B, limits_B, policy)[1])
+            lambda: _observe_texts(observe, call(start, method, large, small, keys_B, limits_B, policy)[1])
         )
         start = start._replace(observed=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), seen))
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
@@ -313,6 +346,11 @@ def _cut(chosen: selection.Selection, eos: jax.Array, room_B: jax.Array) -> tupl
     return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted), ended
 
 
+def _text_keys(key: jax.Array, texts: int) -> jax.Array:
+    """A key for each text [B]."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(texts)) if key.ndim == 0 else key
+
+
 def _check_key(key, texts: int) -> None:
     if not jnp.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in ((), (texts,)):
         given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
@@ -356,3 +394,12 @@ def _check(method: Method, target, draft, prompts, prompt_lengths, max_new_token
                 f"prompts of {prompts.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the {name}'s context of "
                 f"{model.context}; shorten one of them"
             )
+
+
+class _CallableModule(types.ModuleType):
+    """`from spectr_jax.decoding import generate` gives this module, which was the function for its first users."""
+
+    __call__ = staticmethod(generate)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -16,8 +16,9 @@ import numpy as np
 import tqdm
 
 from spectr_jax.config import auto_config, check_fields, check_positive
-from spectr_jax.decoding import Method, generate, get_method, prediction, tree_search
+from spectr_jax.decoding import Method, get_method, prediction, tree_search
 from spectr_jax.decoding import tree as tree_lib
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained

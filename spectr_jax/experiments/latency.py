@@ -17,7 +17,7 @@ from spectr_jax.config import check_fields, check_positive, latency_config
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
-from spectr_jax.loading import RANDOM_PREFIX, Trained, load_trained, shape_name
+from spectr_jax.loading import RANDOM_PREFIX, Trained, load, shape_name
 from spectr_jax.measure import measurement, profile, report
 from spectr_jax.measure.call_times import PHASES, call_runs, phase_timers, timed_once
 from spectr_jax.measure.compilation import side_by_side
@@ -37,8 +37,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check_latency_config(config)
     measurement.claim_workdir(config, workdir, NAME)
-    models = [load_trained(spec, config.dtype) for spec in config.models]
-    target, draft = models[0], load_trained(config.draft, config.dtype)
+    models = [load(spec, config.dtype) for spec in config.models]
+    target, draft = models[0], load(config.draft, config.dtype)
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:
             raise UserError(

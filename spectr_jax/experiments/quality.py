@@ -15,7 +15,7 @@ from spectr_jax.config import check_fields, check_positive, quality_config
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
@@ -43,7 +43,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     measurement.claim_workdir(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     for spec in config.models:
-        if not isinstance(load_trained(spec).tokenizer, Tokenizer):
+        if not isinstance(load(spec).tokenizer, Tokenizer):
             raise UserError(f"model {spec!r} has another program's tokenizer, which packs no sentences; leave it out")
     journal = Journal(workdir, NAME, config)
     started = time.monotonic() - journal.seconds
@@ -57,7 +57,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     found = side_by_side([functools.partial(_scores, config, sentences, *each) for each in missing])
     for spec in config.models:
         scores = {dtype: journal.value(entry(spec, dtype), functools.partial(next, found)) for dtype in config.dtypes}
-        trained = load_trained(spec)
+        trained = load(spec)
         rows.append({"model": trained.name, "parameters": parameter_count(trained.model.config), "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
     result = {"rows": rows, **report.about(config, started)}
@@ -67,7 +67,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _scores(config: ml_collections.ConfigDict, sentences, spec: str, dtype: str) -> dict[str, float]:
-    trained = load_trained(spec, dtype)
+    trained = load(spec, dtype)
     assert isinstance(trained.tokenizer, Tokenizer)
     heldout = pack_heldout(
         sentences,

@@ -32,7 +32,7 @@ class Settings:
     """What figures can be made of.
 
     Attributes:
-      target: for Figure 5; as in `load_trained`.
+      target: for Figure 5; as in `load`.
       draft: likewise.
       prompt: of Figure 5.
       draws: choices behind each measured point.

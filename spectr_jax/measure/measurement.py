@@ -16,11 +16,11 @@ from spectr_jax import hosts, sharding
 from spectr_jax.config import check_positive, config_hash
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import PAD, AnyTokenizer
-from spectr_jax.decoding import Method, Policy, generate
-from spectr_jax.decoding.generate import Generation, lower
+from spectr_jax.decoding import Method, Policy
+from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.loading import DTYPES, EMBEDDED, Trained, load_pair
+from spectr_jax.loading import EMBEDDED, Trained, check_dtype, load_pair
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.models.frozen import freeze
 
@@ -66,12 +66,6 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
             f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple or hide some"
         )
     check_policy(Policy(config.temperature, config.top_k, config.top_p))
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises `UserError` for a dtype that models are not decoded in."""
-    if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
 
 
 def policy_of(config: ml_collections.ConfigDict, eos: int) -> Policy:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from spectr_jax.decoding import Method, generate
-from spectr_jax.decoding.generate import lower
+from spectr_jax.decoding import Method
+from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.measure.call_times import PHASES
 from spectr_jax.models.base import Model
 

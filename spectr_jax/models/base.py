@@ -35,7 +35,6 @@ class Model(Protocol):
         cache: Cache | None = None,
         pending: int = 0,
         *,
-        dropout_key: jax.Array | None = None,
         layers: int | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Runs the model on new tokens.
@@ -47,7 +46,6 @@ class Model(Protocol):
             included; j counts the pending tokens of earlier calls first. Committed tokens are always visible.
           cache: what earlier calls left; None for a call on whole sequences (M = N), as in training.
           pending: static number of pending tokens already in the cache.
-          dropout_key: consumed for dropout; None for none.
           layers: static; run so many of the first layers and the head only, None for all. Cache rows of the others are
             passed on as they are.
 

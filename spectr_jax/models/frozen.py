@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
 
+from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 
 
@@ -40,10 +41,31 @@ class Frozen:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.leaves))
 
 
-def freeze(model: Model | Frozen) -> Frozen:
-    """Takes an `nnx.Module` that follows `Model` apart. Changes of its weights do not reach what is frozen already."""
+class Loaded(Protocol):
+    """A model with its tokenizer, as `spectr_jax.load` returns it."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+def freeze(model: Model | Frozen | Loaded) -> Frozen:
+    """Takes an `nnx.Module` that follows `Model` apart. Changes of its weights do not reach what is frozen already.
+
+    Raises:
+      UserError: `model` is something else.
+    """
     if isinstance(model, Frozen):
         return model
+    given: Any = model
+    if not isinstance(model, nnx.Module):
+        if not hasattr(model, "tokenizer"):
+            raise UserError(
+                f"a {type(model).__name__} is no model; give an nnx.Module, `freeze` of one, or what `load` returns"
+            )
+        return freeze(given.model)
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    return Frozen(leaves, graphdef, structure, model.vocab_size, model.context, model.layers)
+    return Frozen(leaves, graphdef, structure, given.vocab_size, given.context, given.layers)

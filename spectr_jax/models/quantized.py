@@ -51,8 +51,10 @@ def quantize(model: Transformer) -> Transformer:
     """A copy of a float32 model with int8 products; embeddings, norms and cache stay float32.
 
     Raises:
-      UserError: the model is quantized already.
+      UserError: the model is quantized already, or no transformer.
     """
+    if not isinstance(model, Transformer):
+        raise UserError(f"a {type(model).__name__} has no int8 products; give float32 or bfloat16")
     copy: Transformer = nnx.clone(model)
     for block in copy.blocks:
         for name in ("qkv", "out", "up", "down"):

@@ -39,9 +39,8 @@ class TableModel(nnx.Module):
         rows = (jnp.zeros((batch, capacity), jnp.int32), jnp.full((batch, capacity), -1, jnp.int32))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None, layers=None):
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
         """See `Model.extend`."""
-        del dropout_key
         if cache is None:
             rows, mask_BxNxT = (tokens_BxN, positions_BxN), visible_BxNxM
         else:

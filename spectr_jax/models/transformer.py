@@ -205,22 +205,23 @@ class Transformer(nnx.Module):
         rows = tuple((jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, dropout_key=None, layers=None):
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
         """See `Model.extend`."""
-        hidden, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers)
+        hidden, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
         return self._logits(hidden[-1]), None if cache is None else Cache(rows, cache.lengths)
 
     def exits(
         self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None, remat=False
     ) -> list[jax.Array]:
-        """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences; consumes `dropout_key`.
+        """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences: what training asks for.
 
+        Consumes `dropout_key`; None for no dropout, which decoding never has.
         With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
         """
-        hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, dropout_key, max(after), remat)
+        hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat)
         return [self._logits(hidden[layer - 1]) for layer in after]
 
-    def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, dropout_key, layers, remat=False):
+    def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, dropout_key=None, remat=False):
         """What the first `layers` blocks leave, each [B, N, E], and the cache's rows."""
         config = self.config
         count = config.layers if layers is None else layers

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from spectr_jax.data.tokenizer import AnyTokenizer
-from spectr_jax.decoding import Generation, Method, Policy, generate, get_method
-from spectr_jax.decoding.generate import BUCKET
+from spectr_jax.decoding import Generation, Method, Policy, get_method
+from spectr_jax.decoding.generate import BUCKET, generate
 from spectr_jax.decoding.trace import Recorded, read_calls, recorder
 from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained, load_pair, load_trained
+from spectr_jax.loading import Trained, load, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 
 ROUNDS = 5
@@ -79,7 +79,7 @@ def open_session(method: Method, target: str, draft: str, dtype: str, max_new_to
     if method.tree.size and not method.exit_layer:
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
     else:
-        loaded, drafts = load_trained(target, dtype), None
+        loaded, drafts = load(target, dtype), None
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
     return Session(method, loaded, drafts, *frozen, max_new_tokens, policy)

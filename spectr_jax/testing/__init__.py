@@ -1,12 +1,14 @@
-"""The exactness checks that every plan and every method here passes, for those that you write.
+"""The checks that every plan, method and model here passes, for those that you write.
 
-    from spectr_jax import decoding, testing, transport
+    from spectr_jax import check_method, check_model, check_plan, get_method, transport
 
-    testing.check_plan(transport.get("mine"))          # seconds
-    testing.check_method(decoding.get_method("mine"))  # half a minute
+    check_plan(transport.get("mine"))  # seconds
+    check_method(get_method("mine"))   # half a minute
+    check_model(MyModel())             # seconds
 
-Each raises `AssertionError`, which says what property failed, where and by how much. Each property is a function of its own
-too. Keys are fixed: what passes once passes always; a right plan or method fails by chance once in 18,000 times.
+Each raises `AssertionError`, which says what property failed, where and by how much. Each property of a plan or
+a method is a function of its own too. Keys are fixed: what passes once passes always; a right plan or method fails by chance
+once in 18,000 times.
 """
 
 from spectr_jax.testing.methods import (
@@ -18,6 +20,7 @@ from spectr_jax.testing.methods import (
     check_rows,
     count_compilations,
 )
+from spectr_jax.testing.models import check_model
 from spectr_jax.testing.plans import (
     LAWS,
     check_emitted_law,
@@ -34,6 +37,7 @@ __all__ = [
     "check_emitted_law",
     "check_greedy",
     "check_method",
+    "check_model",
     "check_nonsense",
     "check_outputs",
     "check_plan",

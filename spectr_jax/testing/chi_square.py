@@ -1,7 +1,6 @@
 """How counts are compared with a law."""
 
 import numpy as np
-import scipy.stats
 
 LEAST = 1e-6
 """The p-value that is too small to be chance: the check of a plan makes 48 tests."""
@@ -9,6 +8,8 @@ LEAST = 1e-6
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     """The p-value of `counts` against `law`, up to a factor; what is expected less than 5 times joins the next rarest."""
+    import scipy.stats  # Imported late: decoding tests nothing, and it takes a second.
+
     expected = counts.sum() * law / law.sum()
     common = expected >= 5
     if common.sum() < 2:

@@ -17,7 +17,6 @@ The paper excludes empty subsets with u_i = u_(i-1); everything is accepted ther
 from typing import NamedTuple
 
 import numpy as np
-import scipy.optimize
 
 NEGLIGIBLE = 1e-12
 """The q of a subset at which its alpha is left at 0."""
@@ -70,6 +69,8 @@ def saturated_subsets(ps: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 def best_alphas(ps: np.ndarray, q: np.ndarray, subsets: np.ndarray) -> np.ndarray:
     """The alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in the variables u_i = P(the first i drafts are rejected)."""
+    import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
+
     k = len(ps)
     inside_p = np.where(subsets, ps, 0).sum(axis=1)
     inside_q = np.where(subsets, q, 0).sum(axis=1)

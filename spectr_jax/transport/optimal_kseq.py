@@ -11,8 +11,6 @@ import os
 import sys
 
 import numpy as np
-import scipy.optimize
-import scipy.sparse
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import iopt
@@ -64,6 +62,9 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
 
 def _branch_and_bound(p, q, k: int) -> np.ndarray:
     """The best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k, V] and inside z [k, V]."""
+    import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
+    import scipy.sparse
+
     V = len(p)
     total = 2 * k + 2 * k * V
     rows, lower, upper = [], [], []

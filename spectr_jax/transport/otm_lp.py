@@ -13,8 +13,6 @@ import functools
 import math
 
 import numpy as np
-import scipy.optimize
-import scipy.sparse
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice, select_by_law
@@ -65,6 +63,9 @@ def set_probabilities(p: np.ndarray, k: int) -> dict[frozenset[int], float]:
 @functools.lru_cache(maxsize=64)
 def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], np.ndarray], np.ndarray]:
     """The largest acceptance, for each set the accepted part [V] of the token's law, and the law [V] of a rejection."""
+    import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
+    import scipy.sparse
+
     p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     support = int(np.sum(p > 0))
     size = sum(m * math.comb(support, m) for m in range(1, min(k, support) + 1))

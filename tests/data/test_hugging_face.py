@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -83,6 +84,23 @@ def test_pieces_look_as_in_the_text(ours, written):
         assert "".join(map(tokenizer.piece, tokens)) == " The committee will meet \\ again"
         assert tokenizer.piece(EOS) == "</s>"
         assert [tokenizer.piece(token) for token in tokenizer.encode("日")] == [" ", "<0xE6>", "<0x97>", "<0xA5>"]
+
+
+def test_strings_to_prompts_and_back(ours, byte_pairs):
+    """In both kinds: BOS first and behind the shorter ones; what is behind a length is not part of a text."""
+    for tokenizer in (ours, HuggingFaceTokenizer(byte_pairs / "new", 0, 5)):
+        texts = ["Sentence 7 of many", "again", ""]
+        tokens, lengths = tokenizer.prompts(texts)
+        assert tokens.dtype == lengths.dtype == np.int32 and tokens.shape == (3, max(lengths))
+        for row, length, text in zip(tokens.tolist(), lengths, texts, strict=True):
+            assert row[:length] == [tokenizer.bos, *tokenizer.encode(text)]
+            assert set(row[length:]) <= {tokenizer.bos}
+        assert tokenizer.texts(tokens, lengths) == texts
+        assert tokenizer.texts(np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 8), lengths) == texts
+        alone, one = tokenizer.prompts(texts[0])
+        assert alone.tolist() == [tokens[0, : lengths[0]].tolist()] and one.tolist() == [lengths[0]]
+        with pytest.raises(UserError, match="no prompts; give at least one string"):
+            tokenizer.prompts([])
 
 
 def test_a_folder_without_a_tokenizer(byte_pairs, tmp_path):

@@ -1,13 +1,17 @@
 """Generation on the transformer, and bad input."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, decode, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.errors import UserError
+from spectr_jax.loading import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -142,6 +146,40 @@ def test_prompts_of_a_bucket_share_a_program(count_compilations):
         texts[length] = np.asarray(out.tokens)
     assert not compiled
     np.testing.assert_array_equal(texts[3], texts[16])
+
+
+def test_decode_stands_in_a_jit_of_ones_own(count_compilations):
+    """The texts of `generate`, from one program that goes on with them; models, keys and temperature are arguments."""
+    models = freeze(_transformer(0)), freeze(_transformer(1, layers=1))
+    method, others = get_method("otm_block", tree="2,1"), (freeze(_transformer(2)), freeze(_transformer(3, layers=1)))
+    prompts, lengths = np.random.default_rng(0).integers(0, 13, (4, 16)).astype(np.int32), np.array([1, 5, 16, 9], np.int32)
+
+    @jax.jit
+    def twice(key, target, draft, prompts, lengths, temperature):
+        policy = Policy(temperature=temperature, eos=7)
+        out = decode(key, method, target, draft, prompts, lengths, 8, policy)
+        likelier = decode(key, method, target, draft, prompts, lengths, 8, dataclasses.replace(policy, temperature=0.0))
+        return out, jnp.sum(out.tokens[:, -1] == likelier.tokens[:, -1]), 2 * out.lengths
+
+    for key in (jax.random.key(3), jax.random.split(jax.random.key(4), 4)):
+        ours, _, doubled = twice(key, *models, prompts, lengths, 1.0)
+        theirs = generate(key, method, *models, prompts, lengths, 8, Policy(eos=7))
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        np.testing.assert_array_equal(doubled, 2 * theirs.lengths)
+    with count_compilations() as compiled:
+        jax.block_until_ready(twice(key, *others, prompts[::-1], lengths, 0.5))
+    assert not compiled
+
+
+def test_what_load_returns_is_taken_as_its_model():
+    loaded = Trained("table", TABLE, None)
+    first, second = (
+        generate(jax.random.key(0), SPECTR, target, draft, [[1, 2]], [2], 8).tokens
+        for target, draft in ((loaded, loaded), (TABLE, freeze(loaded)))
+    )
+    np.testing.assert_array_equal(first, second)
+    with pytest.raises(UserError, match=r"a list is no model; give an nnx.Module, `freeze` of one, or what `load` returns"):
+        generate(jax.random.key(0), SPECTR, [TABLE], TABLE, [[1]], [1], 4)
 
 
 def test_a_frozen_model_decodes_as_it_was_when_frozen():

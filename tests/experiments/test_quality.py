@@ -13,7 +13,7 @@ from spectr_jax.data.tokenizer import BOS, EOS
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import quality
 from spectr_jax.experiments.quality import run
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 
 
 def _config(toy, **changes):
@@ -43,7 +43,7 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "quality.json").read_text()) == result
     assert [row["model"] for row in result["rows"]] == ["target"]
     for row in result["rows"]:
-        model, tokenizer = load_trained(str(toy.folder / row["model"]))[1:]
+        model, tokenizer = load(str(toy.folder / row["model"]))[1:]
         nats = tokens = 0
         for line in toy.prompts[:7]:
             pieces = [BOS, *tokenizer.encode(line), EOS]

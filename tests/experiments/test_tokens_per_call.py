@@ -15,7 +15,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
-from spectr_jax.loading import EMBEDDED, load_pair, load_trained, shape_name
+from spectr_jax.loading import EMBEDDED, load, load_pair, shape_name
 from spectr_jax.measure import acceptance, report
 from spectr_jax.measure.compilation import CORES_OF_A_PROGRAM
 from spectr_jax.measure.measurement import Measurement, Program, compile_ahead, measure, read_prompts
@@ -181,7 +181,7 @@ def test_batch_size_does_not_change_the_figures(toy):
 
 def test_prompts_are_cut_and_padded(toy):
     config = _config(toy.folder, prompt_tokens=3)
-    prompts = read_prompts(config, load_trained(config.target).tokenizer)
+    prompts = read_prompts(config, load(config.target).tokenizer)
     assert prompts.tokens.shape == (2, 4, 4) and prompts.real == 7
     assert np.all(prompts.tokens[..., 0] == BOS)
     assert prompts.lengths.reshape(-1).tolist() == [4] * 7 + [1]
@@ -205,7 +205,7 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
     train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283)
     (tmp_path / "m.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     with pytest.raises(UserError, match="was trained with another tokenizer than the one beside it"):
-        load_trained(str(tmp_path / "m.safetensors"))
+        load(str(tmp_path / "m.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_bad_configs(toy, tmp_path, changes, message):
 
 def test_the_embedded_ladder():
     for name in ("draft_2m", "draft_6m"):
-        trained = load_trained(f"embedded:{name}")
+        trained = load(f"embedded:{name}")
         assert dataclasses.replace(trained.model.config, dropout=0.0) == LADDER[name]
         assert trained.tokenizer.vocab_size == 8192
     assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) < 20e6

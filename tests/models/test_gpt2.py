@@ -11,6 +11,7 @@ import safetensors.numpy
 import transformers
 from flax import nnx
 
+from spectr_jax import check_model
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
 from spectr_jax.models.gpt2 import gpt2_config, load_gpt2, save_gpt2
@@ -111,6 +112,10 @@ def test_without_a_head_bias_the_shape_stays(model, tmp_path):
 def test_we_compute_the_logits_of_a_gpt2(prefix, tmp_path):
     folder = random_gpt2(tmp_path / "gpt2", prefix=prefix)
     np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _theirs(folder, TOKENS), atol=1e-4)
+
+
+def test_a_gpt2_follows_the_protocol(tmp_path):
+    check_model(load_gpt2(random_gpt2(tmp_path / "gpt2")), tolerance=5e-5)
 
 
 def _change(folder, config=None, tensors=None):

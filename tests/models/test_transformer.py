@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import generate, get_method
+from spectr_jax import check_model
+from spectr_jax.decoding import get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.errors import UserError
-from spectr_jax.models.cache import keep
+from spectr_jax.models.cache import Cache
+from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import (
@@ -31,24 +34,20 @@ def model():
     return Transformer(SHAPE, rngs=nnx.Rngs(0))
 
 
-MODELS = {"transformer": lambda: Transformer(SHAPE, rngs=nnx.Rngs(0)), "table": lambda: TableModel(random_table(0, 29))}
+@functools.partial(jax.jit, static_argnums=0)
+def _run(graphdef, state, tokens, positions, visible):
+    return nnx.merge(graphdef, state).extend(tokens, positions, visible)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _run(graphdef, state, pending, tokens, positions, visible, cache, dropout_key):
-    model = nnx.merge(graphdef, state)
-    return model.extend(tokens, positions, visible, cache, pending, dropout_key=dropout_key)
-
-
-def _extend(model, tokens, positions, visible, cache=None, pending=0, dropout_key=None):
+def _logits(model, tokens, positions, visible):
     graphdef, state = nnx.split(model)
-    return _run(graphdef, state, pending, jnp.asarray(tokens), jnp.asarray(positions), visible, cache, dropout_key)
+    return _run(graphdef, state, jnp.asarray(tokens), jnp.asarray(positions), visible)
 
 
 def _full(model, tokens):
     B, N = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(N), (B, N))
-    return _extend(model, tokens, positions, causal(jnp.zeros((B, N))))[0]
+    return _logits(model, tokens, positions, causal(jnp.zeros((B, N))))
 
 
 @pytest.mark.parametrize(
@@ -76,68 +75,45 @@ def test_packed_sentences_do_not_meet(model):
     a, b = np.arange(1, 6)[None], np.arange(7, 11)[None]
     segments = jnp.array([[1] * 5 + [2] * 4])
     positions = jnp.array([[*range(5), *range(4)]])
-    packed, _ = _extend(model, jnp.concatenate([a, b], 1), positions, causal(segments))
+    packed = _logits(model, jnp.concatenate([a, b], 1), positions, causal(segments))
     apart = jnp.concatenate([_full(model, a), _full(model, b)], 1)
     np.testing.assert_allclose(packed, apart, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_cached_decoding_equals_a_full_forward(name):
-    """Ragged prefixes, then two calls of a few tokens each."""
-    model = MODELS[name]()
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 29, (3, 12))
-    lengths = np.array([1, 4, 6])
-    B, T = 3, 6
-    positions = np.broadcast_to(np.arange(T), (B, T))
-    _, cache = _extend(
-        model, tokens[:, :T], positions, np.broadcast_to(np.tri(T, dtype=bool), (B, T, T)), model.init_cache(B, 20)
-    )
-    cache = type(cache)(cache.rows, jnp.asarray(lengths))
-    full = _full(model, tokens)
-    for count in (2, 3):
-        at = np.asarray(cache.lengths)[:, None] + np.arange(count)
-        visible = np.broadcast_to(np.tri(count, dtype=bool), (B, count, count))
-        logits, cache = _extend(model, np.take_along_axis(tokens, at, 1), at, visible, cache)
-        np.testing.assert_allclose(logits, np.take_along_axis(np.asarray(full), at[:, :, None], 1), atol=1e-5)
-        cache = keep(cache, np.broadcast_to(np.arange(count), (B, count)), cache.lengths + count)
+MODELS = {
+    "transformer": lambda: Transformer(SHAPE, rngs=nnx.Rngs(0)),
+    "learned positions": lambda: Transformer(
+        dataclasses.replace(SHAPE, layers=2, attention_bias=True, learned_positions=True), rngs=nnx.Rngs(0)
+    ),
+    "table": lambda: TableModel(random_table(0, 29)),
+}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_packed_tree_equals_separate_forwards(name):
-    """Two branches in one call, then one more level, then the accepted branch committed and extended."""
-    model = MODELS[name]()
-    prefix, branches = [3, 1, 4], [[1, 5, 9], [2, 6, 5]]
-    _, cache = _extend(model, np.array([prefix]), np.arange(3)[None], np.tri(3, dtype=bool)[None], model.init_cache(1, 16))
-    cache = type(cache)(cache.rows, jnp.array([3]))
-    level = np.array([branches[0][:2] + branches[1][:2]])
-    among = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]], bool)
-    first, cache = _extend(model, level, np.array([[3, 4, 3, 4]]), among[None], cache)
-    last = np.array([[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]], bool)
-    second, cache = _extend(model, np.array([[9, 5]]), np.array([[5, 5]]), last[None], cache, 4)
-    for row, branch in enumerate(branches):
-        full = _full(model, np.array([prefix + branch]))[0]
-        np.testing.assert_allclose(first[0, 2 * row : 2 * row + 2], full[3:5], atol=1e-5)
-        np.testing.assert_allclose(second[0, row], full[5], atol=1e-5)
-    cache = keep(cache, np.array([[2, 3, 5]]), jnp.array([6]))
-    after, _ = _extend(model, np.array([[7]]), np.array([[6]]), np.ones((1, 1, 1), bool), cache)
-    np.testing.assert_allclose(after[0, 0], _full(model, np.array([prefix + branches[1] + [7]]))[0, -1], atol=1e-5)
+@pytest.mark.parametrize(("name", "layers"), [*((name, None) for name in MODELS), ("transformer", 2)])
+def test_cache_trees_and_rows(name, layers):
+    """Whole, and the first layers only: what self-speculation drafts with."""
+    check_model(MODELS[name](), layers=layers, tolerance=1e-5)
 
 
-def test_rows_of_a_batch_do_not_meet(model):
-    tokens = np.random.default_rng(1).integers(0, 29, (8, 9))
-    together = _full(model, tokens)
-    for row in range(8):
-        np.testing.assert_allclose(_full(model, tokens[row : row + 1])[0], together[row], atol=1e-5)
+def test_an_early_exit_is_the_first_layers(model):
+    """On the whole model's cache, of whose other layers it leaves the rows as they are."""
+    tokens, positions, visible = np.arange(5)[None], np.arange(5)[None], np.tri(5, dtype=bool)[None]
+    cache = jax.tree.map(lambda leaf: leaf + 1, model.init_cache(1, 8).rows)
+    logits, after = EarlyExit(model, 2).extend(tokens, positions, visible, Cache(cache, jnp.zeros(1, jnp.int32)))
+    (exit_logits,) = model.exits(tokens, positions, visible, after=(2,))
+    np.testing.assert_allclose(logits, exit_logits, atol=1e-5)
+    assert not np.array_equal(after.rows[1][0], cache[1][0])
+    jax.tree.map(np.testing.assert_array_equal, after.rows[2], cache[2])
 
 
 def test_dropout_needs_a_key_and_uses_it():
     shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, dropout=0.5)
     model = Transformer(shape, rngs=nnx.Rngs(0))
     arguments = np.arange(5)[None], np.arange(5)[None], causal(jnp.zeros((1, 5)))
-    plain = [_extend(model, *arguments)[0] for _ in range(2)]
-    dropped = [_extend(model, *arguments, dropout_key=jax.random.key(seed))[0] for seed in range(2)]
+    plain = [model.exits(*arguments, after=(1,))[0] for _ in range(2)]
+    dropped = [model.exits(*arguments, after=(1,), dropout_key=jax.random.key(seed))[0] for seed in range(2)]
     np.testing.assert_array_equal(*plain)
+    np.testing.assert_allclose(_logits(model, *arguments), plain[0], atol=1e-5)
     assert not np.allclose(*dropped) and not np.allclose(dropped[0], plain[0])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.training import loop
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite(config, tmp_path):
     with pytest.raises(UserError, match=r"the loss is .* at step \d+; lower optimizer.learning_rate=10000000.0") as caught:
         train(config(**changes, **{"optimizer.learning_rate": 1e7}), tmp_path)
     assert f"(last good checkpoint: {_saved(tmp_path)[-1]})" in str(caught.value)
-    params = jax.tree.leaves(load_trained(str(tmp_path)).model)
+    params = jax.tree.leaves(load(str(tmp_path)).model)
     assert params and all(np.isfinite(leaf).all() for leaf in params)
 
 
@@ -113,7 +113,7 @@ def test_no_checkpoint_that_can_be_read(config, tmp_path, damage):
         stored["model"]["width"] = 32
         (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged or of another model"):
-        load_trained(str(tmp_path))
+        load(str(tmp_path))
     if damage != "foreign":
         with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged or of another model"):
             train(config(), tmp_path)
@@ -125,7 +125,7 @@ def test_a_half_written_checkpoint_is_none(config, tmp_path):
     train(config(steps=4), tmp_path)
     (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/4.orbax-checkpoint-tmp")
     with pytest.raises(UserError, match="no complete checkpoint in"):
-        load_trained(str(tmp_path))
+        load(str(tmp_path))
     state = train(config(steps=4), tmp_path)
     assert int(state.step) == 4 and [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 

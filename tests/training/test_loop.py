@@ -18,7 +18,7 @@ from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.packed import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract, causal
 from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.training import preparation, throughput
@@ -46,7 +46,7 @@ def test_a_run_learns_and_leaves_its_record(config, losses, tmp_path):
         "checkpoints",
         "lock",
     }
-    assert load_trained(str(tmp_path / "run")).model.vocab_size == 320
+    assert load(str(tmp_path / "run")).model.vocab_size == 320
 
 
 def test_an_early_exit_is_trained_beside_the_model(config, corpus, tmp_path):
@@ -58,9 +58,9 @@ def test_an_early_exit_is_trained_beside_the_model(config, corpus, tmp_path):
     assert not any("exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl"))
     behind_one = {}
     for name in ("exit", "none"):
-        model = load_trained(str(tmp_path / name)).model
+        model = load(str(tmp_path / name)).model
         sentences = (corpus / "heldout.txt").read_text().splitlines()
-        tokens = jnp.asarray([load_trained(str(tmp_path / name)).tokenizer.encode(" ".join(sentences))[:20]])
+        tokens = jnp.asarray([load(str(tmp_path / name)).tokenizer.encode(" ".join(sentences))[:20]])
         positions = jnp.arange(19)[None]
         segments = jnp.ones_like(positions)
         batch = {"inputs": tokens[:, :-1], "positions": positions, "segments": segments, "targets": tokens[:, 1:]}
@@ -102,18 +102,16 @@ def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     best = min(evaluated, key=lambda record: record["eval_bits_per_character"])
     assert best["step"] < 55
     assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == {best["step"], 55, 60}
-    kept = load_trained(f"{tmp_path}@best").model
+    kept = load(f"{tmp_path}@best").model
     assert _nats(kept, tmp_path) == pytest.approx(best["eval_nats_per_token"], rel=1e-5)
     command = [sys.executable, "-m", "spectr_jax.export", f"--model={tmp_path}@best", f"--out={tmp_path}/out"]
     subprocess.run([*command, "--part_mb=0.015"], check=True)
-    exported = load_trained(str(tmp_path / "out" / tmp_path.name)).model
+    exported = load(str(tmp_path / "out" / tmp_path.name)).model
     files = weight_files(tmp_path / "out" / tmp_path.name)
     assert len(files) > 1 and max(file.stat().st_size for file in files) <= 15_000
     for ours, theirs in zip(jax.tree.leaves(nnx.state(exported)), jax.tree.leaves(nnx.state(kept)), strict=True):
         np.testing.assert_array_equal(ours, theirs.astype("bfloat16").astype("float32"))
-    assert _nats(load_trained(str(tmp_path)).model, tmp_path) == pytest.approx(
-        evaluated[-1]["eval_nats_per_token"], rel=1e-5
-    )
+    assert _nats(load(str(tmp_path)).model, tmp_path) == pytest.approx(evaluated[-1]["eval_nats_per_token"], rel=1e-5)
 
 
 def _nats(model, workdir):
@@ -211,7 +209,7 @@ def test_bad_configs(config, tmp_path, changes, message):
 
 def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     train(config(steps=20), tmp_path / "first")
-    before = load_trained(str(tmp_path / "first"))
+    before = load(str(tmp_path / "first"))
     file, *_ = save_weights(tmp_path / "given", before.model, before.tokenizer.proto, {})
     given = {"init": str(file)}
     with pytest.raises(UserError, match=r"no tokenizer at .*; a run from init=.* needs the tokenizer of the weights"):

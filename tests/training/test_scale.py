@@ -49,11 +49,11 @@ if flags:
     hosts.connect(flags[0], 2, int(flags[1]))
 from spectr_jax.config import eval_config
 from spectr_jax.decoding import get_method
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.measure.measurement import measure, read_prompts
 config = eval_config()
 config.update({"prompts": prompts, "num_prompts": 13, "batch_size": 8, "max_new_tokens": 9})
-target, draft = load_trained(folder + "/whole"), load_trained(folder + "/draft")
+target, draft = load(folder + "/whole"), load(folder + "/draft")
 prompts = read_prompts(config, target.tokenizer)
 done = measure(get_method("otm_block", tree="2,1"), target, draft, prompts, config, seed=3)
 print(done.tokens, done.calls)

@@ -1,0 +1,174 @@
+"""What every model is checked for: one function a property, and `check_model` for all of them."""
+
+import functools
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.errors import UserError
+from spectr_jax.models.base import Model
+from spectr_jax.models.cache import Cache, keep
+from spectr_jax.models.frozen import Frozen, Loaded, freeze
+
+BATCH, TOKENS, CAPACITY = 4, 12, 20
+"""Sequences, their tokens, and the slots of a cache."""
+PREFIXES = (1, 3, 4, 6)
+"""Committed tokens of each sequence."""
+PIECE = 3
+"""Tokens that are fed at a time."""
+AT = np.array(PREFIXES)[:, None] + np.arange(4)
+"""The positions [B, 4] behind them."""
+
+
+def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, tolerance: float = 1e-4) -> None:
+    """Checks that a model follows the protocol of `spectr_jax.models.base`, on random tokens.
+
+    Its logits depend on the tokens that `visible` shows, on their positions, and on nothing else: not on what is hidden, nor
+    on other rows; a sequence that is fed in pieces through the cache, and the branches of a tree that is scored in one call,
+    have the logits of one call on each alone.
+
+    Args:
+      model: as for `generate`, with a context of at least `TOKENS`.
+      layers: check the model that its first `layers` are, for self-speculation; None for all.
+      tolerance: the most that logits may differ by; in bfloat16 and int8, roundings differ more.
+
+    Raises:
+      AssertionError: the model is wrong; it says where.
+      UserError: its context is too short.
+    """
+    frozen = freeze(model)
+    if frozen.context < TOKENS:
+        raise UserError(f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}")
+    for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree):
+        check(_Checked(frozen, layers, tolerance))
+
+
+class _Checked:
+    """A model on NumPy arrays."""
+
+    def __init__(self, frozen: Frozen, layers: int | None, tolerance: float):
+        self.frozen, self.layers, self.tolerance = frozen, layers, tolerance
+        self.tokens = np.random.default_rng(0).integers(0, frozen.vocab_size, (BATCH, TOKENS))
+
+    def extend(self, tokens, positions, visible, cache=None, pending=0) -> tuple[np.ndarray, Any]:
+        """Logits [B, N, V] and the cache."""
+        arrays = jnp.int32(tokens), jnp.int32(positions), jnp.asarray(visible, bool)
+        logits, cache = _extend(pending, self.layers, self.frozen, *arrays, cache)
+        return np.asarray(logits), cache
+
+    def whole(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits [B, N, V] of one call without a cache."""
+        return self.extend(*_causal(tokens))[0]
+
+    def empty(self) -> Cache:
+        return self.frozen.merge().init_cache(BATCH, CAPACITY)
+
+    def prefilled(self) -> Cache:
+        """A cache with the first `PREFIXES` tokens committed; behind these are rows that do not count."""
+        _, cache = self.extend(*_causal(self.tokens[:, : max(PREFIXES)]), self.empty())
+        return Cache(cache.rows, jnp.array(PREFIXES, jnp.int32))
+
+    def same(self, logits: np.ndarray, expected: np.ndarray, message: str) -> None:
+        """Raises the message unless logits [B, N, V] are the expected ones."""
+        with np.errstate(invalid="ignore"):
+            off = np.where(logits == expected, 0, np.abs(logits - expected)).max(-1)
+        if not off.max() <= self.tolerance:
+            row, token = np.unravel_index(off.argmax(), off.shape)
+            self.fail(f"{message}: logits differ by {off.max():.3g} at new token {token} of row {row}")
+
+    def fail(self, message: str) -> NoReturn:
+        raise AssertionError(f"model {type(self.frozen.merge()).__name__}: {message}")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions, visible, cache):
+    return frozen.merge().extend(tokens, positions, visible, cache, pending, layers=layers)
+
+
+def _check_shapes(model: _Checked) -> None:
+    """Logits are float32 [B, N, V], cache rows are [B, T, ...], and `extend` leaves the lengths of a cache as they are."""
+    cache = model.empty()
+    shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
+    if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
+        model.fail(f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not [B, T, ...] and 0")
+    logits, after = model.extend(*_causal(model.tokens[:, : max(PREFIXES)]), cache)
+    wanted = (BATCH, max(PREFIXES), model.frozen.vocab_size)
+    if logits.shape != wanted or logits.dtype != np.float32:
+        model.fail(f"logits are {logits.dtype}{list(logits.shape)}, not float32{list(wanted)}")
+    if np.any(after.lengths):
+        model.fail("`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them")
+
+
+def _check_batch(model: _Checked) -> None:
+    """The logits of a sequence do not depend on the other rows of its batch."""
+    alone = np.concatenate([model.whole(row[None]) for row in model.tokens])
+    model.same(model.whole(model.tokens), alone, "a row depends on the others of its batch; alone")
+
+
+def _check_mask(model: _Checked) -> None:
+    """A token sees neither those behind it, nor another sequence in the same row."""
+    half, tokens = TOKENS // 2, model.tokens
+    whole, other = model.whole(tokens), tokens.copy()
+    other[:, half:] = (tokens[:, half:] + 1) % model.frozen.vocab_size
+    message = "a token sees those behind it, which `visible` hides; with others there"
+    model.same(model.whole(other)[:, :half], whole[:, :half], message)
+    place = np.arange(TOKENS)
+    visible = np.tri(TOKENS, dtype=bool) & (place[:, None] // half == place // half)
+    packed = np.concatenate([tokens[:1, :half], tokens[1:2, :half]], axis=1)
+    logits, _ = model.extend(packed, place[None] % half, visible[None])
+    apart = np.concatenate([whole[:1, :half], whole[1:2, :half]], axis=1)
+    model.same(logits, apart, "two sequences in one row see each other, which `visible` hides; apart")
+
+
+def _check_cache(model: _Checked) -> None:
+    """Tokens fed in pieces behind prefixes of several lengths have the logits of one call."""
+    cache, whole = model.prefilled(), model.whole(model.tokens)
+    message = (
+        "a sequence fed in pieces through the cache is another than in one call; positions are those given, and rows "
+        "belong behind cache.lengths + pending"
+    )
+    for _ in range(2):
+        at = np.asarray(cache.lengths)[:, None] + np.arange(PIECE)
+        _, _, visible = _causal(at)
+        logits, cache = model.extend(np.take_along_axis(model.tokens, at, 1), at, visible, cache)
+        model.same(logits, np.take_along_axis(whole, at[:, :, None], 1), message)
+        cache = _kept(cache, np.arange(PIECE))
+
+
+def _check_tree(model: _Checked) -> None:
+    """Two branches scored together, a level at a time, are as each on its own; and one, once committed, goes on alike."""
+    branches, alone = [], []
+    for number in range(2):
+        sequences = model.tokens.copy()
+        branches.append((np.take_along_axis(sequences, AT, 1) + number) % model.frozen.vocab_size)
+        np.put_along_axis(sequences, AT, branches[-1], 1)
+        alone.append(np.take_along_axis(model.whole(sequences), AT[:, :, None], 1))
+
+    def score(nodes, visible, cache, pending, message):
+        tokens, expected = (np.stack([part[branch][:, depth] for branch, depth in nodes], 1) for part in (branches, alone))
+        positions = np.stack([AT[:, depth] for _, depth in nodes], 1)
+        visible = np.broadcast_to(np.array(visible), (BATCH, *np.shape(visible)))
+        logits, cache = model.extend(tokens, positions, visible, cache, pending)
+        model.same(logits, expected, message)
+        return cache
+
+    first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    message = "a tree scored in one call is not as its branches on their own; siblings share a position"
+    cache = score([(0, 0), (0, 1), (1, 0), (1, 1)], first, model.prefilled(), 0, message)
+    message = "a level behind pending tokens is not as its branches on their own; `visible` counts pending tokens first"
+    cache = score([(0, 2), (1, 2)], [[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]], cache, 4, message)
+    cache = _kept(cache, np.array([2, 3, 5]))
+    score([(1, 3)], [[1]], cache, 0, "behind a branch whose rows were committed it goes on otherwise than behind its tokens")
+
+
+def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [B, N], positions [B, N] and the causal mask [B, N, N] of whole sequences."""
+    B, N = tokens.shape
+    return tokens, np.broadcast_to(np.arange(N), (B, N)), np.broadcast_to(np.tri(N, dtype=bool), (B, N, N))
+
+
+def _kept(cache: Cache, path: np.ndarray) -> Cache:
+    """The cache with the pending rows of `path` [D] committed."""
+    return jax.jit(keep)(cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path))

@@ -1,0 +1,129 @@
+"""`check_model`: models that follow the protocol pass, and what is wrong with one is said."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax import check_model
+from spectr_jax.errors import UserError
+from spectr_jax.models.cache import Cache
+from spectr_jax.models.table import TableModel, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+
+SHAPE = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, context=12)
+
+
+class LatePositions(Transformer):
+    """One position late, behind a cache."""
+
+    def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
+        return super().extend(tokens, positions + (cache is not None), visible, cache, pending, **rest)
+
+
+class OwnPositions(Transformer):
+    """Counts its positions itself, so that siblings have different ones."""
+
+    def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
+        return super().extend(tokens, positions[:, :1] + np.arange(tokens.shape[1]), visible, cache, pending, **rest)
+
+
+class SeesAll(Transformer):
+    """Ignores the mask."""
+
+    def extend(self, tokens, positions, visible, *args, **rest):
+        return super().extend(tokens, positions, jnp.ones_like(visible), *args, **rest)
+
+
+class Causal(Transformer):
+    """Takes every mask for a causal one."""
+
+    def extend(self, tokens, positions, visible, *args, **rest):
+        causal = jnp.broadcast_to(jnp.tri(*visible.shape[1:], dtype=bool), visible.shape)
+        return super().extend(tokens, positions, causal, *args, **rest)
+
+
+class LeaksRows(Transformer):
+    """A row has something of the one before."""
+
+    def extend(self, *args, **rest):
+        logits, cache = super().extend(*args, **rest)
+        return logits + 0.1 * jnp.roll(logits, 1, axis=0), cache
+
+
+class LeaksCachedRows(Transformer):
+    """The rows of the cache move by one."""
+
+    def extend(self, *args, **rest):
+        logits, cache = super().extend(*args, **rest)
+        return logits, cache and Cache(jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 0), cache.rows), cache.lengths)
+
+
+class ForgetsPending(Transformer):
+    """Writes each level of a tree over the one before."""
+
+    def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
+        return super().extend(tokens, positions, visible[:, :, pending:], cache, 0, **rest)
+
+
+class Commits(Transformer):
+    """Takes its new tokens for committed ones."""
+
+    def extend(self, tokens, *args, **rest):
+        logits, cache = super().extend(tokens, *args, **rest)
+        return logits, cache and Cache(cache.rows, cache.lengths + tokens.shape[1])
+
+
+class Narrow(Transformer):
+    def extend(self, *args, **rest):
+        logits, cache = super().extend(*args, **rest)
+        return logits.astype(jnp.bfloat16), cache
+
+
+WHERE = r": logits differ by \d\.\d+(e-\d+)? at new token \d+ of row \d"
+CACHE = r"a sequence fed in pieces through the cache is another than in one call; positions are those given, and rows belong"
+WRONG = {
+    LatePositions: CACHE + ".*" + WHERE,
+    OwnPositions: "two sequences in one row see each other, which `visible` hides; apart" + WHERE,
+    SeesAll: "a token sees those behind it, which `visible` hides; with others there" + WHERE,
+    Causal: "two sequences in one row see each other, which `visible` hides; apart" + WHERE,
+    LeaksRows: "a row depends on the others of its batch; alone" + WHERE,
+    LeaksCachedRows: CACHE + ".*" + WHERE,
+    ForgetsPending: "a level behind pending tokens is not as its branches on their own; `visible` counts pending"
+    + ".*"
+    + WHERE,
+    Commits: "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them",
+    Narrow: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_with_a_model_is_said(kind):
+    with pytest.raises(AssertionError, match=f"^model {kind.__name__}: {WRONG[kind]}") as error:
+        check_model(kind(SHAPE, rngs=nnx.Rngs(0)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tree_whose_siblings_take_each_others_places_is_told():
+    """Causal masks and counted positions are right for every sequence, and wrong for a tree."""
+
+    class Sequences(TableModel):
+        def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
+            if cache is not None:
+                positions = positions[:, :1] + np.arange(tokens.shape[1])
+                visible = jnp.broadcast_to(jnp.tri(*visible.shape[1:], dtype=bool), visible.shape)
+            return super().extend(tokens, positions, visible, cache, pending, **rest)
+
+    message = "model Sequences: a tree scored in one call is not as its branches on their own; siblings share a position: "
+    with pytest.raises(AssertionError, match=message):
+        check_model(Sequences(random_table(0, 11)))
+
+
+def test_impossible_tokens_and_a_context_that_is_too_short():
+    table = random_table(0, 5)
+    table[:, :, 2] = 0
+    with np.errstate(divide="ignore"):
+        check_model(TableModel(table))
+    with pytest.raises(UserError, match="context=11 is too short to check a model; give one of at least 12"):
+        check_model(TableModel(table, context=11))

@@ -1,0 +1,95 @@
+"""The public face: what `spectr_jax` exports, what its import costs, the program of its docstring, what it depends on."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import jax
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import decoding
+from spectr_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAM = re.search(r"```python\n(.*?)```", spectr_jax.__doc__, re.DOTALL)[1]
+HEAVY = [
+    *("orbax", "tensorflow_datasets", "grain", "array_record", "ml_collections", "matplotlib"),
+    *("tokenizers", "sentencepiece", "huggingface_hub", "safetensors", "scipy"),
+]
+"""What neither `import spectr_jax` nor any of its names imports."""
+
+
+def _imported(program):
+    program += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_an_import_waits_for_nothing_that_is_not_used():
+    """Not even for JAX; and with all names JAX, Flax and what these bring."""
+    assert not _imported("import spectr_jax") & {*HEAVY, "jax", "numpy"}
+    names = _imported("from spectr_jax import *\nassert load and generate and check_model and transport")
+    assert "jax" in names and not names & set(HEAVY)
+
+
+def test_an_embedded_model_needs_no_orbax_and_nothing_of_hugging_faces():
+    names = _imported("from spectr_jax import load\nload('embedded:2m')")
+    assert {"safetensors", "sentencepiece"} <= names
+    assert not names & (set(HEAVY) - {"safetensors", "sentencepiece"})
+
+
+def test_the_names():
+    assert spectr_jax.__all__ == sorted(spectr_jax.__all__) and set(spectr_jax.__all__) == {
+        *("load", "generate", "get_method", "Method", "Policy", "Tree"),
+        *("check_plan", "check_method", "check_model", "transport"),
+    }
+    for name in spectr_jax.__all__:
+        assert getattr(spectr_jax, name) is not None and name in dir(spectr_jax)
+    assert spectr_jax.transport.get("otm").name == "otm"
+    with pytest.raises(AttributeError, match="module 'spectr_jax' has no attribute 'generat'"):
+        _ = spectr_jax.generat
+
+
+def test_the_program_of_the_docstring(capsys):
+    """The whole of it, with the 6M for the 20M, which has four times its parameters."""
+    assert 'load("embedded:20m", dtype="int8")' in PROGRAM and len([line for line in PROGRAM.splitlines() if line]) <= 10
+    exec(compile(PROGRAM.replace("embedded:20m", "embedded:6m"), "program", "exec"), found := {})
+    text = capsys.readouterr().out.rstrip("\n")
+    assert text.startswith("The committee will meet again next week to") and len(text) > 60
+    out, tokenizer = found["out"], found["tokenizer"]
+    new = np.asarray(out.tokens)[0, int(found["lengths"][0]) : int(out.lengths[0])]
+    assert 0 < len(new) <= 40 and tokenizer.eos not in new[:-1] and tokenizer.bos not in new
+
+
+def test_decoding_generate_is_a_module_that_can_be_called():
+    import spectr_jax.decoding.generate as module
+    from spectr_jax.decoding import generate
+
+    assert generate is module is decoding.generate is sys.modules["spectr_jax.decoding.generate"]
+    assert module.generate is spectr_jax.generate and module.Generation is decoding.Generation
+    with pytest.raises(UserError, match="a NoneType is no model"):
+        generate(jax.random.key(0), decoding.get_method("baseline"), None, None, [[1]], [1], 1)
+
+
+def test_the_old_place_of_load():
+    from spectr_jax.experiments.loading import load_trained
+
+    assert load_trained is spectr_jax.load
+
+
+def _requirements(lines):
+    return sorted(line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip())
+
+
+def test_dependencies_and_extras_are_the_requirements():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras) == {"train", "eval", "hf"}
+    declared = [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
+    declared = [line for line in declared if not line.startswith("spectr_jax[")]
+    assert _requirements(declared) == _requirements((ROOT / "requirements.txt").read_text().splitlines())
+    assert project["urls"]["Repository"] == "https://github.com/spectr-jax/spectr_jax"
