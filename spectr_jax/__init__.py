@@ -38,6 +38,10 @@ Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`,
 
 .. include:: ../README.md
 .. include:: ../docs/which_method.md
+.. include:: ../docs/speed.md
+.. include:: ../docs/training.md
+.. include:: ../docs/architecture.md
+.. include:: ../docs/extending.md
 .. include:: ../CONTRIBUTING.md
 """
 

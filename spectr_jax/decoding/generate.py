@@ -338,7 +338,7 @@ def _commit(
     )
 
 
-def _cut(chosen: selection.Selection, eos: jax.Array, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cut(chosen: selection.Selection, eos: int | jax.Array, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
     emitted = jnp.minimum(chosen.emitted, room_B)
     is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
