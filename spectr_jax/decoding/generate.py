@@ -315,7 +315,7 @@ def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):
 
 
 def _commit(
-    loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: jax.Array
+    loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: int | jax.Array
 ) -> _Loop:
     """Appends what was chosen to the texts, and the accepted paths to the caches."""
     emitted, ended = _cut(chosen, eos, limits_B - loop.lengths)
