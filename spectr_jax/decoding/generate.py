@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from spectr_jax import sharding
-from spectr_jax.decoding import drafting, scoring, selection
+from spectr_jax.decoding import checks, drafting, scoring, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
 from spectr_jax.decoding.tree import Tree
@@ -143,8 +143,8 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
     tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
     drafts = draft is not None and method.tree.size and not method.exit_layer
     models = freeze(target), freeze(draft) if drafts else None
-    _check(method, *models, tokens, lengths, max_new_tokens)
-    _check_key(key, len(tokens))
+    checks.check_request(method, *models, tokens, lengths, max_new_tokens)
+    checks.check_key(key, len(tokens))
     check_policy(policy)
     policy = dataclasses.replace(
         policy, temperature=jnp.asarray(policy.temperature, jnp.float32), eos=jnp.asarray(policy.eos, jnp.int32)
@@ -349,51 +349,6 @@ def _cut(chosen: selection.Selection, eos: int | jax.Array, room_B: jax.Array) -
 def _text_keys(key: jax.Array, texts: int) -> jax.Array:
     """A key for each text [B]."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(texts)) if key.ndim == 0 else key
-
-
-def _check_key(key, texts: int) -> None:
-    if not jnp.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in ((), (texts,)):
-        given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} such keys, one a text")
-
-
-def _check(method: Method, target, draft, prompts, prompt_lengths, max_new_tokens: int) -> None:
-    if prompts.ndim != 2 or prompt_lengths.shape != prompts.shape[:1]:
-        raise UserError(
-            f"prompts {prompts.shape} and prompt_lengths {prompt_lengths.shape} do not match; give [B, T] and [B]"
-        )
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} is less than 1; give at least 1")
-    if not len(prompts) or prompt_lengths.min() < 1 or prompt_lengths.max() > prompts.shape[1]:
-        raise UserError(f"prompt lengths {prompt_lengths} are not within 1..{prompts.shape[1]}; give each BOS at least")
-    if prompts.min() < 0 or prompts.max() >= target.vocab_size:
-        raise UserError(f"a prompt has a token outside 0..{target.vocab_size - 1}; use the target's own tokenizer")
-    if method.exit_layer >= target.layers:
-        raise UserError(
-            f"layers={method.exit_layer} of a target of {target.layers} leave none to verify with; give fewer, at least 1"
-            if target.layers > 1
-            else "the target has one layer, and no earlier one to draft with; give a draft model and another method"
-        )
-    if method.plan.drafts != "iid" and method.tree.children_table.shape[1] > target.vocab_size:
-        raise UserError(
-            f"the tree of method {method.name!r} has nodes with {method.tree.children_table.shape[1]} children, and the "
-            f"vocabulary {target.vocab_size} distinct tokens; give a narrower tree"
-        )
-    models = [("target", target)]
-    if method.tree.size and not method.exit_layer:
-        if draft is None:
-            raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'baseline'")
-        models.append(("draft", draft))
-    for name, model in models:
-        if model.vocab_size != target.vocab_size:
-            raise UserError(
-                f"the draft has {model.vocab_size} tokens and the target {target.vocab_size}; use one vocabulary for both"
-            )
-        if prompts.shape[1] + max_new_tokens > model.context:
-            raise UserError(
-                f"prompts of {prompts.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the {name}'s context of "
-                f"{model.context}; shorten one of them"
-            )
 
 
 class _CallableModule(types.ModuleType):
