@@ -8,12 +8,17 @@ from spectr_jax.errors import UserError
 
 
 def check_key(key, texts: int) -> None:
-    if not jnp.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in ((), (texts,)):
+    """Raises `UserError` unless `key` is a typed key, or one for each of the sequences."""
+    if not jax.numpy.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in (
+        (),
+        (texts,),
+    ):
         given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
         raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} such keys, one a text")
 
 
 def check_request(method: Method, target, draft, prompts, prompt_lengths, max_new_tokens: int) -> None:
+    """Raises `UserError` for prompts, models or a method that do not go together."""
     if prompts.ndim != 2 or prompt_lengths.shape != prompts.shape[:1]:
         raise UserError(
             f"prompts {prompts.shape} and prompt_lengths {prompt_lengths.shape} do not match; give [B, T] and [B]"
