@@ -28,8 +28,22 @@ def model():
     return Transformer(SHAPE, rngs=nnx.Rngs(0))
 
 
+@pytest.fixture(scope="module")
+def full(model):
+    """The laws [N, V] behind each of N tokens, by one forward."""
+
+    @jax.jit
+    def forward(tokens_N):
+        positions = jnp.arange(len(tokens_N))[None]
+        logits, _ = model.extend(tokens_N[None], positions, causal(jnp.zeros((1, len(tokens_N)))))
+        return probabilities(logits[0], Policy())
+
+    return lambda tokens_N: np.asarray(forward(tokens_N))
+
+
 @pytest.mark.parametrize("case", PATHS)
-def test_every_level_and_every_call_sees_the_right_text(model, case):
+@pytest.mark.xdist_group("drafting")  # One program of full forwards.
+def test_every_level_and_every_call_sees_the_right_text(model, full, case):
     """Two calls, with a commit between them: p at each inner node is that of a full forward on the text it spells."""
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
@@ -39,12 +53,6 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
     path = np.zeros((3, shape.height), np.int32)
     for row, nodes in enumerate(accepted):
         path[row, : len(nodes)] = nodes
-
-    @jax.jit
-    def full(tokens_N):
-        positions = jnp.arange(len(tokens_N))[None]
-        logits, _ = nnx.merge(graphdef, state).extend(tokens_N[None], positions, causal(jnp.zeros((1, len(tokens_N)))))
-        return probabilities(logits[0], Policy())
 
     @jax.jit
     def call(key, text, lengths, cache):
@@ -68,7 +76,7 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
                 whole = np.zeros(24, np.int32)
                 tokens = spelled + [int(drawn[row, ancestor]) for ancestor in ancestors]
                 whole[: len(tokens)] = tokens
-                np.testing.assert_allclose(p[row, index], np.asarray(full(whole))[len(tokens) - 1], atol=1e-5)
+                np.testing.assert_allclose(p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
     _, cache = jax.jit(lambda: model.extend(text[:, :8], positions, causal(jnp.zeros((3, 8))), model.init_cache(3, 32)))()
