@@ -1,5 +1,6 @@
 """LM1B as a user prepares it: `scripts/prepare_lm1b.sh` on an archive of the official layout, with TFDS's own builder."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from spectr_jax.data.corpus import open_sentences
 
+pytestmark = pytest.mark.xdist_group("lm1b")  # One environment with TensorFlow, made once.
 ROOT = pathlib.Path(__file__).parents[2]
 URL = "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz"
 TOP = "1-billion-word-language-modeling-benchmark-r13output"
@@ -51,7 +53,9 @@ def prepared(release, tmp_path_factory):
     with tarfile.open(archive, "w:gz") as file:
         file.add(release, TOP)
     archive.with_name(f"{archive.name}.INFO").write_text("{}")
-    result = subprocess.run(["scripts/prepare_lm1b.sh", f"--data_dir={data_dir}"], cwd=ROOT, capture_output=True, text=True)
+    command = ["scripts/prepare_lm1b.sh", f"--data_dir={data_dir}"]
+    lazily = {**os.environ, "PIP_COMPILE": "0"}  # Of TensorFlow's modules few are imported; to compile all takes longest.
+    result = subprocess.run(command, cwd=ROOT, env=lazily, capture_output=True, text=True)
     if not (ROOT / ".venv-lm1b/installed").exists():
         pytest.skip(f"TensorFlow cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
     assert result.returncode == 0, result.stderr

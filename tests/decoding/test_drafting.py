@@ -28,8 +28,22 @@ def model():
     return Transformer(SHAPE, rngs=nnx.Rngs(0))
 
 
+@pytest.fixture(scope="module")
+def full(model):
+    """The laws [N, V] behind each of N tokens, by one forward."""
+
+    @jax.jit
+    def forward(tokens_N):
+        positions = jnp.arange(len(tokens_N))[None]
+        logits, _ = model.extend(tokens_N[None], positions, causal(jnp.zeros((1, len(tokens_N)))))
+        return probabilities(logits[0], Policy())
+
+    return lambda tokens_N: np.asarray(forward(tokens_N))
+
+
 @pytest.mark.parametrize("case", PATHS)
-def test_every_level_and_every_call_sees_the_right_text(model, case):
+@pytest.mark.xdist_group("drafting")  # One program of full forwards.
+def test_every_level_and_every_call_sees_the_right_text(model, full, case):
     """Two calls, with a commit between them: p at each inner node is that of a full forward on the text it spells."""
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
@@ -39,12 +53,6 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
     path = np.zeros((3, shape.height), np.int32)
     for row, nodes in enumerate(accepted):
         path[row, : len(nodes)] = nodes
-
-    @jax.jit
-    def full(tokens_N):
-        positions = jnp.arange(len(tokens_N))[None]
-        logits, _ = nnx.merge(graphdef, state).extend(tokens_N[None], positions, causal(jnp.zeros((1, len(tokens_N)))))
-        return probabilities(logits[0], Policy())
 
     @jax.jit
     def call(key, text, lengths, cache):
@@ -60,14 +68,15 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
         )
 
     def check(drafts, text, lengths):
+        p, drawn = np.asarray(drafts.p), np.asarray(drafts.tokens)
         for row in range(3):
             spelled = list(text[row, : lengths[row]])
             for index, node in enumerate(shape.inner):
                 ancestors = np.flatnonzero(shape.ancestors[node])[1:]
                 whole = np.zeros(24, np.int32)
-                tokens = spelled + [int(drafts.tokens[row, ancestor]) for ancestor in ancestors]
+                tokens = spelled + [int(drawn[row, ancestor]) for ancestor in ancestors]
                 whole[: len(tokens)] = tokens
-                np.testing.assert_allclose(drafts.p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
+                np.testing.assert_allclose(p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
     _, cache = jax.jit(lambda: model.extend(text[:, :8], positions, causal(jnp.zeros((3, 8))), model.init_cache(3, 32)))()
@@ -76,9 +85,10 @@ def test_every_level_and_every_call_sees_the_right_text(model, case):
 
     new_lengths = LENGTHS + 1 + np.array([len(nodes) for nodes in accepted])
     for row, nodes in enumerate(accepted):
-        emitted = [int(first.tokens[row, node]) for node in nodes] + [int(rng.integers(1, 17))]
+        emitted = [int(np.asarray(first.tokens)[row, node]) for node in nodes] + [int(rng.integers(1, 17))]
         text[row, LENGTHS[row] : new_lengths[row]] = emitted
-    committed = drafting.commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
+    commit = jax.jit(drafting.commit, static_argnums=1)
+    committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
 
 
@@ -112,9 +122,9 @@ def test_rules_draw_from_their_laws(rule, law, count):
 
 
 def test_nodes_of_a_level_race_apart_but_for_ersd():
-    same = {}
+    same, two = {}, np.array([2, 2])
     for rule in ("without_replacement", "race", "iid"):
         keys = jax.random.split(jax.random.key(0), 1000)
-        drawn = jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, LAWS[[0, 0]], np.array([2, 2])))(keys)
+        drawn = np.asarray(jax.jit(jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, LAWS[[0, 0]], two)))(keys))
         same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
     assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5

@@ -12,6 +12,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.measure.acceptance import observe_winners, shares
 from spectr_jax.models.table import TableModel
 
+pytestmark = pytest.mark.xdist_group("prediction")  # The winners are counted once.
 # Ratios 1/2, 1 and 2: on the grid.
 P, Q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
 TEXTS = 4_000

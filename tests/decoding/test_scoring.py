@@ -12,10 +12,24 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=29, context=32)
 
 
+pytestmark = pytest.mark.xdist_group("scoring")  # One program of separate forwards.
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer(SHAPE, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def full(model):
+    """Logits [12, V] of twelve tokens [1, 12]."""
+    forward = jax.jit(lambda tokens: model.extend(tokens, np.arange(12)[None], causal(np.zeros((1, 12))))[0][0])
+    return lambda tokens: np.asarray(forward(tokens))
+
+
 @pytest.mark.parametrize("spec", ["4,2,1", "specinfer:11", "batch:5", "chain:4"])
-def test_logits_of_a_packed_tree_equal_separate_forwards(spec):
+def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
     shape = tree.parse(spec)
-    model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     lengths = np.array([1, 3, 6])
     text, drafts = rng.integers(0, 29, (3, 6)), rng.integers(0, 29, (3, shape.size))
@@ -28,8 +42,7 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(spec):
         tokens = np.concatenate([root[:, None], drafts], axis=1)
         return scoring.score(model, shape, tokens, lengths, Cache(cache.rows, lengths - 1))[0]
 
-    full = jax.jit(lambda tokens: model.extend(tokens, np.arange(12)[None], causal(np.zeros((1, 12))))[0][0])
-    logits = packed()
+    logits = np.asarray(packed())
     for row in range(3):
         for node in range(shape.size + 1):
             path = drafts[row, np.flatnonzero(shape.ancestors[node])[1:] - 1]

@@ -12,7 +12,7 @@ from spectr_jax.testing import chi_square
 from spectr_jax.transport import kseq, otm
 from spectr_jax.transport.base import draw
 
-pytestmark = pytest.mark.optimized
+optimized = pytest.mark.optimized  # Those that draw much.
 DRAWS = 100_000
 
 
@@ -31,6 +31,7 @@ def _spread(rng, main, rest, concentration):
     return np.append(1 - main, main * rng.dirichlet(np.full(rest, concentration)))
 
 
+@optimized
 @pytest.mark.parametrize("seed", [0, 7])
 def test_otm_moves_no_draft_without_a_partner(seed):
     """With 61 drafts nearly all masses of phi vanish, and rounding leaves surplus that no deficit takes."""
@@ -38,6 +39,7 @@ def test_otm_moves_no_draft_without_a_partner(seed):
     assert _emitted(transport.get("otm").select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
 
 
+@optimized
 @pytest.mark.parametrize("seed", [941, 1872, 665])
 def test_spectr_plus_plus_never_overfills_a_token(seed):
     """Laws that differ much: in float32 the simplex method ends beside its program, by up to 0.03 of the mass."""
@@ -47,6 +49,7 @@ def test_spectr_plus_plus_never_overfills_a_token(seed):
     assert chi_square.p_value(np.asarray(counts), q) > 1e-4
 
 
+@optimized
 @pytest.mark.parametrize("gamma", [1.0, 1.3])
 def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
     p, q = np.random.default_rng(0).dirichlet(np.ones(6), 2)
