@@ -21,7 +21,7 @@ from spectr_jax import cli
 
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue; without this and --file, each line of stdin.")
 _FILE = flags.DEFINE_string("file", None, "A text file with a prompt a line.")
-_METHOD = flags.DEFINE_string("method", "otm_block", "A method of spectr_jax.decoding.")
+_METHOD = flags.DEFINE_string("method", "otm_block", "A method of spectr_jax.decoding, or one that --import registers.")
 _TREE = flags.DEFINE_string("tree", None, "Its draft tree, such as 4,2,1 or chain:8.")
 _NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Its K.")
 _DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Its L.")
@@ -46,6 +46,7 @@ def main():
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
+    cli.import_modules()
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     check_policy(policy)
     check_dtype(_DTYPE.value)
@@ -105,4 +106,5 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
 
 
 if __name__ == "__main__":
+    cli.define_import_flag()
     cli.run(main)
