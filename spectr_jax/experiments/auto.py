@@ -114,8 +114,8 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
     for name in config.methods:
         if statistic(get_method(name)) is None:
             raise UserError(
-                f"methods has {name!r}, which has no prediction; leave it out: predicted are a draft model's drafts, i.i.d. ones "
-                "chosen token by token or by blocks, or ones without replacement, token by token"
+                f"methods has {name!r}, which has no prediction; leave it out: predicted are a draft model's drafts, i.i.d. "
+                "ones chosen token by token or by blocks, or ones without replacement, token by token"
             )
         if _on_chains(name, 1) is None:
             raise UserError(f"methods has {name!r}, which takes no tree and no draft_length to search; leave it out")
