@@ -105,7 +105,7 @@ class _Bar:
 
 @pytest.mark.xdist_group("table")
 def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
-    """There is one program a row without alpha*; and although the table is stopped and goes on, the bar ends at its total."""
+    """One program a row without alpha*; although the table is stopped and goes on, the bar ends at its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
     config = _config(toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block"))
