@@ -82,7 +82,7 @@ CASES = [
     (EVAL, f"{TREES} --config.exit_layer=2", "exit_layer=2 of a target of 2 layers; give fewer, or 0"),
     (EVAL, f"{LATENCY} --config.runs=0", "config field 'runs' is 0; give at least 1"),
     (EVAL, f"{QUALITY} --config.heldout=/nowhere", "no text file matches '/nowhere'"),
-    (EVAL, f"{AUTO} --config.methods=('x',)", "unknown method 'x'; did you mean"),
+    (EVAL, f"{AUTO} --config.methods=('x',)", "unknown method 'x'; known: baseline"),
     (EVAL, f"{AUTO} --config.methods=('greedy_drafts',)", "methods has 'greedy_drafts', which has no prediction"),
     (EVAL, "--import=json,no_such.module", "--import=no_such.module fails (ModuleNotFoundError: No module named 'no_such')"),
     (EVAL, "--config=configs/demo.py:half", "unknown size of this table 'half'; known: full, small"),
