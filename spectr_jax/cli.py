@@ -1,6 +1,7 @@
 """What the entry points share: flags in and their help, one line on stderr and exit status 2 for bad input."""
 
 import contextlib
+import importlib
 import os
 import pathlib
 import re
@@ -47,6 +48,33 @@ def define_process_flags() -> None:
     flags.DEFINE_integer("processes", None, "How many processes there are.")
     flags.DEFINE_integer("process_id", None, "The index of this process, from 0.")
     flags.DEFINE_bool("distributed", False, "Ask the environment for these three: on TPU pods, Slurm, Open MPI.")
+
+
+def define_import_flag() -> None:
+    """The flag of a program that names methods, for those of the user's own; `main` calls `import_modules`."""
+    flags.DEFINE_multi_string(
+        "import", [], "Modules to import first, a.b,c, such as one that registers a method; may be given several times."
+    )
+
+
+def import_modules() -> None:
+    """Imports what --import names; the current folder is searched too.
+
+    Raises:
+      UserError: a module is not there, or fails.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in ",".join(flags.FLAGS["import"].value or []).split(","):
+        try:
+            if name.strip():
+                importlib.import_module(name.strip())
+        except Exception as error:  # The user's code may raise anything.
+            reason = next(iter(str(error).splitlines()), "")
+            raise UserError(
+                f"--import={name.strip()} fails ({type(error).__name__}: {reason}); mend it, "
+                "or name a module that is installed or in the current folder, without .py"
+            ) from error
 
 
 def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> None:

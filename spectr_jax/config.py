@@ -110,7 +110,8 @@ def eval_config() -> ml_collections.ConfigDict:
             "drafts": ("embedded:draft_2m",),
             "num_drafts": (1, 2, 4, 8),
             "draft_lengths": (4, 8),
-            "methods": ("spectr", "otm", "otm_block"),  # For K > 1; K = 1 is speculative decoding.
+            "methods": ("spectr", "otm", "otm_block"),  # For K > 1; at K = 1 speculative decoding, and those of one chain.
+            "optimal_acceptance": True,  # Tell alpha* too, which takes a second program a row, and a seed's time.
         }
     )
 
@@ -122,6 +123,10 @@ def trees_config() -> ml_collections.ConfigDict:
             "experiment": "trees",
             **decoding_config(),
             "draft": "embedded:draft_2m",
+            "methods": (  # Compared at each N, on the trees that they can draft.
+                *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm", "gbv"),
+                *("otm_block", "gsd", "ersd", "greedy_drafts"),
+            ),
             "sizes": (8, 16, 32, 64),  # N, drafted tokens a call.
             "draft_length": 8,  # L of i.i.d. chains, and the most levels of the trees that are searched.
             "extra_trees": ("2,1,1,1,1,1,1,1", "4,2,1,1,1,1,1,1"),  # For i.i.d. drafts, beside chains and the best tree.

@@ -23,6 +23,7 @@ def main():
 
     from spectr_jax.experiments import auto, latency, quality, tokens_per_call, trees
 
+    cli.import_modules()
     experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto, quality)}
     name = _CONFIG.value.get("experiment", "none")
     if name not in experiments:
@@ -35,4 +36,5 @@ def main():
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
     cli.define_process_flags()
+    cli.define_import_flag()
     cli.run(main, output=_WORKDIR)

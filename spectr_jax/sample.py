@@ -48,6 +48,7 @@ def main():
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
+    cli.import_modules()
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     check_policy(policy)
     check_dtype(_DTYPE.value)
@@ -119,4 +120,5 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
 
 
 if __name__ == "__main__":
+    cli.define_import_flag()
     cli.run(main)

@@ -186,3 +186,34 @@ def get_method(name: str, **options: Any) -> Method:
         if option not in known and not passes_on:
             raise UserError(f"method {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
     return METHODS[name](**options)
+
+
+def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
+    """The options with which the method `name` drafts `tree`: the tree, K and L, L alone or none; None where it cannot.
+
+    It is asked, by making it: whatever is registered answers for itself.
+
+    Raises:
+      UserError: an unknown method.
+    """
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    length = {"draft_length": tree.height}
+    for options in ({"tree": tree}, {"num_drafts": len(tree.levels[1]), **length}, length, {}) if tree.size else ({},):
+        try:
+            if get_method(name, **options).tree == tree:
+                return options
+        except UserError:  # It has no such option, or refuses the value.
+            continue
+    return None
+
+
+def on_tree(name: str, tree: Tree) -> Method | None:
+    """The method `name` drafting `tree`, or None where it cannot; raises `UserError` for an unknown method."""
+    options = options_for(name, tree)
+    return None if options is None else get_method(name, **options)
+
+
+def drafts_one_chain(name: str) -> bool:
+    """Whether the method `name` cannot draft trees that branch; raises `UserError` for an unknown method."""
+    return options_for(name, trees.batch(2)) is None

@@ -1,6 +1,7 @@
-"""Tokens a call of methods that decide on whole paths, predicted from what a node's drafts were seen to do.
+"""Tokens a call of a method, predicted from what the drafts of a node were seen to do; nodes are taken to be alike.
 
-For block verification P(tau >= i | path) is the running probability run_i (Sun et al., 2024), so a call emits one token
+What counts is told by what the method is (`statistic`). Token by token it is `decoding.tree_search` that predicts. For block
+verification P(tau >= i | path) is the running probability run_i (Sun et al., 2024), so a call emits one token
 more than the sum of E[run_i] over the depths. Under 0-th order acceptance, where nodes are alike, run is a Markov chain
 together with the number of live drafts: run_(i+1) = min(1, run_i * q(w) / g(w)) for the winner w among k drafts of law g.
 
@@ -14,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.decoding import block, selection, tree_search
+from spectr_jax.decoding.methods import Method
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 
 STEP = 0.125
@@ -22,6 +26,47 @@ OCTAVES = 8
 """Ratios from 2^-8 to 2^8; what is below counts as 0, and what is above as 2^8."""
 RATIOS = int(2 * OCTAVES / STEP) + 2
 """Cells of a table of winners: ratio 0, then 2^-8, 2^-7.875, ..., 2^8."""
+
+
+CARRIERS, WINNERS, CHILDREN = "carriers", "winners", "children"
+
+
+def statistic(method: Method) -> str | None:
+    """What has to be observed of a method's drafts to predict it, or None where nothing would do.
+
+    For i.i.d. drafts `CARRIERS`, how many of k carry the token, or, for a walk that decides on whole paths, `WINNERS`, the
+    ratio of the winner too. For distinct drafts, drawn one after the other, `CHILDREN`, the acceptance by child index.
+    Nothing where the first k of many drafts are not k drafts, for a walk that is not ours, without drafts, and where the
+    target drafts for itself.
+    """
+    if not method.tree.size or method.exit_layer:
+        return None
+    kinds = {
+        ("iid", selection.select): CARRIERS,
+        ("iid", block.select): WINNERS,
+        ("without_replacement", selection.select): CHILDREN,
+        ("race", selection.select): CHILDREN,
+    }
+    return kinds.get((method.plan.drafts, method.walk))
+
+
+def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:
+    """Tokens a call of the method on a tree, by what was observed of it.
+
+    Args:
+      method: with a `statistic`.
+      table: carriers [K + 1, K + 1] or R [C], as in `decoding.tree_search`, or winners as in `block_predictor`.
+
+    Returns:
+      A function that raises `UserError` for a tree that is larger than what was observed; for i.i.d. drafts for one that is
+      no prefix tree, too.
+    """
+    if statistic(method) == CHILDREN:
+        return lambda tree: tree_search.expected_tokens(tree, table.tolist())
+    if statistic(method) == WINNERS:
+        tokens = block_predictor(table)
+        return lambda tree: tokens(tree_search.branching_of(tree))
+    return lambda tree: tree_search.expected_tokens_iid(tree_search.branching_of(tree), table)
 
 
 def ratio_cell(ratio: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which tree to draft: the best shapes for measured acceptance, and for measured latency.
+"""Which tree to draft: the best shapes for measured acceptance.
 
 Drafts without replacement (GSD, ERSD) are accepted by child index: R [C] is the probability that the token at a node is its
 first, second, ... child, taken to be the same at all nodes (0-th order). I.i.d. drafts are exchangeable, and several may
@@ -8,7 +8,7 @@ drafts carry the token.
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,42 +127,6 @@ def best_prefix_trees(carriers: np.ndarray, size: int, height: int, number: int 
         for branching, nodes, below in _prefix_trees(carriers, size, height, np.zeros(size + 1))
     ]
     return sorted(candidates, key=lambda candidate: (-candidate.tokens, candidate.nodes))[:number]
-
-
-def fastest_tree(
-    R: Sequence[float],
-    draft_seconds: Callable[[int], float],
-    target_seconds: Callable[[int], float],
-    size: int,
-    height: int,
-) -> tuple[Tree, float]:
-    """The tree of most expected tokens a second, given what calls take on the machine (hardware-aware).
-
-    For each height and size the optimal tree is tried: no other of that height and size has more tokens. Its levels cost a
-    draft call each, on the nodes that have children, and it costs a target call on its nodes and the root.
-
-    Args:
-      R: [C] acceptance by child index, descending.
-      draft_seconds: of a call of the draft on so many tokens.
-      target_seconds: of a call of the target on so many tokens.
-      size: the most nodes.
-      height: the most levels.
-
-    Returns:
-      The tree, which may be empty, and its tokens a second.
-    """
-    best, best_speed = Tree(()), 1 / target_seconds(1)
-    for levels in range(1, height + 1):
-        most = min(size, sum(len(R) ** level for level in range(1, levels + 1)))
-        order = optimal_order(R, most, levels)
-        for nodes in range(1, most + 1):
-            tree = tree_of(order[:nodes])
-            widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
-            seconds = sum(map(draft_seconds, widths)) + target_seconds(nodes + 1)
-            speed = expected_tokens(tree, R) / seconds
-            if speed > best_speed:
-                best, best_speed = tree, speed
-    return best, best_speed
 
 
 def branching_of(tree: Tree) -> tuple[int, ...]:

@@ -19,43 +19,31 @@ from spectr_jax.config import auto_config, check_fields, check_positive
 from spectr_jax.decoding import Method, get_method, prediction, tree_search
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.methods import drafts_one_chain, on_tree, options_for
+from spectr_jax.decoding.prediction import CARRIERS, CHILDREN, statistic
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained
 from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import observe_carriers, observe_nodes, observe_winners, shares
+from spectr_jax.measure.acceptance import observe_drafts, observe_nodes, shares
+from spectr_jax.measure.bench import Bench
 from spectr_jax.measure.call_times import PHASES, Timer, call_seconds, phase_timers, timed_once, token_timer
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Program
 from spectr_jax.models.frozen import freeze
 
 NAME = "auto"
-PLAN_OF = {
-    "speculative": "otm",  # One draft: all plans are maximal coupling.
-    "spectr": "kseq",
-    "otm": "otm",
-    "block": "otm",
-    "otm_block": "otm",
-    "gbv": "greedy_multipath",
-}
-BLOCK = ("block", "otm_block", "gbv")
-CHAINS = ("speculative", "block")
-DISTINCT = ("gsd", "ersd")
 
 
 class Acceptance(NamedTuple):
     """What drafts of the pair were seen to do.
 
     Attributes:
-      carriers: by plan, as in `decoding.tree_search`.
-      winners: by plan, as in `decoding.prediction`.
-      R: by method, [K] acceptance by child index.
+      tables: by method, what `prediction.predictor` takes for it.
       tokens: a text has, on average.
     """
 
-    carriers: dict[str, np.ndarray]
-    winners: dict[str, np.ndarray]
-    R: dict[str, list[float]]
+    tables: dict[str, np.ndarray]
     tokens: float
 
 
@@ -95,26 +83,17 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
 
-    journal = Journal(workdir, NAME, config)
-    started = time.monotonic() - journal.seconds
-
-    def measured(method: Method, seed: int, **kwargs) -> measurement.Measurement:
-        return measurement.measure(method, target, draft, prompts, config, seed, **kwargs)
-
-    def compile_ahead(programs: list[tuple[Method, Callable | None]]) -> None:
-        known = [Program(method, draft, observe) for method, observe in programs]
-        measurement.compile_ahead(known, target, prompts, config)
-
-    acceptance = measure_acceptance(config, compile_ahead, measured, prompts.real, journal)
-    times = measure_times(config, target, draft, journal)
+    bench = Bench(config, target, [draft], prompts, Journal(workdir, NAME, config))
+    started = time.monotonic() - bench.journal.seconds
+    acceptance = measure_acceptance(bench)
+    times = measure_times(bench)
     found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
-    tried = try_all(to_try(config, found), config.seeds, compile_ahead, measured, journal)
+    tried = try_all(bench, to_try(config, found))
     result = {
         "title": f"The fastest method for {config.target}, drafts of {config.draft}, {config.batch_size} texts at once",
         "rows": tried,
         "predicted": [_row(each) for each in found],
-        "acceptance_by_child": acceptance.R,
-        "acceptance_by_drafts": {name: (1 - table[1:, 0]).tolist() for name, table in acceptance.carriers.items()},
+        **acceptance_shown(acceptance),
         "together": times.together,
         "target_ms": {str(count): times.target(count) * 1e3 for count in _counts(config.size)},
         "prompts": prompts.real,
@@ -122,7 +101,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     }
     result["answer"] = answer(tried)
     report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
+    bench.journal.remove()
     return result
 
 
@@ -134,38 +113,56 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
     if config.temperature == 0:
         raise UserError("temperature=0.0 has no acceptance to measure; give a positive one, such as 1.0")
     for name in config.methods:
-        if name not in (*PLAN_OF, *DISTINCT):
-            raise UserError(f"methods has {name!r}, which has no prediction; known are {', '.join([*PLAN_OF, *DISTINCT])}")
+        if statistic(get_method(name)) is None:
+            raise UserError(
+                f"methods has {name!r}, which has no prediction; leave it out: predicted are a draft model's drafts, i.i.d. "
+                "ones chosen token by token or by blocks, or ones without replacement, token by token"
+            )
+        if _on_chains(name, 1) is None:
+            raise UserError(f"methods has {name!r}, which takes no tree and no draft_length to search; leave it out")
 
 
-def measure_acceptance(
-    config: ml_collections.ConfigDict, compile_ahead, measured, texts: int, journal: Journal
-) -> Acceptance:
-    """What batch trees show: the first k of their drafts are k drafts, for every k."""
+def measure_acceptance(bench: Bench) -> Acceptance:
+    """What batch trees show of the plans of the config's methods; i.i.d. drafts show it of all plans in one run: the first k
+    of them are k drafts, for every k."""
+    config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
-    distinct = dict.fromkeys(each for each in config.methods if each in DISTINCT)
-    observers = {"spectr": observe_carriers, "otm": observe_winners} | dict.fromkeys(distinct, observe_nodes)
-    programs = {name: (get_method(name, tree=tree), observe) for name, observe in observers.items()}
-    entries = {name: f"acceptance of {name}" for name in programs}
-    compile_ahead([program for name, program in programs.items() if entries[name] not in journal])
-    seen = {
-        name: journal.measurement(entries[name], functools.partial(measured, method, config.seeds[0], observe=observe))
-        for name, (method, observe) in programs.items()
+    methods = {name: get_method(name) for name in config.methods}
+    iid = tuple(method for method in methods.values() if statistic(method) != CHILDREN)
+    programs = {
+        f"acceptance of {name}": Program(get_method(name, tree=tree), bench.drafts[0], observe_nodes)
+        for name, method in methods.items()
+        if statistic(method) == CHILDREN
     }
-    one, winners, R = seen["spectr"], seen["otm"].observed, {}
-    for name in distinct:
-        nodes = seen[name].observed["nodes"]
-        R[name] = tree_search.descending((nodes[1:] / nodes[0]).tolist())
-    return Acceptance(
-        {plan: shares(counts) for plan, counts in one.observed.items()},
-        {plan: shares(counts) for plan, counts in winners.items()},
-        R,
-        one.tokens / texts,
-    )
+    if iid:
+        walked = get_method("otm", tree=tree)  # Any would do.
+        entry = f"acceptance of {', '.join(method.name for method in iid)}"
+        programs[entry] = Program(walked, bench.drafts[0], observe_drafts(iid))
+    bench.compile({entry: program for entry, program in programs.items() if entry not in journal})
+    seen = {entry: bench.measured(entry, program, config.seeds[0]) for entry, program in programs.items()}
+    tables = {}
+    for entry, program in programs.items():
+        observed = seen[entry].observed
+        if program.observe is observe_nodes:
+            R = tree_search.descending((observed["nodes"][1:] / observed["nodes"][0]).tolist())
+            tables[program.method.name] = np.array(R)
+        else:
+            tables |= {name: shares(counts) for name, counts in observed.items()}
+    return Acceptance(tables, seen[entry].tokens / bench.prompts.real)
 
 
-def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal) -> Times:
+def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
+    """For the table's JSON, by method: R, and by number of i.i.d. drafts how often one of them carried the token."""
+    tables = {name: (statistic(get_method(name)), table) for name, table in acceptance.tables.items()}
+    return {
+        "acceptance_by_child": {name: table.tolist() for name, (kind, table) in tables.items() if kind == CHILDREN},
+        "acceptance_by_drafts": {name: (1 - t[1:, 0]).tolist() for name, (kind, t) in tables.items() if kind == CARRIERS},
+    }
+
+
+def measure_times(bench: Bench) -> Times:
     """Call times of the target, and of drafting and selection by phases of calls on few chains."""
+    config, journal, target, draft = bench.config, bench.journal, bench.target, bench.drafts[0]
     batch, context = config.batch_size, config.prompt_tokens + config.max_new_tokens // 2
     widths, counts = sorted(set(config.num_drafts)), _counts(config.size)
 
@@ -184,13 +181,15 @@ def measure_times(config: ml_collections.ConfigDict, target: Trained, draft: Tra
     first = [drafting[width, 1]["draft"] for width in widths]
     level = [max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths]
     choosing = {
-        (name, width): functools.partial(token_timer, _method(name, (width, 1, 1, 1)), target.model.vocab_size, batch)
+        (name, width): functools.partial(token_timer, method, target.model.vocab_size, batch)
         for name in config.methods
-        for width in _widths(name, widths)
+        for width in ([1] if drafts_one_chain(name) else widths)
+        if (method := _on_chains(name, width)) is not None
     }
     chosen, select = timed_once(journal, "selection", choosing), {}
     for name in config.methods:
-        select[name] = _between(_widths(name, widths), [chosen[name, width] for width in _widths(name, widths)])
+        measured = {width: seconds for (method, width), seconds in chosen.items() if method == name}
+        select[name] = _between(list(measured), list(measured.values()))
     started = get_method("baseline"), get_method("speculative", draft_length=1)
     texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
     whole = timed_once(journal, "whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
@@ -205,30 +204,28 @@ def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times:
     yield _candidate(config, acceptance, times, "baseline", "-", get_method("baseline"), 1.0)
     widest, highest = max(config.num_drafts), max(config.draft_lengths)
     shapes = {(number, *[1] * (length - 1)) for number in config.num_drafts for length in config.draft_lengths}
-    shapes |= set(_prefix_shapes(widest, highest))
-    block_tokens = {plan: prediction.block_predictor(table) for plan, table in acceptance.winners.items()}
-    for name in config.methods:
-        if name in DISTINCT:
-            R = acceptance.R[name]
-            most = min(config.size, sum(len(R) ** level for level in range(1, highest + 1)))
-            order = tree_search.optimal_order(R, most, highest)
-            for size in range(1, most + 1):
-                tree = tree_search.tree_of(order[:size])
-                expected = tree_search.expected_tokens(tree, R)
-                yield _candidate(
-                    config, acceptance, times, name, f"optimal of {size}", get_method(name, tree=tree), expected
-                )
-            continue
-        for branching in sorted(shapes):
-            chain = set(branching) == {1}
-            if (name in CHAINS) != chain or tree_lib.prefix_tree(*branching).size > config.size:
+    prefix_trees = {
+        ",".join(map(str, branching)): tree_lib.prefix_tree(*branching)
+        for branching in sorted(shapes | set(_prefix_shapes(widest, highest)))
+    }
+    for name, table in acceptance.tables.items():
+        tokens, found, one_chain = prediction.predictor(get_method(name), table), prefix_trees, drafts_one_chain(name)
+        if statistic(get_method(name)) == CHILDREN:
+            found = _optimal_trees(table.tolist(), config.size, highest)
+        for shape, tree in found.items():
+            chain = tree.size == tree.height
+            if tree.size > config.size or (found is prefix_trees and chain != one_chain):
                 continue
-            if name in BLOCK:
-                expected = block_tokens[PLAN_OF[name]](branching)
-            else:
-                expected = tree_search.expected_tokens_iid(branching, acceptance.carriers[PLAN_OF[name]])
-            spelled = ",".join(map(str, branching))
-            yield _candidate(config, acceptance, times, name, spelled, _method(name, branching), expected)
+            method = on_tree(name, tree)
+            if method is not None:
+                yield _candidate(config, acceptance, times, name, shape, method, tokens(tree))
+
+
+def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
+    """Of 1, 2, ... nodes, by name."""
+    most = min(size, sum(len(R) ** level for level in range(1, height + 1)))
+    order = tree_search.optimal_order(R, most, height)
+    return {f"optimal of {number}": tree_search.tree_of(order[:number]) for number in range(1, most + 1)}
 
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
@@ -245,11 +242,8 @@ def answer(rows: list[dict[str, Any]]) -> str:
     best = max(rows, key=lambda row: row["speedup"])
     if best is rows[0]:
         return "Use the baseline: nothing that was tried is faster here."
-    option = f"draft_length={best['levels']}" if best["method"] in CHAINS else f'tree="{best["shape"]}"'
-    if best["method"] in DISTINCT:
-        option = f"tree=Tree({tuple(best['parents'])})"
     return (
-        f'Use `get_method("{best["method"]}", {option})`: {best["measured_per_second"]:,.1f} tokens/s, '
+        f'Use `get_method("{best["method"]}", {best["options"]})`: {best["measured_per_second"]:,.1f} tokens/s, '
         f"{best['speedup']:.2f} x the baseline."
     )
 
@@ -322,23 +316,25 @@ def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Train
     return lambda: float(np.median([one(seed) for seed in range(1, 12)]))
 
 
-def try_all(chosen: list[Candidate], seeds, compile_ahead, measured, journal: Journal) -> list[dict[str, Any]]:
+def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
     """What the chosen ones do, the baseline first; they take turns on each seed, and ratios are medians of the seeds'.
 
     An entry of the journal is one of them on one seed; after a stop, ratios of that seed may be of two processes.
     """
+    seeds = bench.config.seeds
 
     def entry(seed: int, candidate: Candidate) -> str:
         return f"{candidate.name} {candidate.shape} on seed {seed}"
 
-    missing = [candidate for candidate in chosen if not all(entry(seed, candidate) in journal for seed in seeds)]
-    compile_ahead([(candidate.method, None) for candidate in missing])
-    for candidate in missing:
-        measured(candidate.method, seeds[0], batches=1)  # The first run is not timed.
-    turns = [(seed, candidate) for seed in seeds for candidate in chosen]
+    programs = [(candidate, Program(candidate.method, bench.drafts[0])) for candidate in chosen]
+    missing = [each for each in programs if not all(entry(seed, each[0]) in bench.journal for seed in seeds)]
+    bench.compile({f"{candidate.name} {candidate.shape}": program for candidate, program in missing})
+    for _, program in missing:
+        bench.run(program, seeds[0], batches=1)  # The first run is not timed.
+    turns = [(seed, *each) for seed in seeds for each in programs]
     seen = [
-        journal.measurement(entry(seed, candidate), functools.partial(measured, candidate.method, seed))
-        for seed, candidate in tqdm.tqdm(turns, "tried", dynamic_ncols=True)
+        bench.measured(entry(seed, candidate), program, seed)
+        for seed, candidate, program in tqdm.tqdm(turns, "tried", dynamic_ncols=True)
     ]
     speeds = np.array([each.tokens / each.seconds for each in seen]).reshape(len(seeds), -1)
     per_call = np.array([each.tokens / each.calls for each in seen]).reshape(len(seeds), -1)
@@ -348,6 +344,7 @@ def try_all(chosen: list[Candidate], seeds, compile_ahead, measured, journal: Jo
             "nodes": candidate.method.tree.size,
             "levels": candidate.method.tree.height,
             "parents": list(candidate.method.tree.parents),
+            "options": _options(candidate),
             "measured_per_call": float(np.mean(per_call[:, index])),
             "measured_per_second": float(np.median(speeds[:, index])),
             "speedup": float(np.median(speeds[:, index] / speeds[:, 0])),
@@ -365,10 +362,17 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _method(name: str, branching: tuple[int, ...]) -> Method:
-    if name in CHAINS:
-        return get_method(name, draft_length=len(branching))
-    return get_method(name, tree=tree_lib.prefix_tree(*branching))
+def _options(candidate: Candidate) -> str:
+    """Of `get_method`, to be pasted."""
+    options = options_for(candidate.name, candidate.method.tree) or {}
+    if "tree" in options:
+        return f'tree="{candidate.shape}"' if candidate.shape[0].isdigit() else f"tree=Tree({options['tree'].parents})"
+    return ", ".join(f"{option}={value}" for option, value in options.items())
+
+
+def _on_chains(name: str, width: int) -> Method | None:
+    """On chains to time its walk on."""
+    return on_tree(name, tree_lib.iid_chains(width, 4))
 
 
 def _prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
@@ -379,10 +383,6 @@ def _prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
         yield (first,)
         for rest in _prefix_shapes(width // first, height - 1):
             yield (first, *rest)
-
-
-def _widths(name: str, widths: list[int]) -> list[int]:
-    return [1] if name in CHAINS else widths
 
 
 def _counts(size: int) -> list[int]:

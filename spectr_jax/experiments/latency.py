@@ -14,7 +14,9 @@ import numpy as np
 import tqdm
 
 from spectr_jax.config import check_fields, check_positive, latency_config
-from spectr_jax.decoding import get_method
+from spectr_jax.decoding import Method
+from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
 from spectr_jax.loading import RANDOM_PREFIX, Trained, load, shape_name
@@ -66,9 +68,16 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
     check_positive(config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts")
     measurement.check_dtype(config.dtype)
     for name, length in itertools.product(config.methods, config.lengths):
-        method = get_method(name, num_drafts=config.num_drafts, draft_length=length)
-        if method.exit_layer:
+        if _method(config, name, length).exit_layer:
             raise UserError(f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out")
+
+
+def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method:
+    """On its chains, or on one chain where it drafts no more."""
+    method = on_tree(name, iid_chains(config.num_drafts, length)) or on_tree(name, chain(length))
+    if method is None or not method.tree.size:
+        raise UserError(f"methods={tuple(config.methods)} has {name!r}, which drafts no chains of {length}; leave it out")
+    return method
 
 
 def measure_cells(config: ml_collections.ConfigDict, models: list[Trained], journal: Journal) -> list[dict[str, Any]]:
@@ -105,7 +114,7 @@ def measure_phases(
     """The phases of one call of each method, alone and as shares of their sum."""
     tasks = {}
     for name, length, batch in itertools.product(config.methods, config.lengths, config.phase_batch_sizes):
-        method = get_method(name, num_drafts=config.num_drafts, draft_length=length)
+        method = _method(config, name, length)
         tasks[name, length, batch] = functools.partial(
             phase_timers, method, target.model, draft.model, batch, config.context
         )
@@ -127,7 +136,7 @@ def measure_phases(
 
 def profile_call(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
     """What a profiler sees of a generation of the first method, one text."""
-    method = get_method(config.methods[0], num_drafts=config.num_drafts, draft_length=config.lengths[-1])
+    method = _method(config, config.methods[0], config.lengths[-1])
     return profile.generation_profile(method, target.model, draft.model, config.context)
 
 

@@ -1,6 +1,5 @@
 """SpecTr Tables 2 and 4: tokens decoded per serial call of the target, by draft model, method, K and L."""
 
-import functools
 import itertools
 import pathlib
 import time
@@ -9,19 +8,28 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
-import tqdm
 
 from spectr_jax import hosts
 from spectr_jax.config import check_fields, check_positive, eval_config
 from spectr_jax.decoding import Method, get_method
+from spectr_jax.decoding.methods import drafts_one_chain, on_tree
+from spectr_jax.decoding.tree import chain, iid_chains
+from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
 from spectr_jax.loading import Trained, shape_name
 from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import observe_choices
+from spectr_jax.measure.acceptance import observe_accepted, observe_optimum
+from spectr_jax.measure.bench import Bench, progress
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Measurement, Program
 
 NAME = "tokens_per_call"
+
+_ABOUT_BEST = (
+    "alpha*: the mean of the most that any plan can reach at the same nodes with as many drafts (optimal transport, SpecTr "
+    "section 5), on seed {seed}. otm_block decides on whole paths and can be above alpha*; others by chance: alpha is "
+    "drawn, alpha* expected."
+)
 
 
 class Row(NamedTuple):
@@ -46,24 +54,17 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     target, drafts, prompts = measurement.open_run(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
     journal = Journal(workdir, NAME, config)
-
-    def measured(program: Program, seed: int, **kwargs) -> Measurement:
-        method, draft, observe = program
-        return measurement.measure(method, target, draft, prompts, config, seed, observe=observe, **kwargs)
-
-    def compile_ahead(programs: list[Program]) -> None:
-        measurement.compile_ahead(programs, target, prompts, config)
-
     started = time.monotonic() - journal.seconds
     summaries: list[dict[str, Any]] = []
-    baseline, groups = rows[0], itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))
-    with tqdm.tqdm(total=len(rows) - 1, unit="row", dynamic_ncols=True, disable=not hosts.is_first()) as bar:
-        for number, (_, group) in enumerate(groups):
-            compared = [baseline, *group]
-            found = _measure_group(config, number, compared, journal, compile_ahead, measured, bar)
+    # What is compared with the baseline in front of it, close together in time: all of one draft and L.
+    groups = [[rows[0], *group] for _, group in itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))]
+    steps = sum(_steps(config, row, len(prompts.tokens)) for group in groups for row in group)
+    with progress(steps, "step") as bar:
+        bench = Bench(config, target, drafts, prompts, journal, bar)
+        for number, group in enumerate(groups):
+            found = _measure_group(bench, number, group)
             summaries += found[1 if summaries else 0 :]
             jax.clear_caches()  # A process may hold so many programs only.
-            bar.update(len(compared) - 1)
     result = {
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
         "rows": summaries,
@@ -83,26 +84,32 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths")
     for name in config.methods:
-        get_method(name, num_drafts=1, draft_length=1)
+        for length in config.draft_lengths:
+            if drafts_one_chain(name) and on_tree(name, chain(length)) is None:
+                raise UserError(f"methods has {name!r}, which does not draft chains of {length} tokens; leave it out")
+        if drafts_one_chain(name) and 1 not in config.num_drafts:
+            raise UserError(f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave it out")
 
 
 def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
-    """The baseline, and for each draft and L: speculative decoding at K = 1, the config's methods above."""
+    """The baseline, and for each draft and L: at K = 1 speculative decoding and the config's methods of one chain, the
+    others above."""
     rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
-    for draft in drafts:
-        for length in config.draft_lengths:
-            for k in config.num_drafts:
-                if k == 1:
-                    rows.append(Row(draft, "speculative", 1, length, get_method("speculative", draft_length=length)))
-                    continue
-                for name in config.methods:
-                    rows.append(Row(draft, name, k, length, get_method(name, num_drafts=k, draft_length=length)))
+    several = [name for name in config.methods if not drafts_one_chain(name)]
+    one = dict.fromkeys(["speculative", *(name for name in config.methods if drafts_one_chain(name))])
+    for draft, length, k in itertools.product(drafts, config.draft_lengths, config.num_drafts):
+        for name in one if k == 1 else several:
+            method = on_tree(name, iid_chains(k, length))
+            if method is not None:
+                rows.append(Row(draft, name, k, length, method))
     return rows
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The table with its provenance, as Markdown."""
-    header = ["Draft", "Algorithm", "K", "L", "Tokens per call", "Paper*", "alpha", "alpha*", "Tokens/s", "x baseline"]
+    config = result["config"]
+    best = ["alpha*"] if config["optimal_acceptance"] else []
+    header = ["Draft", "Algorithm", "K", "L", "Tokens per call", "Paper*", "alpha", *best, "Tokens/s", "x baseline"]
     rows = [
         [
             row["draft"] or "-",
@@ -112,22 +119,20 @@ def markdown(result: dict[str, Any]) -> str:
             report.mean_and_std(row["tokens_per_call_by_seed"]),
             f"{row['paper']:.2f}" if row["paper"] else "-",
             f"{row['acceptance']:.3f}" if row["draft"] else "-",
-            f"{row['optimal_acceptance']:.3f}" if row["draft"] else "-",
+            *(f"{row['optimal_acceptance']:.3f}" if row["draft"] else "-" for _ in best),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
         ]
         for row in result["rows"]
     ]
-    config = result["config"]
     notes = [
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
         f"each, batch {config['batch_size']}, temperature {config['temperature']}; {report.over_seeds(config['seeds'])}; "
         "tokens/s over the batch, x baseline in the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; a figure to look at, not "
         "to match, where models or data differ; at temperature 1 only.",
-        "alpha: share of the nodes at which the token was a draft; alpha*: the mean of the most that any plan can reach at "
-        f"the same nodes with as many drafts (optimal transport, SpecTr section 5); both on seed {config['seeds'][0]}. "
-        "otm_block decides on whole paths and can be above alpha*; others by chance: alpha is drawn, alpha* expected.",
+        "alpha: share of the nodes at which the token was a draft, over all seeds.",
+        *(_ABOUT_BEST.format(seed=config["seeds"][0]) for _ in best),
         f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
         report.made_by(result),
@@ -165,13 +170,14 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _summary(
-    row: Row, results: list[Measurement], nodes: Measurement, baseline: list[Measurement], temperature: float
+    row: Row, results: list[Measurement], best: Measurement | None, baseline: list[Measurement], temperature: float
 ) -> dict[str, Any]:
     per_call = [result.tokens / result.calls for result in results]
     speeds = np.array([result.tokens / result.seconds for result in results])
     baseline_speeds = np.array([result.tokens / result.seconds for result in baseline])
     draft = shape_name(row.draft.model.config) if row.draft else None
     cited = paper.TOKENS_PER_CALL.get(draft or "", {}) if temperature == 1 else {}  # The paper's temperature.
+    nodes, accepted = (sum(result.observed[name] for result in results) for name in ("nodes", "accepted"))
     return {
         "draft": draft,
         "algorithm": row.algorithm,
@@ -180,47 +186,51 @@ def _summary(
         "tokens_per_call": float(np.mean(per_call)),
         "tokens_per_call_std": float(np.std(per_call, ddof=1)) if len(per_call) > 1 else 0.0,
         "tokens_per_call_by_seed": per_call,
-        "acceptance": float(nodes.observed["accepted"] / nodes.observed["nodes"]) if row.draft else None,
-        "optimal_acceptance": float(nodes.observed["optimum"] / nodes.observed["nodes"]) if row.draft else None,
-        "nodes": int(nodes.observed["nodes"]),
+        "acceptance": float(accepted / nodes) if row.draft else None,
+        "optimal_acceptance": float(best.observed["optimum"] / best.observed["nodes"]) if best else None,
+        "nodes": int(nodes),
         "paper": cited.get(row[1:4]) if row.draft else 1.0,
         "tokens_per_second": float(np.median(speeds)),
         "speedup": float(np.median(speeds / baseline_speeds)),
     }
 
 
-def _measure_group(
-    config: ml_collections.ConfigDict,
-    number: int,
-    rows: list[Row],
-    journal: Journal,
-    compile_ahead,
-    measured,
-    bar: tqdm.tqdm,
-) -> list[dict[str, Any]]:
-    """The rows that are compared with the baseline in front of them, close together in time: of one draft and L."""
+def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
+    """What is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
+    optimum = Program(row.method, row.draft, observe_optimum) if row.draft and config.optimal_acceptance else None
+    return Program(row.method, row.draft, observe_accepted), optimum
+
+
+def _steps(config: ml_collections.ConfigDict, row: Row, batches: int) -> int:
+    """Programs to be compiled for a row, and batches to be run."""
+    _, optimum = _programs(config, row)
+    return 1 + 1 + batches * len(config.seeds) + (1 + batches if optimum else 0)
+
+
+def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
+    """The rows, by turns on each seed; the first one is the baseline."""
+    config, journal = bench.config, bench.journal
 
     def name(row: Row, run: int | str) -> str:
         return f"group {number}, {_label(row)}, {run}"  # Two drafts may have one name.
 
-    programs = [(row, Program(row.method, row.draft), Program(row.method, row.draft, observe_choices)) for row in rows]
-    missing = [plain for row, plain, _ in programs if not all(name(row, seed) in journal for seed in config.seeds)]
-    unobserved = [observed for row, _, observed in programs if name(row, "acceptance") not in journal]
-    compile_ahead(missing + unobserved)
-    for plain in missing:
-        measured(plain, 0, batches=1)  # The first run is not timed.
+    programs = [(row, *_programs(config, row)) for row in rows]
+    unfinished = [each for each in programs if not all(name(each[0], f"seed {seed}") in journal for seed in config.seeds)]
+    missing = {_label(row): timed for row, timed, _ in unfinished}
+    unknown = {f"alpha* of {_label(row)}": best for row, _, best in programs if best and name(row, "alpha*") not in journal}
+    bench.compile(missing | unknown)
+    for timed in missing.values():
+        bench.run(timed, 0, batches=1)  # The first run is not timed.
+    if bench.bar is not None:  # Of those that an earlier start has measured.
+        bench.bar.update(2 * (len(rows) - len(missing)) + sum(best is not None for *_, best in programs) - len(unknown))
     runs: list[list[Measurement]] = [[] for _ in rows]
     for seed in config.seeds:
-        for (row, plain, _), results in zip(programs, runs, strict=True):
-            bar.set_description(f"seed {seed}, {_label(row)}")
-            results.append(journal.measurement(name(row, seed), functools.partial(measured, plain, seed)))
+        for (row, timed, _), results in zip(programs, runs, strict=True):
+            results.append(bench.measured(name(row, f"seed {seed}"), timed, seed))
     summaries = []
-    # The first seed again: what is observed would count in the time.
-    for (row, _, observed), results in zip(programs, runs, strict=True):
-        bar.set_description(f"acceptance of {_label(row)}")
-        take = functools.partial(measured, observed, config.seeds[0])
-        accepted = journal.measurement(name(row, "acceptance"), take)
-        summaries.append(_summary(row, results, accepted, runs[0], config.temperature))
+    for (row, _, best), results in zip(programs, runs, strict=True):
+        optimum = bench.measured(name(row, "alpha*"), best, config.seeds[0]) if best else None
+        summaries.append(_summary(row, results, optimum, runs[0], config.temperature))
     return summaries
 
 

@@ -8,7 +8,6 @@ import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,23 +16,21 @@ import numpy as np
 import tqdm
 
 from spectr_jax.config import check_fields, check_positive, trees_config
-from spectr_jax.decoding import Method, get_method, tree_search
+from spectr_jax.decoding import Method, get_method, prediction, tree_search
 from spectr_jax.decoding import tree as tree_lib
+from spectr_jax.decoding.methods import drafts_one_chain, on_tree
+from spectr_jax.decoding.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.figures import drawing, ersd
-from spectr_jax.loading import Trained, shape_name
+from spectr_jax.loading import shape_name
 from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_carriers, observe_nodes, shares
-from spectr_jax.measure.call_times import call_seconds
+from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_drafts, observe_nodes, shares
+from spectr_jax.measure.bench import Bench
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Measurement, Program
 
 NAME = "trees"
-RACES = ("gsd", "ersd")
-IID = ("naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm", "gbv", "otm_block")
-SEARCHED = {"spectr": "kseq", "otm": "otm"}
-"""The plans whose best prefix trees are searched, and whose theory is known, by method."""
 ROWS_AT_ONCE = 16
 """Whose programs are compiled side by side, and held."""
 
@@ -71,44 +68,32 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
         )
 
-    journal = Journal(workdir, NAME, config)
-    started = time.monotonic() - journal.seconds
-
-    def own_draft(method: Method) -> Trained | None:
-        return None if method.exit_layer else draft
-
-    def measured(method: Method, *args, **kwargs) -> Measurement:
-        return measurement.measure(method, target, own_draft(method), prompts, config, *args, **kwargs)
-
-    def compile_ahead(programs: list[tuple[Method, Callable | None]]) -> None:
-        known = [Program(method, own_draft(method), observe) for method, observe in programs]
-        measurement.compile_ahead(known, target, prompts, config)
-
-    acceptance = measure_acceptance(config, compile_ahead, measured, journal)
-    fastest = journal.value("fastest trees", lambda: fastest_trees(config, acceptance, target, draft))
-    rows = table_rows(config, acceptance, {name: Tree(tuple(each["parents"])) for name, each in fastest.items()})
+    bench = Bench(config, target, [draft], prompts, Journal(workdir, NAME, config))
+    started = time.monotonic() - bench.journal.seconds
+    acceptance = measure_acceptance(bench)
+    rows = table_rows(config, acceptance)
     result = {
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft.model.config)} drafts for {target.name}",
-        "rows": _measure_rows(config, rows, compile_ahead, measured, journal),
+        "rows": _measure_rows(bench, rows),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
-        "kl_bits": acceptance.kl,
-        "fastest_trees": fastest,
+        "kl_bits": acceptance.kl if acceptance.R else None,
         "prompts": prompts.real,
         **report.about(config, started),
     }
     result["answer"] = answer(result["rows"])
     workdir.mkdir(parents=True, exist_ok=True)
-    ersd.write_figures(acceptance, target.model.vocab_size, workdir)
-    for name in RACES:
+    if acceptance.R:
+        ersd.write_figures(acceptance, target.model.vocab_size, workdir)
+    for name, R in acceptance.R.items():
         size = min(config.sizes, key=lambda size: abs(size - 16))
-        tree = tree_search.optimal_tree(acceptance.R[name], size)
+        tree = tree_search.optimal_tree(R, size)
         mean = {(): 1.0} | acceptance.nodes[name, "optimal"].mean()
         accepted = [mean[tree.path(node)] for node in range(size + 1)]
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted=accepted, title=title)
     report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
+    bench.journal.remove()
     return result
 
 
@@ -124,13 +109,20 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}")
     if config.temperature == 0:
         raise UserError("temperature=0.0 has no acceptance to measure; give a positive one, such as 1.0")
+    for name in config.methods:
+        if not get_method(name).tree.size or all(on_tree(name, tree_lib.chain(size)) is None for size in config.sizes):
+            raise UserError(f"methods has {name!r}, which drafts nothing, or no tree of N={max(config.sizes)}; leave it out")
     if config.exit_layer < 0:
         raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
 
 
-def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measured, journal: Journal) -> PairAcceptance:
-    """Runs GSD and ERSD on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an observer."""
-    size = max(config.sizes)
+def measure_acceptance(bench: Bench) -> PairAcceptance:
+    """Runs what drafts without replacement on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an
+    observer."""
+    config, journal, size = bench.config, bench.journal, max(bench.config.sizes)
+    methods = [get_method(name) for name in config.methods]
+    distinct = [method.name for method in methods if statistic(method) == CHILDREN]
+    iid = tuple(method for method in methods if statistic(method) in (CARRIERS, WINNERS))
     nodes: dict[tuple[str, str], Nodes] = {}
     divergences: list[float] = []
 
@@ -138,104 +130,100 @@ def measure_acceptance(config: ml_collections.ConfigDict, compile_ahead, measure
         return f"acceptance of {name}, {shape}, {seed}"
 
     def run_nodes(shapes: dict[tuple[str, str], Any]) -> None:
-        methods = {key: get_method(key[0], tree=tree_search.tree_of(paths)) for key, paths in shapes.items()}
-        missing = [key for key in methods if not all(entry(*key, seed) in journal for seed in config.seeds)]
-        compile_ahead([(methods[key], observe_nodes) for key in missing])
+        programs = {
+            key: Program(get_method(key[0], tree=tree_search.tree_of(paths)), bench.drafts[0], observe_nodes)
+            for key, paths in shapes.items()
+        }
+        missing = [key for key in programs if not all(entry(*key, seed) in journal for seed in config.seeds)]
+        bench.compile({", ".join(key): programs[key] for key in missing})
         for key, paths in shapes.items():
-            tree, sums = methods[key].tree, []
+            tree, sums = programs[key].method.tree, []
             numbers = {tree.path(node): node for node in range(1, size + 1)}
             for seed in config.seeds:
                 bar.set_description(entry(*key, seed))
-                take = functools.partial(measured, methods[key], seed, observe=observe_nodes)
-                sums.append(journal.measurement(entry(*key, seed), take).observed)
+                sums.append(bench.measured(entry(*key, seed), programs[key], seed).observed)
             counts = np.array([each["nodes"] for each in sums])
             nodes[key] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
             divergences.extend(each["kl"] / each["nodes"][0] for each in sums)
             bar.update()
 
-    with tqdm.tqdm(total=4 * len(RACES) + 1, unit="run", dynamic_ncols=True) as bar:
+    with tqdm.tqdm(total=4 * len(distinct) + len(iid[:1]), unit="run", dynamic_ncols=True) as bar:
         fixed = _fixed_shapes(size).items()
         run_nodes(
-            {(name, shape): [tree.path(node) for node in range(1, size + 1)] for name in RACES for shape, tree in fixed}
+            {(name, shape): [tree.path(node) for node in range(1, size + 1)] for name in distinct for shape, tree in fixed}
         )
-        R = {name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist()) for name in RACES}
-        run_nodes({(name, "optimal"): tree_search.optimal_order(R[name], size) for name in RACES})
-        bar.set_description("i.i.d. drafts")
-        method = get_method("spectr", tree=tree_lib.batch(size))
-        take = functools.partial(measured, method, config.seeds[0], observe=observe_carriers)
-        counts = journal.measurement("carriers", take).observed
-        bar.update()
-    carriers = {plan: shares(table) for plan, table in counts.items()}
-    return PairAcceptance(R, nodes, carriers, float(np.mean(divergences)))
+        R = {name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist()) for name in distinct}
+        run_nodes({(name, "optimal"): tree_search.optimal_order(R[name], size) for name in distinct})
+        counts = {}
+        if iid:
+            bar.set_description("i.i.d. drafts")
+            walked = get_method("otm", tree=tree_lib.batch(size))  # Any would do.
+            program = Program(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
+            counts = bench.measured("carriers", program, config.seeds[0]).observed
+            bar.update()
+    kl = float(np.mean(divergences)) if divergences else np.nan
+    return PairAcceptance(R, nodes, {name: shares(table) for name, table in counts.items()}, kl)
 
 
-def fastest_trees(
-    config: ml_collections.ConfigDict, acceptance: PairAcceptance, target: Trained, draft: Trained
-) -> dict[str, dict[str, Any]]:
-    """For GSD and ERSD, the parents of the tree of most tokens a second by measured R and call times, and that speed over
-    the batch."""
-    size, batch = max(config.sizes), config.batch_size
-    counts = [2**power for power in range(size.bit_length() + 1)]
-    draft_seconds, target_seconds = (call_seconds(each.model, batch, counts) for each in (draft, target))
-    found = {}
-    for name, R in acceptance.R.items():
-        tree, speed = tree_search.fastest_tree(R, draft_seconds, target_seconds, size, config.draft_length)
-        found[name] = {"parents": list(tree.parents), "predicted_tokens_per_second": speed * batch}
-    return found
-
-
-def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance, fastest: dict[str, Tree]) -> list[Row]:
-    """The baseline; then for each size every method on its trees of that size; the fastest trees where they fit."""
+def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) -> list[Row]:
+    """The baseline; then for each size every method on its trees of that size."""
     rows = [Row(0, "-", get_method("baseline"), 1.0)]
     sizes = sorted(config.sizes)
     for below, size in zip([0, *sizes], sizes, strict=False):
-        alpha = 1 - acceptance.carriers["otm"][1, 0]
-        theory = tree_search.expected_tokens(tree_lib.chain(size), [alpha])
-        rows.append(Row(size, "chain", get_method("speculative", draft_length=size), theory))
-        rows.append(Row(size, "chain", get_method("block", draft_length=size), None))
         if not below and config.exit_layer:
-            method = get_method("self_speculative", layers=config.exit_layer, draft_length=size)
-            rows.append(Row(size, "chain", method, None))
-        rows += _iid_rows(config, acceptance, below, size)
-        for name in RACES:
-            shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
-            if below < fastest[name].size <= size:
-                shapes["fastest by call times"] = fastest[name]
-            for shape, tree in shapes.items():
-                if (name, shape) != ("gsd", "chain"):  # That is speculative decoding.
-                    theory = tree_search.expected_tokens(tree, acceptance.R[name])
-                    rows.append(Row(size, shape, get_method(name, tree=tree), theory))
-        shapes = {"batch": tree_lib.batch(size), "SpecInfer": tree_lib.specinfer(size)}
-        shapes["gsd's optimal"] = tree_search.optimal_tree(acceptance.R["gsd"], size)
-        rows += [Row(size, shape, get_method("greedy_drafts", tree=tree), None) for shape, tree in shapes.items()]
+            own_layers = get_method("self_speculative", layers=config.exit_layer, draft_length=size)
+            rows.append(Row(size, "chain", own_layers, None))
+        for name in config.methods:
+            for shape, tree in _shapes(config, acceptance, name, below, size).items():
+                method = on_tree(name, tree)
+                if method is not None:
+                    rows.append(Row(size, shape, method, _theory(acceptance, method)))
     return rows
+
+
+def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
+    """Expected tokens a call under 0-th order acceptance, where that was measured."""
+    if statistic(method) == CARRIERS:
+        return prediction.predictor(method, acceptance.carriers[method.name])(method.tree)
+    if statistic(method) == CHILDREN:
+        return prediction.predictor(method, np.array(acceptance.R[method.name]))(method.tree)
+    return None
+
+
+def _shapes(
+    config: ml_collections.ConfigDict, acceptance: PairAcceptance, name: str, below: int, size: int
+) -> dict[str, Tree]:
+    """The trees that a method is measured on at one size, by what they are.
+
+    For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree by the acceptance of the
+    plan; for distinct ones fixed shapes and the optimal tree by R, or by another method's R where it has none.
+    """
+    if drafts_one_chain(name):
+        return {"chain": tree_lib.chain(size)}
+    if name in acceptance.carriers:
+        length = config.draft_length
+        given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
+        given = [branching for branching in given if below < tree_lib.prefix_tree(*branching).size <= size]
+        if size >= 2 * length:
+            given.insert(0, (size // length, *[1] * (length - 1)))
+        best = tree_search.best_prefix_trees(acceptance.carriers[name], size, length)[0].branching
+        return {
+            f"({_spelled(branching)}){', best' if branching == best else ''}": tree_lib.prefix_tree(*branching)
+            for branching in dict.fromkeys([*given, best])
+        }
+    if name in acceptance.R:
+        shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
+        if get_method(name).plan.drafts != "race":
+            del shapes["chain"]  # One draft a node: speculative decoding.
+        return shapes
+    shapes = {"batch": tree_lib.batch(size), "SpecInfer": tree_lib.specinfer(size)}
+    for other, R in itertools.islice(acceptance.R.items(), 1):
+        shapes[f"{other}'s optimal"] = tree_search.optimal_tree(R, size)
+    return shapes
 
 
 def _fixed_shapes(size: int) -> dict[str, Tree]:
     return {"batch": tree_lib.batch(size), "chain": tree_lib.chain(size), "SpecInfer": tree_lib.specinfer(size)}
-
-
-def _iid_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance, below: int, size: int) -> list[Row]:
-    """Chains, the extra trees that are larger than `below`, and the best tree that the search finds for each plan."""
-    length = config.draft_length
-    given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
-    given = [branching for branching in given if below < tree_lib.prefix_tree(*branching).size <= size]
-    if size >= 2 * length:
-        given.insert(0, (size // length, *[1] * (length - 1)))
-    best = {
-        plan: tree_search.best_prefix_trees(table, size, length)[0].branching for plan, table in acceptance.carriers.items()
-    }
-    rows = []
-    for branching in dict.fromkeys([*given, *best.values()]):
-        for name in IID:
-            plan = SEARCHED.get(name)
-            if branching not in given and branching != best[plan or "otm"]:
-                continue
-            note = ", best" if plan and branching == best[plan] else ""
-            theory = tree_search.expected_tokens_iid(branching, acceptance.carriers[plan]) if plan else None
-            method = get_method(name, tree=tree_lib.prefix_tree(*branching))
-            rows.append(Row(size, f"({_spelled(branching)}){note}", method, theory))
-    return rows
 
 
 def _spelled(branching: tuple[int, ...]) -> str:
@@ -244,30 +232,30 @@ def _spelled(branching: tuple[int, ...]) -> str:
     return ", ".join(str(children) if times == 1 else f"{children}x{times}" for children, times in runs)
 
 
-def _measure_rows(
-    config: ml_collections.ConfigDict, rows: list[Row], compile_ahead, measured, journal: Journal
-) -> list[dict[str, Any]]:
-    baseline, results = rows[0].method, []
+def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
+    seeds, journal, results = bench.config.seeds, bench.journal, []
+    programs = [Program(row.method, bench.drafts[0]) for row in rows]
+    baseline = programs[0]
 
     def name(row: Row) -> str:
         return f"N={row.size} {row.method.name} {row.shape}"
 
-    def measured_row(row: Row) -> dict[str, Any]:
-        for method in (baseline, row.method):
-            measured(method, 0, batches=1)  # The first run is not timed.
+    def measured_row(row: Row, program: Program) -> dict[str, Any]:
+        for each in (baseline, program):
+            bench.run(each, 0, batches=1)  # The first run is not timed.
         # The baseline close by in time, for the ratio.
-        before = measured(baseline, 0, batches=2)
-        runs = [measured(row.method, seed) for seed in config.seeds]
-        return _summary(row, runs, [before, measured(baseline, 0, batches=2)])
+        before = bench.run(baseline, 0, batches=2)
+        runs = [bench.run(program, seed) for seed in seeds]
+        return _summary(row, runs, [before, bench.run(baseline, 0, batches=2)])
 
     with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
         for first in range(0, len(rows), ROWS_AT_ONCE):
-            some = rows[first : first + ROWS_AT_ONCE]
-            missing = [row.method for row in some if name(row) not in journal]
-            compile_ahead([(method, None) for method in dict.fromkeys([baseline, *missing] if missing else [])])
-            for row in some:
+            some = list(zip(rows, programs, strict=True))[first : first + ROWS_AT_ONCE]
+            missing = {name(row): program for row, program in some if name(row) not in journal}
+            bench.compile({"baseline": baseline, **missing} if missing else {})
+            for row, program in some:
                 bar.set_description(name(row))
-                results.append(journal.value(name(row), functools.partial(measured_row, row)))
+                results.append(journal.value(name(row), functools.partial(measured_row, row, program)))
                 bar.update()
             jax.clear_caches()  # A process may hold so many programs only.
     return results
@@ -311,11 +299,6 @@ def answer(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _predicted(found: dict[str, Any]) -> str:
-    speed = f"{found['predicted_tokens_per_second']:,.0f} tokens/s"
-    return f"a tree of N = {len(found['parents'])}, {speed}" if found["parents"] else f"no drafts at all, {speed}"
-
-
 def markdown(result: dict[str, Any]) -> str:
     """The table with the answer and its provenance, as Markdown."""
     header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens per call", "Theory", "Tokens/s", "x baseline"]
@@ -345,14 +328,11 @@ def markdown(result: dict[str, Any]) -> str:
         f"each, batch {config['batch_size']}, temperature {config['temperature']}; {report.over_seeds(config['seeds'])}; "
         "x baseline against baseline runs just before and after.",
         "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
-        "`gsd` and `ersd` by child index, for i.i.d. drafts by the number of drafts that carry the accepted token.",
+        "drafts without replacement by child index, for i.i.d. ones by the number of drafts that carry the accepted token.",
         *(f"Acceptance by child index, `{name}`: {values}, ..." for name, values in children.items()),
-        *(f"Acceptance by number of i.i.d. drafts, plan `{name}`: {', '.join(values)}." for name, values in alpha.items()),
-        *(
-            f"Hardware-aware search, `{name}`: {_predicted(found)}, from measured call times without selection."
-            for name, found in result["fastest_trees"].items()
-        ),
-        f"KL(target, draft) = {result['kl_bits']:.2f} bits. Target `{config['target']}`, draft `{config['draft']}`, prompts "
+        *(f"Acceptance by number of i.i.d. drafts, `{name}`: {', '.join(values)}." for name, values in alpha.items()),
+        *([] if result["kl_bits"] is None else [f"KL(target, draft) = {result['kl_bits']:.2f} bits."]),
+        f"Target `{config['target']}`, draft `{config['draft']}`, prompts "
         f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} of the target's layers.",
         report.made_by(result),
     ]

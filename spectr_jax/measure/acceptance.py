@@ -4,18 +4,17 @@ Each `observe_*` is given to `generate` as `observe`: a function of one `Call`, 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax import transport
-from spectr_jax.decoding import Call
+from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import probabilities
-from spectr_jax.decoding.prediction import RATIOS, ratio_cell
-from spectr_jax.transport import otm
+from spectr_jax.decoding.prediction import RATIOS, WINNERS, ratio_cell, statistic
+from spectr_jax.transport import Plan, otm
 
 
 class Nodes(NamedTuple):
@@ -44,8 +43,8 @@ class PairAcceptance(NamedTuple):
     Attributes:
       R: by method, [N] acceptance by child index, made descending.
       nodes: by (method, shape), the acceptance of each node of the largest tree of that shape.
-      carriers: by plan, [N + 1, N + 1], as in `tree_search`.
-      kl: KL(target, draft) in bits, the mean over calls.
+      carriers: by method of i.i.d. drafts, [N + 1, N + 1] of its plan, as in `tree_search`.
+      kl: KL(target, draft) in bits, the mean over calls; NaN if no method drafts without replacement.
     """
 
     R: dict[str, list[float]]
@@ -54,33 +53,42 @@ class PairAcceptance(NamedTuple):
     kl: float
 
 
-def observe_choices(call: Call) -> dict[str, jax.Array]:
-    """For `generate`, on prefix trees: sums over the nodes at which one call chose among drafts.
+def observe_accepted(call: Call) -> dict[str, jax.Array]:
+    """For `generate`, at next to no cost: sums over the nodes at which one call chose among drafts.
 
     Returns:
       nodes: how many.
       accepted: at how many of them the token was a draft. Over `nodes`, the mean alpha_k of the plan.
+    """
+    visited, depth = _visited(call)
+    # Where the token was a draft, the walk went on.
+    return {"nodes": jnp.sum(visited), "accepted": jnp.sum(visited & (depth < call.chosen.emitted - 1))}
+
+
+def observe_optimum(call: Call) -> dict[str, jax.Array]:
+    """For `generate`, on prefix trees: the same, and at each of these nodes an `otm.acceptance`, which takes time.
+
+    Returns:
+      nodes: how many.
       optimum: the sum of alpha_k*, the most that i.i.d. drafts from these laws can be accepted with.
     """
-    chosen = call.chosen
-    depth = jnp.arange(len(chosen.drafts))
-    visited = (depth < chosen.emitted) & (chosen.drafts > 0)
-    nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), chosen.path])[: len(depth)]
+    (visited, depth), drafts = _visited(call), call.chosen.drafts
+    if not len(call.p):  # No drafts at all.
+        return {"nodes": jnp.sum(visited), "optimum": jnp.zeros(())}
+    nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
-        if not len(call.p):  # No drafts at all.
-            return jnp.zeros(())
         q = probabilities(call.logits[node], call.policy)
-        p = call.p[jnp.asarray(call.tree.inner_rank)[node]]
-        return otm.optimal_acceptance(p, q, jnp.maximum(k, 1))
+        return otm.acceptance(call.p[jnp.asarray(call.tree.inner_rank)[node]], q, jnp.maximum(k, 1))
 
-    best = jax.vmap(optimum)(nodes, chosen.drafts)
-    return {
-        "nodes": jnp.sum(visited),
-        # Where the token was a draft, the walk went on.
-        "accepted": jnp.sum(visited & (depth < chosen.emitted - 1)),
-        "optimum": jnp.sum(jnp.where(visited, best, 0)),
-    }
+    best = jax.vmap(optimum)(nodes, drafts)
+    return {"nodes": jnp.sum(visited), "optimum": jnp.sum(jnp.where(visited, best, 0))}
+
+
+def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
+    """[height + 1] bool, the depths at which there was a choice among drafts, and the depths."""
+    depth = jnp.arange(len(call.chosen.drafts))
+    return (depth < call.chosen.emitted) & (call.chosen.drafts > 0), depth
 
 
 def observe_nodes(call: Call) -> dict[str, jax.Array]:
@@ -99,46 +107,45 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
     return {"nodes": counts, "kl": jnp.sum(jnp.where(q > 0, q * jnp.log2(q / call.p[0]), 0))}
 
 
-CARRIER_PLANS, WINNER_PLANS = ("kseq", "otm"), ("otm", "greedy_multipath")
+@functools.cache
+def observe_drafts(methods: tuple[Method, ...], kind: str | None = None) -> Callable[[Call], dict[str, jax.Array]]:
+    """An `observe` for `generate` on a batch tree of K i.i.d. drafts: the first k are given to the plan of each method, for
+    each k. The same object for the same methods, so that nothing is compiled anew.
 
-
-def observe_carriers(call: Call) -> dict[str, jax.Array]:
-    """For `generate`, on a batch tree of K i.i.d. drafts: the first k are given to each plan, for each k.
-
-    Returns:
-      by plan, [K + 1, K + 1] counts of how many of the k carry its token.
-    """
-    drafts = call.tokens[1:]
-    p, q = call.p[0], probabilities(call.logits[0], call.policy)
-
-    def carriers(plan, k):
-        valid = jnp.arange(len(drafts)) < k
-        token = plan.select(jax.random.fold_in(call.key, k), p, q, drafts, valid).token
-        return jnp.zeros(len(drafts) + 1).at[jnp.sum(valid & (drafts == token))].add(1)
-
-    numbers = jnp.arange(len(drafts) + 1)
-    return {name: jax.vmap(functools.partial(carriers, transport.get(name)))(numbers) for name in CARRIER_PLANS}
-
-
-def observe_winners(call: Call) -> dict[str, jax.Array]:
-    """Likewise for plans that name a winner.
+    Args:
+      methods: whose drafts are i.i.d., of different names; their trees do not count.
+      kind: of `prediction.statistic`, for all of them; by default each method's own.
 
     Returns:
-      by plan, [K + 1, R, K + 1] counts of the cell of the winner's ratio (`decoding.prediction`) and of the drafts that are
+      A function that returns by method's name, for CARRIERS, [K + 1, K + 1] counts of how many of the k carry the token; for
+      WINNERS, [K + 1, R, K + 1] counts of the cell of the winner's ratio (`decoding.prediction`) and of the drafts that are
       its token.
     """
-    drafts = call.tokens[1:]
-    p, q = call.p[0], probabilities(call.logits[0], call.policy)
 
-    def winners(plan, k):
-        valid = jnp.arange(len(drafts)) < k
-        winner, g = plan.win(jax.random.fold_in(call.key, k), p, q, drafts, valid)
-        token = drafts[winner]
-        cell = ratio_cell(q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny))
-        return jnp.zeros((RATIOS, len(drafts) + 1)).at[cell, jnp.sum(valid & (drafts == token))].add(1)
+    def observe(call: Call) -> dict[str, jax.Array]:
+        drafts = call.tokens[1:]
+        p, q = call.p[0], probabilities(call.logits[0], call.policy)
 
-    numbers = jnp.arange(len(drafts) + 1)
-    return {name: jax.vmap(functools.partial(winners, transport.get(name)))(numbers) for name in WINNER_PLANS}
+        def carriers(plan: Plan, k):
+            valid = jnp.arange(len(drafts)) < k
+            token = plan.select(jax.random.fold_in(call.key, k), p, q, drafts, valid).token
+            return jnp.zeros(len(drafts) + 1).at[jnp.sum(valid & (drafts == token))].add(1)
+
+        def winners(plan: Plan, k):
+            valid = jnp.arange(len(drafts)) < k
+            winner, g = plan.win(jax.random.fold_in(call.key, k), p, q, drafts, valid)
+            token = drafts[winner]
+            cell = ratio_cell(q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny))
+            return jnp.zeros((RATIOS, len(drafts) + 1)).at[cell, jnp.sum(valid & (drafts == token))].add(1)
+
+        found = {}
+        for method in methods:
+            count = winners if (kind or statistic(method)) == WINNERS else carriers
+            # One k after the other: some plans need much room.
+            found[method.name] = jax.lax.map(functools.partial(count, method.plan), jnp.arange(len(drafts) + 1))
+        return found
+
+    return observe
 
 
 def shares(counts: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """What the tables share: prompts, and one method decoding all of them."""
 
-import functools
 import json
 import pathlib
 import time
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
-import tqdm
 
 from spectr_jax import hosts, sharding
 from spectr_jax.config import check_positive, config_hash
@@ -21,7 +19,6 @@ from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
 from spectr_jax.loading import EMBEDDED, Trained, check_dtype, load_pair
-from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.models.frozen import freeze
 
 
@@ -129,9 +126,10 @@ def measure(
     seed: int,
     batches: int | None = None,
     observe: Callable | None = None,
+    done: Callable[[], Any] | None = None,
 ) -> Measurement:
     """Decodes all prompts, or the first `batches` of them, over all devices; each prompt has a key of its own, whatever
-    the batch size."""
+    the batch size. `done` is called after each batch."""
     tokens = calls = 0
     observed: dict[str, np.ndarray] = {}
     run = _on_batch(generate, Program(method, draft, observe), target, prompts, config, seed)
@@ -143,17 +141,14 @@ def measure(
         calls += int(np.sum(np.asarray(generation.target_calls)[real]))
         for name, values in (generation.observed or {}).items():
             observed[name] = observed.get(name, 0.0) + np.sum(np.asarray(values, np.float64)[real], axis=0)
+        if done is not None:
+            done()
     return Measurement(tokens, calls, time.monotonic() - started, observed)
 
 
-def compile_ahead(programs: list[Program], target: Trained, prompts: Prompts, config: ml_collections.ConfigDict) -> None:
-    """Compiles what `measure` is going to run, side by side; JAX keeps it for the call."""
-
-    def compile_one(program: Program) -> None:
-        _on_batch(lower, program, target, prompts, config, seed=0)(0).compile()
-
-    done = side_by_side([functools.partial(compile_one, program) for program in programs])
-    list(tqdm.tqdm(done, "compiling", len(programs), leave=False, dynamic_ncols=True, disable=not hosts.is_first()))
+def compile_program(program: Program, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict) -> None:
+    """Compiles what `measure` is going to run; JAX keeps it for the call."""
+    _on_batch(lower, program, target, prompts, config, seed=0)(0).compile()
 
 
 def _on_batch(

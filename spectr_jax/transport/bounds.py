@@ -36,7 +36,7 @@ def optimal_acceptance(p, q, k: int) -> float:
       UserError: one is no law, they differ in size, or k is no number of drafts.
     """
     p, q = checks.check_laws(p, q)
-    return otm.acceptance(p, q, checks.check_number(k))
+    return float(otm.acceptance(p, q, checks.check_number(k)))
 
 
 def harmonic_bound(p, q) -> float:

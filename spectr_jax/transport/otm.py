@@ -41,6 +41,8 @@ SORTED = 256
 """Vocabularies up to this size are sorted, and each token is a cell."""
 BITS, OCTAVES = 6, 16
 """Otherwise a cell is 2^-6 of an octave of the ratio, and the lowest and the highest reach to 0 and infinity."""
+MOST = 64
+"""Drafts that `acceptance` is made for under jit."""
 
 
 class Cells(NamedTuple):
@@ -99,15 +101,13 @@ def law(p, q, drafts) -> np.ndarray:
     return winner_accepted_law(q, p * winner.rho[cells.of_token], drafts, wins)
 
 
-def acceptance(p, q, k) -> float:
-    """See `Plan.acceptance`: alpha_k = 1 - D, the largest of all plans."""
-    cells = exact_cells(p, q)
-    return float(1 - winner_law(cells.p, cells.q, k).rejection)
+def acceptance(p, q, k):
+    """See `Plan.acceptance`: alpha_k = 1 - D, the largest of all plans.
 
-
-def optimal_acceptance(p: jax.Array, q: jax.Array, k: jax.Array, most: int = 64) -> jax.Array:
-    """alpha_k [] in float32 for a traced k of 1 to `most`; jittable and vmappable, a little rounded by cells at large V."""
-    cells = cells_of(p, q, most)
+    Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at most `MOST`, and a little
+    rounded by cells at large V.
+    """
+    cells = cells_of(p, q, MOST) if isinstance(p, jax.Array) else exact_cells(p, q)
     return 1 - winner_law(cells.p, cells.q, k).rejection
 
 

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import generate, get_method, prediction
-from spectr_jax.decoding.tree import batch
+from spectr_jax.decoding import METHODS, Method, generate, get_method, prediction
+from spectr_jax.decoding.tree import Tree, batch, prefix_tree
 from spectr_jax.errors import UserError
-from spectr_jax.measure.acceptance import observe_winners, shares
+from spectr_jax.measure.acceptance import observe_drafts, shares
 from spectr_jax.models.table import TableModel
 
 pytestmark = pytest.mark.xdist_group("prediction")  # The winners are counted once.
@@ -25,7 +25,8 @@ def _everywhere(law):
 
 @pytest.fixture(scope="module")
 def winners():
-    observed = _decode(get_method("otm", tree=batch(4)), observe_winners).observed
+    observe = observe_drafts((get_method("otm_block"), get_method("gbv")))
+    observed = _decode(get_method("otm", tree=batch(4)), observe).observed
     return {name: shares(np.asarray(counts, float).sum(axis=0)) for name, counts in observed.items()}
 
 
@@ -56,15 +57,15 @@ def test_a_chain_is_the_sum_over_its_paths(length):
 
 
 def test_what_is_seen_of_one_draft_is_its_law(winners):
-    np.testing.assert_allclose(winners["otm"][1, :, :2], _chain_winners()[1], atol=0.01)
-    np.testing.assert_allclose(winners["greedy_multipath"][1, :, :2], _chain_winners()[1], atol=0.01)
+    np.testing.assert_allclose(winners["otm_block"][1, :, :2], _chain_winners()[1], atol=0.01)
+    np.testing.assert_allclose(winners["gbv"][1, :, :2], _chain_winners()[1], atol=0.01)
 
 
-@pytest.mark.parametrize(("name", "plan"), [("otm_block", "otm"), ("gbv", "greedy_multipath")])
+@pytest.mark.parametrize("name", ["otm_block", "gbv"])
 @pytest.mark.parametrize("branching", [(1, 1, 1), (2, 1, 1), (2, 2), (4,)])
-def test_trees_emit_what_is_predicted(winners, name, plan, branching):
+def test_trees_emit_what_is_predicted(winners, name, branching):
     """Before the limit cuts what a call emits: by Wald's identity the mean over calls is that of one call."""
-    predicted = prediction.block_predictor(winners[plan])(branching)
+    predicted = prediction.predictor(get_method(name), winners[name])(prefix_tree(*branching))
     tree = ",".join(map(str, branching))
     generation = _decode(get_method(name, tree=tree), _emitted)
     measured = np.sum(generation.observed["emitted"]) / np.sum(generation.target_calls)
@@ -77,4 +78,23 @@ def _emitted(call):
 
 def test_drafts_that_were_not_measured_are_refused(winners):
     with pytest.raises(UserError, match="may have 8 live drafts, measured are 4"):
-        prediction.block_predictor(winners["otm"])((4, 2))
+        prediction.block_predictor(winners["otm_block"])((4, 2))
+
+
+def test_what_predicts_a_method_follows_from_what_it_is():
+    """Its drafts and its walk, whatever its name."""
+    kinds = {name: prediction.statistic(get_method(name)) for name in METHODS}
+    assert {name for name, kind in kinds.items() if kind is None} == {"baseline", "greedy_drafts", "self_speculative"}
+    assert {name for name, kind in kinds.items() if kind == "winners"} == {"block", "otm_block", "gbv"}
+    assert {name for name, kind in kinds.items() if kind == "children"} == {"gsd", "ersd"}
+    other = Method("other", batch(2), get_method("otm").plan, lambda *_: None)
+    assert prediction.statistic(other) is None
+
+
+def test_predictors_of_known_tables():
+    tree, halves = Tree((0, 0, 1)), np.array([0.5, 0.25])
+    assert prediction.predictor(get_method("gsd"), halves)(tree) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
+    carriers = np.array([[1, 0, 0], [0.4, 0.6, 0], [0.3, 0.7, 0]])
+    assert prediction.predictor(get_method("otm"), carriers)(prefix_tree(2, 1)) == pytest.approx(1 + 0.7 * 1.6)
+    with pytest.raises(UserError, match="is no prefix tree"):
+        prediction.predictor(get_method("otm"), carriers)(tree)

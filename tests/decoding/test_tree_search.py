@@ -91,22 +91,6 @@ def test_the_best_prefix_tree_is_the_best_of_all():
     assert tokens == sorted(tokens, reverse=True)
 
 
-def test_the_fastest_tree_depends_on_the_machine():
-    R = [0.6, 0.15, 0.05]
-
-    def fastest(level, node):
-        return tree_search.fastest_tree(R, lambda width: level, lambda tokens: 1 + node * tokens, 24, 6)
-
-    free, speed = fastest(0.0, 0.0)
-    assert free == tree_search.optimal_tree(R, 24, 6)
-    assert speed == pytest.approx(tree_search.expected_tokens(free, R))
-    flat, _ = fastest(0.3, 0.0)  # Levels cost: a lower tree.
-    assert 0 < flat.height < free.height
-    small, _ = fastest(0.0, 0.1)  # Nodes cost: a smaller one.
-    assert 0 < small.size < free.size
-    assert fastest(2.0, 1.0)[0].size == 0  # Not worth it at all.
-
-
 def test_descending():
     assert tree_search.descending([0.3, 0.4, 0.1, 0.2, 0.05]) == pytest.approx([0.35, 0.35, 0.15, 0.15, 0.05])
     assert tree_search.descending([0.3, 0.2]) == [0.3, 0.2]

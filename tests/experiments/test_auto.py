@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from spectr_jax.config import auto_config
-from spectr_jax.decoding import prediction
+from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.tree import Tree, chain, prefix_tree
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto
-from spectr_jax.measure import measurement
+from spectr_jax.measure import bench, measurement
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Measurement
 
@@ -41,8 +42,8 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
     """Although it is stopped in its acceptance, in its times and in its tries, and goes on; each thing that was measured
     until then is said to have taken an hour."""
     calls, phases, tokens, decoded = [], [], [], []
-    measure = _stopping(measurement.measure, decoded, 2, 9)  # The ninth is the last try of all.
-    monkeypatch.setattr(auto, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure}))
+    measure = _stopping(measurement.measure, decoded, 1, 8)  # The eighth is the last try of all.
+    monkeypatch.setattr(bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure}))
     monkeypatch.setattr(auto, "call_seconds", _stopping(auto.call_seconds, calls))
     monkeypatch.setattr(auto, "phase_timers", _stopping(auto.phase_timers, phases))
     monkeypatch.setattr(auto, "token_timer", _stopping(auto.token_timer, tokens, 1))
@@ -54,8 +55,8 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
     text, measured = re.subn(r'"seconds": [\d.]+}\n', '"seconds": 3600}\n', journal.read_text())
     journal.write_text(text)
     result = auto.run(config, tmp_path)
-    assert (len(calls), len(phases), len(tokens), len(decoded)) == (1, 2 + 1, 1 + 1, 9 + 2)
-    assert measured == 12 and result["seconds"] >= 12 * 3600 and not journal.exists()
+    assert (len(calls), len(phases), len(tokens), len(decoded)) == (1, 2 + 1, 1 + 1, 8 + 2)
+    assert measured == 11 and result["seconds"] >= 11 * 3600 and not journal.exists()
     assert json.loads((tmp_path / "auto.json").read_text()) == result
     methods = [row["method"] for row in result["rows"]]
     assert methods[0] == "baseline" and set(methods[1:]) == {"block"}
@@ -69,8 +70,7 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
 def _given(target, accepted=0.8, level=1.0):
     """Acceptance `accepted` of one draft, and of two no more; a machine where a call on n tokens takes `target(n)`."""
     carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
-    winners = np.zeros((3, prediction.RATIOS, 3))
-    acceptance = auto.Acceptance({"otm": carriers, "kseq": carriers}, {"otm": winners}, {}, 60.0)
+    acceptance = auto.Acceptance({"speculative": carriers}, 60.0)
     times = auto.Times(target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {})
     return acceptance, times
 
@@ -98,24 +98,34 @@ def test_the_best_of_each_method_is_tried_and_then_the_best_of_the_rest(tmp_path
 
 def test_the_answer_can_be_pasted():
     rows = [{"method": "baseline", "measured_per_second": 10.0, "speedup": 1.0}]
-    row = {"method": "otm_block", "shape": "2,1", "levels": 2, "parents": [0, 0, 1, 2], "measured_per_second": 25.0}
-    row["speedup"] = 2.5
-    assert auto.answer([*rows, row]) == 'Use `get_method("otm_block", tree="2,1")`: 25.0 tokens/s, 2.50 x the baseline.'
-    assert auto.answer([*rows, {**row, "method": "block"}]).startswith('Use `get_method("block", draft_length=2)`')
-    assert "tree=Tree((0, 0, 1, 2))" in auto.answer([*rows, {**row, "method": "gsd"}])
-    assert auto.answer([*rows, {**row, "speedup": 0.5}]).startswith("Use the baseline")
+    row = {"measured_per_second": 25.0, "speedup": 2.5}
+
+    def tried(name, shape, tree):
+        method = on_tree(name, tree)
+        return {**row, "method": name, "options": auto._options(auto.Candidate(name, shape, method, 1.0, 1.0))}
+
+    assert (
+        auto.answer([*rows, tried("otm_block", "2,1", prefix_tree(2, 1))])
+        == 'Use `get_method("otm_block", tree="2,1")`: 25.0 tokens/s, 2.50 x the baseline.'
+    )
+    assert auto.answer([*rows, tried("block", "1,1", chain(2))]).startswith('Use `get_method("block", draft_length=2)`')
+    assert "tree=Tree((0, 0, 1, 2))" in auto.answer([*rows, tried("gsd", "optimal of 4", Tree((0, 0, 1, 2)))])
+    assert auto.answer([*rows, {**row, "method": "gsd", "options": "", "speedup": 0.5}]).startswith("Use the baseline")
 
 
-def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path):
+def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
     """The machine is three times as slow on the second seed, and ten times on the third."""
     found = auto.to_try(_config(tmp_path, tries=1), _found(lambda _: 100.0, tmp_path))
 
-    def measured(method, seed, batches=None):
+    def measured(method, target, draft, prompts, config, seed, **_):
         seconds = (1, 3, 10)[seed] * (2 if method.tree.size else 8)
         return Measurement(80, 80 if not method.tree.size else 40, seconds, {})
 
-    journal = Journal(tmp_path, "auto", _config(tmp_path))
-    baseline, best = auto.try_all(found, (0, 1, 2), len, measured, journal)
+    given = types.SimpleNamespace(measure=measured, compile_program=lambda *_: None)
+    monkeypatch.setattr(bench, "measurement", given)
+    config = _config(tmp_path, seeds=(0, 1, 2))
+    table = bench.Bench(config, None, [None], None, Journal(tmp_path, "auto", config))
+    baseline, best = auto.try_all(table, found)
     assert baseline["speedup"] == 1 and best["speedup"] == 4 and best["measured_per_call"] == 2
     assert baseline["measured_per_second"] == pytest.approx(80 / 24)
 
@@ -123,7 +133,12 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("naive",)}, "methods has 'naive', which has no prediction"),
+        (
+            {"methods": ("greedy_drafts",)},
+            "methods has 'greedy_drafts', which has no prediction; leave it out: predicted are",
+        ),
+        ({"methods": ("baseline",)}, "methods has 'baseline', which has no prediction"),
+        ({"methods": ("otm", "x")}, "unknown method 'x'"),
         ({"tries": 0}, "'tries' is 0"),
         ({"temperature": 0.0}, "temperature=0.0 has no acceptance"),
     ],

@@ -1,6 +1,7 @@
 """The evaluation, on small models with random weights and a tokenizer trained here."""
 
 import dataclasses
+import itertools
 import json
 import types
 
@@ -17,8 +18,9 @@ from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading import EMBEDDED, load, load_pair, shape_name
 from spectr_jax.measure import acceptance, report
+from spectr_jax.measure.bench import Bench
 from spectr_jax.measure.compilation import CORES_OF_A_PROGRAM
-from spectr_jax.measure.measurement import Measurement, Program, compile_ahead, measure, read_prompts
+from spectr_jax.measure.measurement import Measurement, Program, measure, read_prompts
 from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
 
@@ -79,6 +81,56 @@ def test_the_paper_is_cited_at_its_temperature():
     assert tokens_per_call._summary(row, [one], one, [one], 0.0)["paper"] is None
 
 
+class _Bar:
+    """Counts, and remembers how far it was when it said what."""
+
+    def __init__(self, total, *args, **kwargs):
+        self.total, self.at, self.said = total, 0, []
+        self.bars.append(self)
+
+    bars = []
+
+    def update(self, by=1):
+        self.at += by
+
+    def set_description(self, words):
+        self.said.append((self.at, words))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.mark.xdist_group("table")
+def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
+    """One program a row without alpha*; although the table is stopped and goes on, the bar ends at its total."""
+    monkeypatch.setattr(tokens_per_call, "progress", _Bar)
+    monkeypatch.setattr(_Bar, "bars", [])
+    config = _config(toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block"))
+    calls = itertools.count(1)
+
+    def stopped(*args, **kwargs):
+        if next(calls) == 8:
+            raise KeyboardInterrupt
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr("spectr_jax.measure.measurement.measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    rows = run(config, tmp_path)["rows"]
+    assert [row["algorithm"] for row in rows] == ["baseline", "speculative", "block", "otm_block"]
+    assert all("alpha*" not in line for line in (tmp_path / "tokens_per_call.md").read_text().splitlines())
+    assert all(0 < row["acceptance"] < 1 and row["optimal_acceptance"] is None for row in rows[1:])
+    first, second = _Bar.bars
+    assert first.total == second.total == 4 * (1 + 1 + 2 * 2)  # A program, a batch to warm up, two batches on two seeds.
+    assert first.at == 4 + 4 + 3 * 2 and second.at == second.total
+    words = dict(first.said)
+    assert words[0] == "compiling baseline" and words[3] == "compiling otm_block K=2 L=2" and "seed 0" in words[8]
+    assert [at for at, _ in second.said[-8:]] == list(range(second.total - 16, second.total, 2))
+
+
 def test_what_tables_say_of_seeds_and_changed_trees():
     assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
     assert report.over_seeds((0, 1)) == "mean ± standard deviation over 2 seeds (0, 1)"
@@ -98,12 +150,15 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
         measure(method, target, draft, prompts, config, 0, observe=observe)
 
     measured(get_method("speculative"), None)  # What is around a program is small, and does not count.
-    programs = [Program(get_method("block"), draft), Program(get_method("block"), draft, acceptance.observe_choices)]
+    programs = {
+        "block": Program(get_method("block"), draft),
+        "block, observed": Program(get_method("block"), draft, acceptance.observe_optimum),
+    }
     with count_compilations() as compiled:
-        compile_ahead(programs, target, prompts, config)
+        Bench(config, target, [draft], prompts, None).compile(programs)
     assert len(compiled) == len(programs)
     with count_compilations() as compiled:
-        for method, _, observe in programs:
+        for method, _, observe in programs.values():
             measured(method, observe)
     assert not compiled
 
@@ -120,7 +175,7 @@ def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
-            measured.append((args[0].name, args[5], observe is not None))
+            measured.append((args[0].name, args[5], observe.__name__))
         return measure(*args, batches=batches, observe=observe, **kwargs)
 
     monkeypatch.setattr("spectr_jax.measure.measurement.measure", stopped)
@@ -132,7 +187,7 @@ def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
         file.write('{"name": "draft, otm')  # Killed while it wrote.
     parts = run(config, tmp_path / "parts")
     taken = [each for each in measured if each]
-    assert len(taken) == len(set(taken)) == 3 * (len(config.seeds) + 1)
+    assert len(taken) == len(set(taken)) == 3 * len(config.seeds) + 2  # And alpha* of those that draft.
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
         f"tokens_per_call.{kind}" for kind in ("json", "md", "png")
     ]
@@ -214,6 +269,8 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
         ({"max_new_tokens": 30}, "exceed the context 32 of 'target'; shorten one of them"),
         ({"methods": ("speck",)}, "unknown method 'speck'"),
+        ({"methods": ("baseline",)}, "'baseline', which does not draft chains of 2 tokens; leave it out"),
+        ({"methods": ("block",), "num_drafts": (2,)}, "'block', which drafts one chain only; add 1 to num_drafts"),
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"target": "embedded:none"}, "unknown embedded model 'none'"),
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),

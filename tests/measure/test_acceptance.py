@@ -14,6 +14,10 @@ DRAFT = perturbed(TABLE, 1, 0.8)
 TEXTS, PROMPT = 20_000, (1, 2)
 
 
+def _both(call):
+    return acceptance.observe_optimum(call) | acceptance.observe_accepted(call)
+
+
 def _observed(method, length, max_new_tokens):
     method = get_method(method, num_drafts=2, draft_length=length)
     prompts, lengths = np.tile(PROMPT, (TEXTS, 1)), np.full(TEXTS, 2)
@@ -25,7 +29,7 @@ def _observed(method, length, max_new_tokens):
         prompts,
         lengths,
         max_new_tokens,
-        observe=acceptance.observe_choices,
+        observe=_both,
     )
     return {name: float(np.sum(values)) for name, values in result.observed.items()}, result
 

@@ -1,0 +1,93 @@
+"""The method of CONTRIBUTING.md works wherever methods are named, by --import alone: nothing of ours knows its name."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from spectr_jax import decoding, transport
+from spectr_jax.config import auto_config, trees_config
+from spectr_jax.experiments import auto, trees
+from spectr_jax.measure.acceptance import PairAcceptance
+
+ROOT = pathlib.Path(__file__).parents[1]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
+METHOD = re.search(r"## How to add a method\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
+TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With the guide's two blocks as modules; what they check is another test's."""
+    (tmp_path / "lazy.py").write_text(PLAN)
+    method = "".join(line for line in textwrap.dedent(METHOD).splitlines(True) if not line.startswith("testing."))
+    assert "decoding.register(" in method
+    plan = "import lazy\nfrom spectr_jax import transport\n\ntransport.register('lazy', lazy)\n"
+    (tmp_path / "lazy_chains.py").write_text(plan + method)
+    return tmp_path
+
+
+def _run(folder, program, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", program, "--import=lazy_chains", *arguments]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_sample(folder, toy):
+    models = f"--target={toy.folder}/target", f"--draft={toy.folder}/draft"
+    options = "--method=lazy", "--draft_length=2", "--max_new_tokens=5", "--prompt=draft"
+    assert "lazy" in _run(folder, "spectr_jax.sample", *models, *options)
+
+
+def test_eval(folder, toy):
+    fields = {**TOY, "methods": ("lazy",), "num_drafts": (1,), "draft_lengths": (2,), "drafts": (f"{toy.folder}/draft",)}
+    fields |= {"target": f"{toy.folder}/target", "prompts": f"{toy.folder}/prompts.txt"}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    table = _run(folder, "spectr_jax.eval", f"--config={ROOT}/configs/demo.py", "--workdir=table", *flags)
+    rows = json.loads((folder / "table/tokens_per_call.json").read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["baseline", "speculative", "lazy"] and "lazy" in table
+    assert 1 <= rows[2]["tokens_per_call"] <= 3 and 0 < rows[2]["acceptance"] <= 1
+
+
+@pytest.fixture
+def registered(folder, monkeypatch):
+    monkeypatch.setattr(transport, "PLANS", dict(transport.PLANS))
+    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
+    monkeypatch.syspath_prepend(folder)
+    for name in ("lazy", "lazy_chains"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module("lazy_chains")
+
+
+def test_auto(registered, toy, tmp_path):
+    config = auto_config()
+    config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("lazy",)})
+    config.update(
+        {"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (1, 2), "size": 2, "tries": 1}
+    )
+    result = auto.run(config, tmp_path / "auto")
+    assert {row["shape"] for row in result["predicted"] if row["method"] == "lazy"} == {"1", "1,1"}
+    tried = result["rows"][1]
+    assert tried["method"] == "lazy" and tried["options"] == f"draft_length={tried['levels']}"
+    assert 1 < tried["tokens_per_call"] < 3 and len(result["acceptance_by_drafts"]["lazy"]) == 2
+
+
+def test_rows_of_trees(registered):
+    config = trees_config()
+    config.update({"methods": ("lazy", "block"), "sizes": (2, 3), "extra_trees": ("2",), "exit_layer": 0})
+    trees.check_trees_config(config)
+    carriers = np.array([[1, 0], [0.4, 0.6]])
+    rows = trees.table_rows(config, PairAcceptance({}, {}, {"lazy": carriers}, np.nan))
+    found = [(row.size, row.method.name, row.shape, row.theory) for row in rows[1:]]
+    assert [each[:3] for each in found] == [(n, name, "chain") for n in (2, 3) for name in ("lazy", "block")]
+    assert [each[3] for each in found] == [pytest.approx(1 + 0.6 + 0.36), None, pytest.approx(2.176), None]
