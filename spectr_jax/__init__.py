@@ -19,9 +19,9 @@ and `generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` s
 `Method` of your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours
 are right.
 
-The rooms, from the ground floor up:
+The packages, from the lowest layer up:
 
-| room | question | read first |
+| package | question | read first |
 | --- | --- | --- |
 | `spectr_jax.transport` | how is one token chosen among drafts? | `spectr_jax.transport.base`, then `kseq` and `otm` |
 | `spectr_jax.decoding` | how are the tokens of a call drafted and chosen? | `spectr_jax.decoding.methods`, then `generate` |
@@ -32,7 +32,7 @@ The rooms, from the ground floor up:
 | `spectr_jax.measure` | what does one method do on prompts? | `spectr_jax.measure.measurement` |
 | `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call` |
 | `spectr_jax.figures` | what do the papers draw? | `spectr_jax.figures.acceptance` |
-| `spectr_jax.sampling` | how does a decoded text look, token by token? | `spectr_jax.sampling.session` |
+| `spectr_jax.sampling` | how does a decoded sequence look, token by token? | `spectr_jax.sampling.session` |
 
 Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `export`; each has `--help`.
 

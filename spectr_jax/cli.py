@@ -1,4 +1,4 @@
-"""What the entry points share: flags in and their help, one line on stderr and exit status 2 for bad input."""
+"""What the entry points share: flags, help, and errors of the user (one line on stderr, exit status 2)."""
 
 import contextlib
 import importlib
@@ -24,7 +24,7 @@ CTRL_C = 130
 CLOSED_PIPE = 141
 """Exit status of a program whose output nobody reads any more, as in `| head -1`: 128 + SIGPIPE."""
 
-_VERBOSE = flags.DEFINE_bool("verbose", False, "Print the traceback of an error too, above its line.")
+_VERBOSE = flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
 
 _CONFIG_HELP = """
 Any field of the config can be set with --config.FIELD=VALUE, such as
@@ -44,10 +44,12 @@ Exit status:
 
 def define_process_flags() -> None:
     """The flags of a program that several processes can run as one."""
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes are one run.")
-    flags.DEFINE_integer("processes", None, "How many processes there are.")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for a run of several processes.")
+    flags.DEFINE_integer("processes", None, "The number of processes of the run.")
     flags.DEFINE_integer("process_id", None, "The index of this process, from 0.")
-    flags.DEFINE_bool("distributed", False, "Ask the environment for these three: on TPU pods, Slurm, Open MPI.")
+    flags.DEFINE_bool(
+        "distributed", False, "Take coordinator, processes and process_id from the environment (TPU pods, Slurm, Open MPI)."
+    )
 
 
 def define_import_flag() -> None:
@@ -115,7 +117,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
 
 @contextlib.contextmanager
 def _quiet_end(at_once: bool = False) -> Iterator[None]:
-    """Ends the program without a word where its output goes to a pipe that was closed."""
+    """Ends the program silently if its output goes to a closed pipe."""
     try:
         yield
         if sys.stdout is not None:
@@ -203,7 +205,7 @@ def _extend_help() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The line that helps, of what absl, ml_collections or a config file raises."""
+    """A one-line message for an error that absl, ml_collections or a config file raises."""
     text = str(error).strip()
     if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
         return text.split("UserError: ", 1)[1]

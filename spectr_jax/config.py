@@ -72,7 +72,7 @@ def lm1b_config(model: str) -> ml_collections.ConfigDict:
 def open_text_config(model: str) -> ml_collections.ConfigDict:
     """A short run on a few passes of open text, or on less than one: no dropout, bfloat16 products, Muon, a cosine to zero.
 
-    The rates fell out of runs of the small models on a CPU; wider ones take lower rates.
+    The learning rates were tuned with the small models on a CPU; wider models take lower rates.
     """
     config = train_config(model)
     config.model.dropout = 0.0
@@ -84,7 +84,7 @@ def open_text_config(model: str) -> ml_collections.ConfigDict:
 
 
 def decoding_config() -> dict[str, Any]:
-    """What all evaluations share: the target, the prompts, and how is sampled."""
+    """The fields that all evaluations share: the target, the prompts and the sampling policy."""
     return {
         "target": "embedded:draft_6m",
         "dtype": "float32",
@@ -155,7 +155,7 @@ def latency_config() -> ml_collections.ConfigDict:
 
 
 def quality_config() -> ml_collections.ConfigDict:
-    """How well models predict held-out sentences, in every precision that they decode in."""
+    """How well models predict held-out sentences, in each precision used for decoding."""
     return ml_collections.ConfigDict(
         {
             "experiment": "quality",

@@ -1,4 +1,4 @@
-"""What ends a program early: an error of the user's, or a signal."""
+"""What ends a program early: bad input, or a signal."""
 
 import difflib
 import errno
@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """Returns the error for a `name` that is none of the `known` ones, with the nearest ones suggested."""
+    """Returns the error for an unknown `name`; it suggests the nearest of the `known` ones."""
     known = sorted(known)
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

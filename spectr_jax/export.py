@@ -1,4 +1,4 @@
-"""Packs a trained model into files for others: ours in one or a few, or a GPT-2 folder, each with its tokenizer.
+"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a GPT-2 folder.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
     python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/ladder --dtype=int8 --part_mb=16
@@ -17,18 +17,21 @@ from spectr_jax import cli
 _MODEL = flags.DEFINE_string(
     "model",
     None,
-    "A training run: its newest checkpoint, or with @best its best; for gpt2 any model of ours.",
+    "The workdir of a training run (its newest checkpoint, or its best with @best); for gpt2 any model of ours by name.",
     required=True,
 )
 _OUT = flags.DEFINE_string("out", None, "The folder that gets the files.", required=True)
 _FORMAT = flags.DEFINE_enum(
-    "format", "spectr_jax", ["spectr_jax", "gpt2"], "NAME.safetensors and tokenizer.model, or what transformers reads."
+    "format",
+    "spectr_jax",
+    ["spectr_jax", "gpt2"],
+    "NAME.safetensors and tokenizer.model; or gpt2, a folder for transformers.",
 )
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "Of the matrices: bfloat16 (if not given), or int8 with a scale for each output; a GPT-2 has float32."
+    "dtype", None, "Of the stored matrices: bfloat16 (default), or int8 with a scale per output; gpt2 has float32."
 )
 _PART_MB = flags.DEFINE_float(
-    "part_mb", 0.0, "The most that a file of ours may have, in millions of bytes; 0 for one file.", lower_bound=0.0
+    "part_mb", 0.0, "The largest size of a file, in millions of bytes; 0 for one file of any size.", lower_bound=0.0
 )
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what names their content."""
+"""Atomic writes of files, and digests of their content."""
 
 import hashlib
 import json

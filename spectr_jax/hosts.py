@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from spectr_jax.errors import UserError
 
 HEARTBEAT_SECONDS = 30
-"""How long the others wait for a process that is silent, before they end as well."""
+"""Seconds that processes wait for a silent one before they end too."""
 
 
 def connect(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
@@ -45,7 +45,7 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and talks."""
+    """Whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -61,13 +61,13 @@ def gather(value: Any) -> list[Any]:
 
 
 def wait_for_all(what: str) -> None:
-    """Returns when all processes have come to `what`; each of them must call this."""
+    """A barrier named `what`: returns when all processes have called it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
 def fetch(tree: Any) -> Any:
-    """The arrays of a pytree as NumPy arrays, whole, wherever their parts are; each process must call this."""
+    """The arrays of a pytree as whole NumPy arrays, gathered from all devices; each process must call this."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

@@ -26,7 +26,8 @@ DTYPES = ("float32", "bfloat16", "int8")
 RANDOM_PREFIX = "random:"
 BEST = "@best"
 HEAD_SCALE = 1.5
-"""Of random weights: sharpens their laws until two models agree as the embedded pair does, in 0.7 of their drafts."""
+"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts, as
+the embedded pair does."""
 
 
 class Trained(NamedTuple):
@@ -53,7 +54,7 @@ def load(spec: str, dtype: str = "float32") -> Trained:
     Args:
       spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
         a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
-        a training workdir (its newest checkpoint; with `@best` behind it, the one that did best on held-out sentences);
+        a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
         `hf:FOLDER` for a GPT-2 of Hugging Face's, or `hf:NAME` for one that its hub has;
         `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with;
         or a prefix of your own (`register_loader`).
@@ -211,7 +212,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
 
 
 def _fetched(name: str) -> pathlib.Path:
-    """The folder with a model of Hugging Face's hub, which keeps what it has fetched in the user's cache."""
+    """The folder of a model from Hugging Face's hub, downloaded to the user's cache."""
     import huggingface_hub
 
     try:
@@ -231,7 +232,7 @@ def _random(name: str, dtype: str) -> Trained:
 
 
 def shape_name(config: TransformerConfig) -> str:
-    """The parameters of a shape in words, such as `6M`, from the ladder's table; else its layers and width."""
+    """A short name of a shape: its parameters, such as `6M`, if it is in the ladder; else its layers and width."""
     for name, shape in LADDER.items():
         if dataclasses.replace(config, dropout=shape.dropout, dtype=shape.dtype) == shape:
             return name.split("_")[1].upper()

@@ -1,4 +1,4 @@
-"""Tokenises and packs a corpus once, for trainings that would wait for text.
+"""Tokenises and packs a corpus once, for trainings that would wait for data.
 
     python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
 
@@ -14,10 +14,12 @@ from spectr_jax import cli
 _DATA = flags.DEFINE_string("data", None, "A corpus: tfds:DATASET:SPLIT, a text file, a folder or a glob.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The folder that gets shards, index and tokenizer.model.", required=True)
 _TOKENIZER = flags.DEFINE_string("tokenizer", "", "A SentencePiece model; trained on the corpus if it is not there.")
-_VOCABULARY = flags.DEFINE_integer("vocab_size", 8_192, "Pieces, where one is trained.", lower_bound=1)
-_SENTENCES = flags.DEFINE_integer("tokenizer_sentences", 250_000, "To train it on.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row: the context of the models.", lower_bound=2)
-_COMPRESS = flags.DEFINE_bool("compress", False, "Write .xz, to be carried to another machine.")
+_VOCABULARY = flags.DEFINE_integer("vocab_size", 8_192, "Size of the vocabulary, if a tokenizer is trained.", lower_bound=1)
+_SENTENCES = flags.DEFINE_integer(
+    "tokenizer_sentences", 250_000, "The number of sentences to train the tokenizer on.", lower_bound=1
+)
+_LENGTH = flags.DEFINE_integer("length", 128, "Tokens per row: the context of the models.", lower_bound=2)
+_COMPRESS = flags.DEFINE_bool("compress", False, "Compress the shards with xz, for copying to another machine.")
 _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
 
 

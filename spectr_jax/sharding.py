@@ -10,7 +10,7 @@ from spectr_jax.errors import UserError
 
 AXES = ("data", "fsdp")
 ROWS = PartitionSpec(AXES)
-"""Rows of a batch, or texts, over all devices."""
+"""Rows of a batch, or sequences, over all devices."""
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:

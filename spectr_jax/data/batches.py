@@ -1,4 +1,4 @@
-"""From sentences, or rows packed before, to batches, with Grain.
+"""Turns sentences, or packed rows, into batches, with Grain.
 
 Several sentences share one row of a batch; `segments` numbers them (0 is padding) so that none attends to another, and
 `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the pieces and EOS.
@@ -37,8 +37,8 @@ def training_batches(
     """An endless, shuffled pipeline of packed batches; each epoch is shuffled anew.
 
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch
-    takes as many rows from each. So the batches depend on the number of streams, and not on that of processes, which read
-    their own streams.
+    takes the same number of rows from each. So the batches depend on the number of streams and not on the number of
+    processes, each of which reads its own streams.
 
     Args:
       corpus: sentences; or `PackedRows`, uint16 [length] each, which are shuffled as they are.
@@ -105,8 +105,8 @@ def _join(parts: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
 
 
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
-    """The batch of packed targets [B, length]. A sentence begins behind each EOS; PAD is behind the last one alone, and a
-    sentence that was cut, without EOS, fills its row. Inputs are the targets one later, with BOS first in each sentence."""
+    """The batch of packed targets [B, length]. A sentence begins after each EOS; PAD follows the last sentence only, and a
+    cut sentence, which has no EOS, fills its row. Inputs are the targets one later, with BOS first in each sentence."""
     targets = targets.astype(np.int32)
     places = np.arange(targets.shape[1])
     real = targets != PAD

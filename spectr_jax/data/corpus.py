@@ -79,7 +79,7 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
       tfds_dir: where TFDS keeps its data sets; None for its default.
 
     Returns:
-      The sentences, in the order of the sorted file names; blank lines are none.
+      The sentences, in the order of the sorted file names, without blank lines.
 
     Raises:
       UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.
@@ -156,7 +156,7 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
 
 
 def _preparation(name: str) -> str:
-    """How a TFDS data set is made ready, which needs TensorFlow once."""
+    """The command that prepares a TFDS data set; only this step needs TensorFlow."""
     if name == "lm1b":
         return "scripts/prepare_lm1b.sh"
     return f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"

@@ -55,7 +55,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; BOS and EOS vanish."""
+        """The text of `tokens`, without BOS and EOS."""
         return self._tokenizer.decode([int(token) for token in tokens if token not in (self.bos, self.eos)])
 
     def piece(self, token: int) -> str:
@@ -70,7 +70,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
 def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json, so that `AutoTokenizer` reads our SentencePiece model.
 
-    Texts get no BOS by themselves; it has the number 1, and `<s>` in a text stands for it.
+    BOS is not added to a text; it has id 1, and `<s>` in a text stands for it.
 
     Args:
       folder: exists.

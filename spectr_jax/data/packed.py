@@ -1,7 +1,7 @@
 """A corpus that was tokenised and packed once: rows of uint16 targets in shards, read many times faster than text.
 
-A row holds the targets of several sentences, one behind the other, each closed by EOS, and padding behind the last; a
-sentence that was cut fills a row of its own. So where each begins follows from the tokens, and nothing else is stored.
+A row holds the targets of several sentences one after the other, each ended by EOS, then padding; a cut sentence fills
+a row of its own. Where each sentence begins follows from the tokens, so nothing else is stored.
 """
 
 import io
@@ -58,7 +58,7 @@ def pack(sentences: Sentences, tokenizer: Tokenizer, folder: pathlib.Path, lengt
       tokenizer: of at most 65,536 pieces.
       folder: made if need be.
       length: tokens a row; longer sentences are cut.
-      compress: with xz, to be carried; opening takes seconds more.
+      compress: with xz, for copying to another machine; opening takes a few seconds longer.
 
     Returns:
       The index: format, length, digest of the tokenizer, rows of each shard, and how many sentences and tokens there are.

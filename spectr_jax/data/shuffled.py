@@ -1,7 +1,7 @@
 """Packed rows in an order that is new in each epoch, many at a time.
 
-Grain hands on rows one by one, at 40 us each under the interpreter's lock: small models on a fast GPU would wait. Its order
-and its place, a number of rows, are kept here, so that a run that began with it goes on where it was.
+Grain yields rows one by one, at 40 us each under the interpreter's lock, too slow for small models on a fast GPU. Its order
+and its position, a number of rows, are kept here, so that a run that began with Grain resumes where it was.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> np.ndarray: ...
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """Those at `indices`, [count, length]."""
+        """The rows at `indices`, [count, length]."""
         ...
 
 
@@ -37,7 +37,7 @@ class ShuffledRows(grain.IterDataset):
         return _Iterator(self)
 
     def rows_from(self, first: int) -> np.ndarray:
-        """[count, length], from row `first` of all epochs, one epoch behind the other."""
+        """[count, length], from row `first` on, counted over all epochs."""
         epochs, places = np.divmod(np.arange(first, first + self.count), self._an_epoch)
         seeds = (self._seed + epochs) % 2**32
         last = self._an_epoch - 1

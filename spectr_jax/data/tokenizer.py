@@ -32,7 +32,7 @@ class AnyTokenizer(Protocol):
 
     @property
     def vocabulary(self) -> str:
-        """What two models that share a vocabulary have in common: a digest of its tokens, in order."""
+        """A digest of the tokens, in order: equal for models that share a vocabulary."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -40,11 +40,12 @@ class AnyTokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; BOS and EOS vanish."""
+        """The text of `tokens`, without BOS and EOS."""
         ...
 
     def piece(self, token: int) -> str:
-        """One token as it looks in a text, with the space before it; a control token or part of a character by its name."""
+        """One token as it appears in a text, with the space before it; for a control token or a part of a character,
+        its name."""
         ...
 
     def prompts(self, texts: str | Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +140,7 @@ class Tokenizer(AnyTokenizer):
         return self._processor.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; control pieces vanish."""
+        """The text of `tokens`, without control pieces."""
         return self._processor.decode([int(token) for token in tokens])
 
     def piece(self, token: int) -> str:

@@ -1,18 +1,19 @@
-r"""Phase 3 of a call, for whole paths: block verification along the path of the winners.
+r"""Phase 3 of a call (select), on whole paths: block verification along the path of the winners.
 
 Token by token, a call ends at the first rejection. Block verification (Sun et al., 2024, arXiv 2403.10444) accepts a prefix
-of one chain jointly, and is never worse. A plan that names a winner among several drafts, of a known law g, makes it
-multi-draft: given the node and the number k of live drafts, the next token on the path of winners has law g, so the
-argument for one chain holds step by step with g in the place of the draft law. With one chain it is block verification;
+of one chain jointly, and is never worse. A plan that names a winner among several drafts, of a known distribution g, extends
+it to many drafts: given the node and the number k of live drafts, the next token on the path of winners is distributed
+as g, so the
+argument for one chain holds step by step with g in place of the draft distribution. With one chain it is block verification;
 with the highest ratio q / p as the winner it is greedy multi-path block verification (Thomas and Pal, 2026, arXiv
 2602.16961); with the winner of the optimal plan (`transport.otm`) it is `otm_block`, which at depth 1 is that plan.
 
 Let $\rho_i$ (`run`) be the probability that the first i tokens of the path are accepted whole, $\rho_0 = 1$, and w the
-winner at depth i, where q and g are the laws of the node there:
+winner at depth i, where q and g are the distributions at that node:
 
 $$r_i = (\rho_i \ q - g)_+, \qquad \rho_{i+1} = \min\left(1, \rho_i \frac{q(w)}{g(w)}\right).$$
 
-At each depth i > 0 on the way tau is set to i, in the place of what it was (0 at first), with probability
+tau starts at 0. At each depth i > 0 it is set to i with probability
 
 $$\frac{\sum_x r_i(x)}{\sum_x r_i(x) + 1 - \rho_i}.$$
 

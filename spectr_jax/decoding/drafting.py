@@ -28,8 +28,8 @@ class Drafts(NamedTuple):
 
     Attributes:
       tokens: [B, N + 1] int32 by node; the root's is the last committed token.
-      p: [B, I, V] draft law at each inner node.
-      cache: the draft model's, with the inner nodes pending.
+      p: [B, I, V] draft distribution at each inner node.
+      cache: the draft model's KV cache, with the inner nodes pending.
     """
 
     tokens: jax.Array
@@ -38,21 +38,22 @@ class Drafts(NamedTuple):
 
 
 def iid(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """Independent draws [W, C] from each law of p [W, V]; consumes `key`."""
+    """Independent draws [W, C] from each distribution in p [W, V]; consumes `key`."""
     return _each(key, p, lambda k, law: draw(k, law, (counts.max(),)))
 
 
 def without_replacement(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """The first arrivals [W, C] of one race a node, of p [W, V] (Gumbel top-k); consumes `key`.
+    """C distinct tokens per node, [W, C], drawn from p [W, V] without replacement by one race per node (Gumbel top-k);
+    consumes `key`.
 
-    They follow the Plackett-Luce law: each is drawn from p without those before it. Behind the support of p are tokens of
-    p = 0, distinct too.
+    They follow the Plackett-Luce distribution: each is drawn from p without those before it. Once the support of p is
+    exhausted, distinct tokens with p = 0 follow.
     """
     return _each(key, p, lambda k, law: race_plan.arrivals(k, law, counts.max()))
 
 
 def race(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """As `without_replacement`, with the same race for all nodes of the level; `transport.race` goes on with it."""
+    """As `without_replacement`, with the same race for all nodes of the level, which `transport.race` uses too."""
     return jax.vmap(lambda law: race_plan.arrivals(key, law, counts.max()))(p)
 
 
@@ -75,15 +76,16 @@ RULES: dict[str, Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]] = {
     "race": race,
     "greedy": greedy,
 }
-"""How the children of the W inner nodes of a level are drawn, by the name that a plan asks for (`Plan.drafts`).
+"""How the children of the W inner nodes of a level are drawn, by the name in `Plan.drafts`.
 
-Functions of a key, the laws p [W, V] and `counts` [W], how many children each has; C is the most. What is behind a node's
-count is nothing.
+Each is a function of a key, the distributions p [W, V] and `counts` [W], the number of children of each node. It
+returns [W, C]
+tokens, C the largest count; entries at and beyond a node's count are unused.
 """
 
 
 def committed_length(lengths_B: jax.Array) -> jax.Array:
-    """How many tokens of a text of each length the draft's cache holds between calls."""
+    """The number of tokens that the draft's cache holds between calls, for sequences of these lengths."""
     return jnp.maximum(lengths_B - RECALLED, 0)
 
 
@@ -100,7 +102,7 @@ def draft(
     """Draws the tokens of the tree.
 
     Args:
-      keys_B: one typed key a sequence, consumed; depth d below a text of n tokens uses `fold_in(key, n + d - 1)`.
+      keys_B: one typed key per sequence, consumed; depth d after n committed tokens uses `fold_in(key, n + d - 1)`.
       model: the draft model.
       rule: one of `RULES`.
       tree: static.
@@ -145,13 +147,13 @@ def draft(
 
 
 def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Array, new_lengths_B: jax.Array) -> Cache:
-    """Keeps the accepted path in the draft's cache; but for the last node, which may be a leaf and is run again.
+    """Keeps the accepted path in the draft's cache, except its last node, which may be a leaf and is run again.
 
     Args:
       cache: with the inner nodes of a drafted tree pending.
       tree: static.
-      path_BxD: int32 accepted nodes, root excluded, in order; anything behind the accepted ones.
-      old_lengths_B: of the text before the call.
+      path_BxD: int32 accepted nodes, root excluded, in order; later entries are ignored.
+      old_lengths_B: lengths of the sequences before the call.
       new_lengths_B: after it.
     """
     roots_B = old_lengths_B - 1 - cache.lengths
@@ -163,7 +165,7 @@ def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Arr
 
 
 def _children(keys_B, rule, tree: Tree, nodes: np.ndarray, p_BxWxV: jax.Array) -> jax.Array:
-    """Tokens [B, W'] of the `nodes` of a level, whose parents' laws are `p_BxWxV`."""
+    """Tokens [B, W'] of the `nodes` of a level, drawn from their parents' distributions `p_BxWxV`."""
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     parents = parents - parents.min()
     counts = np.bincount(parents)

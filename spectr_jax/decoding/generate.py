@@ -1,9 +1,9 @@
-"""Whole generations in one jitted call: draft, score, select, commit, until every text is done.
+"""Whole generations in one jitted call: draft, score, select, commit, until every sequence is done.
 
 `generate` checks its input and runs on any devices; `decode` is the pure function below it, for a `jax.jit` of your own.
 The module itself can be called as `generate` is: `spectr_jax.decoding.generate` is both.
 
-Shape suffixes: B texts, T tokens of a text.
+Shape suffixes: B sequences, T tokens of a sequence.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ BUCKET = 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Generated texts.
+    """Generated sequences.
 
     Attributes:
-      tokens: [B, T] int32, prompt and continuation; 0 behind the end.
-      lengths: [B] int32, tokens of each text, prompt and EOS included.
-      target_calls: [B] int32, serial calls of the target that the continuation took; the one on the prompt is not counted.
+      tokens: [B, T] int32, prompt and continuation; 0 after the end.
+      lengths: [B] int32, tokens of each sequence, prompt and EOS included.
+      target_calls: [B] int32, serial calls of the target for the continuation; the call on the prompt is not counted.
       emitted_per_call: [B, height + 2] int32, how many calls emitted 0, 1, 2, ... tokens (what EOS or the limit cut off is
         not counted).
       observed: sums over calls of what `observe` returned, [B, ...] each.
@@ -56,15 +56,15 @@ class Generation:
 
 
 class Call(NamedTuple):
-    """What `observe` sees of one call, for one text.
+    """What `observe` is given of one call, for one sequence.
 
     Attributes:
-      tree: that was drafted.
-      policy: makes laws of logits.
-      key: for what is random in `observe`; not used otherwise.
-      length: [] int32, tokens of the text before the call.
+      tree: the draft tree.
+      policy: turns logits into distributions.
+      key: for random numbers in `observe`; not used elsewhere.
+      length: [] int32, tokens of the sequence before the call.
       tokens: [N + 1] by node, the last committed one first.
-      p: [I, V] draft laws of the inner nodes.
+      p: [I, V] draft distributions at the inner nodes.
       logits: [N + 1, V] of the target at each node.
       chosen: the tokens, the path and the numbers of drafts.
     """
@@ -103,12 +103,14 @@ def generate(
     observe: Callable[[Call], Any] | None = None,
     mesh: Mesh | None = None,
 ) -> Generation:
-    """Continues prompts with texts of the target's law.
+    """Continues prompts with sequences of the target's distribution.
 
-    A text depends on its own key alone, never on its neighbours. The second call of the same shapes compiles nothing.
+    A sequence depends on its own key and prompt alone, never on the others in the batch. The second call of the same
+    shapes compiles nothing.
 
     Args:
-      key: [] typed key, or [B] typed keys, one a text; consumed. Text `i` of a single key uses `fold_in(key, i)`.
+      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence `i` uses
+        `fold_in(key, i)`.
       method: from `get_method`.
       target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
         it is decoded with often.
@@ -118,9 +120,10 @@ def generate(
       prompt_lengths: [B] int32, at least 1.
       max_new_tokens: static limit of the continuation.
       policy: temperature 1 by default.
-      observe: a function of one `Call` for one text, which returns arrays to be summed over the calls. Static: give the
+      observe: a function of one `Call`, for one sequence, whose returned arrays are summed over the calls. Static: give the
         same function object each time.
-      mesh: from `sharding.make_mesh`; spreads the texts over its devices, which then decode on their own, with a copy of the
+      mesh: from `sharding.make_mesh`; spreads the sequences over its devices, which then decode independently, with a
+        copy of the
         models each (`sharding.replicate` them once where there are many calls); B is a multiple of their number. The texts
         are the same without it. Several processes give the same arguments.
 
@@ -131,7 +134,7 @@ def generate(
 
 
 def lower(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy=None, observe=None, mesh=None):
-    """The program of the same call of `generate`, lowered and not run: a `jax.stages.Lowered`."""
+    """The program of the same call of `generate`, lowered but not run: a `jax.stages.Lowered`."""
     return _generate.lower(
         *_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh)
     )
@@ -196,7 +199,8 @@ def decode(
     nonsense. Each shape of prompts is a program of its own.
 
     Args:
-      key: [] typed key, or [B] typed keys, one a text; consumed. Text `i` of a single key uses `fold_in(key, i)`.
+      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence `i` uses
+        `fold_in(key, i)`.
       method: static.
       target: from `freeze`. Let it be an argument of the jitted function: what a function closes over is compiled into it.
       draft: likewise; None for a method that drafts nothing with it.
@@ -231,7 +235,7 @@ def decode(
 
 
 def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> _Loop:
-    """Runs both models on the prompts; what they write behind a shorter prompt is pending, and overwritten later."""
+    """Runs both models on the prompts. Cache rows beyond the end of a shorter prompt are pending, and overwritten later."""
     B, T = prompts_BxT.shape
     tree = method.tree
     most = T + max_new_tokens
@@ -265,7 +269,7 @@ def _observe_texts(observe, call: Call):
 
 
 def _add_observed(loop: _Loop, observe, call: Call):
-    """The sums with this call's added, for texts that are not done."""
+    """The sums with this call's values added, for sequences that are not done."""
     if observe is None:
         return None
 
@@ -277,7 +281,7 @@ def _add_observed(loop: _Loop, observe, call: Call):
 
 
 def call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> tuple[_Loop, Call]:
-    """One serial call of the target, for all texts; those that are done stand still."""
+    """One serial call of the target, for all sequences; finished ones do not change."""
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     if method.plan.drafts == "race":
@@ -301,7 +305,7 @@ def call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: P
 
 
 def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):
-    """Tokens [B, N + 1], laws [B, I, V], and the target's and the draft's cache."""
+    """Tokens [B, N + 1], draft distributions [B, I, V], and the caches of target and draft."""
     if not method.tree.size:
         tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
@@ -317,7 +321,7 @@ def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):
 def _commit(
     loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: int | jax.Array
 ) -> _Loop:
-    """Appends what was chosen to the texts, and the accepted paths to the caches."""
+    """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
     emitted, ended = _cut(chosen, eos, limits_B - loop.lengths)
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted

@@ -43,7 +43,7 @@ class Method:
 
 
 def baseline() -> Method:
-    """One token a call, drawn from the target."""
+    """One token per call, drawn from the target."""
     return Method("baseline", trees.none(), transport.get("maximal"))
 
 
@@ -70,7 +70,7 @@ def kseq_gamma(
 
 
 def naive(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
-    """K i.i.d. chains of L drafts, and tokens drawn from the target whatever the drafts: a reference point."""
+    """K i.i.d. chains of L drafts, and tokens drawn from the target regardless of the drafts: a reference point."""
     return _iid("naive", "naive", num_drafts, draft_length, tree)
 
 
@@ -110,7 +110,8 @@ def gsd(*, tree: Tree | str = "4,2,1,1") -> Method:
 
 
 def ersd(*, tree: Tree | str = "4,2,1,1") -> Method:
-    """Exponential race speculative decoding on any tree (ERSD, Algorithm 5). Its text does not depend on the draft."""
+    """Exponential race speculative decoding on any tree (ERSD, Algorithm 5). Its output does not depend on the draft
+    model."""
     return Method("ersd", trees.parse(tree), transport.get("race"))
 
 
@@ -122,7 +123,7 @@ def greedy_drafts(*, tree: Tree | str = "4,2,1,1") -> Method:
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
     """Any method, with the target's first `layers` and its own head as the draft; they share keys and values.
 
-    `options` are the method's. It takes no draft model, and pays where the target was trained with `early_exit`.
+    `options` are the method's. It takes no draft model, and is useful where the target was trained with `early_exit`.
     """
     trees.checked(layers=layers)
     return dataclasses.replace(get_method(method, **options), name="self_speculative", exit_layer=layers)
@@ -160,7 +161,8 @@ def register(name: str, factory: Callable[..., Method]) -> None:
 
     Args:
       name: not taken yet.
-      factory: a function of keyword options with defaults. Equal options make equal methods, or `generate` compiles anew.
+      factory: a function of keyword options with defaults. Equal options must give equal methods, or `generate`
+        compiles again.
 
     Raises:
       UserError: the name is taken, or `factory` is no function.

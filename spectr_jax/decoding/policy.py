@@ -1,4 +1,4 @@
-"""How logits become probabilities: temperature, top-k, top-p; and where a text ends."""
+"""How logits become probabilities (temperature, top-k, top-p), and where a sequence ends."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from spectr_jax.errors import UserError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The law that is sampled. It is applied to draft and target alike.
+    """The sampling policy, applied to draft and target alike.
 
     Attributes:
       temperature: traced; 0 is greedy (all mass on the most probable token).
@@ -37,7 +37,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
-    """The law [..., V] float32 that `policy` makes of `logits` [..., V]."""
+    """The distribution [..., V] float32 that `policy` makes of `logits` [..., V]."""
     temperature = jnp.asarray(policy.temperature, jnp.float32)
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
     relative = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)

@@ -21,9 +21,9 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 
 STEP = 0.125
-"""Of log2 ratios in a table of winners, and of log2 run: so that run stays on its grid."""
+"""The step of log2 ratios in a table of winners, and of log2 run, so that run stays on the grid."""
 OCTAVES = 8
-"""Ratios from 2^-8 to 2^8; what is below counts as 0, and what is above as 2^8."""
+"""Ratios from 2^-8 to 2^8; smaller ones count as 0, larger ones as 2^8."""
 RATIOS = int(2 * OCTAVES / STEP) + 2
 """Cells of a table of winners: ratio 0, then 2^-8, 2^-7.875, ..., 2^8."""
 
@@ -75,14 +75,15 @@ def ratio_cell(ratio: jax.Array) -> jax.Array:
 
 
 def block_predictor(winners: np.ndarray) -> Callable[[Sequence[int]], float]:
-    """What calls of block verification emit.
+    """Predicts tokens per call of block verification.
 
     Args:
       winners: [K + 1, R, K + 1], for k drafts the probability that the winner's ratio q / g is in a cell and that j of
         them are its token.
 
     Returns:
-      A function of (k_1, ..., k_L), the tokens a call on that prefix tree of i.i.d. drafts. It raises `UserError` if some
+      A function of (k_1, ..., k_L) that returns the tokens per call on that prefix tree of i.i.d. drafts. It raises
+      `UserError` if some
       level may have more live nodes than `winners` covers.
     """
     most = len(winners) - 1

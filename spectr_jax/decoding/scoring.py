@@ -15,7 +15,7 @@ def score(model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array,
       model: the target.
       tree: static, N drafted nodes.
       tokens_BxN: [B, N + 1] int32 by node, the root's first.
-      lengths_B: of the committed text; the root's position is one less.
+      lengths_B: of the committed tokens; the root's position is one less.
       cache: of length `lengths_B - 1`: the root is not in it yet.
 
     Returns:
@@ -27,5 +27,6 @@ def score(model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array,
 
 
 def commit(cache: Cache, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:
-    """Keeps the root, which is in its place, and the accepted path [B, D] (nodes, root excluded) in the target's cache."""
+    """Keeps the root, whose row is in place already, and the accepted path [B, D] (nodes, root excluded) in the
+    target's cache."""
     return keep(cache, path_BxD, new_lengths_B - 1, settled=1)

@@ -1,4 +1,4 @@
-"""Phase 3 of a call: walk down the tree, a token at a time (SpecTr, Algorithm 3; ERSD, Algorithms 4 and 5).
+"""Phase 3 of a call (select): walk down the tree, a token at a time (SpecTr, Algorithm 3; ERSD, Algorithms 4 and 5).
 
 The state is the set of live nodes at a depth. They all spell the same tokens, so they share p and q, and the number of
 their children is the k of the next choice. L counts drafted tokens, and a call that accepts all of them emits one more.
@@ -18,11 +18,11 @@ from spectr_jax.transport.base import Plan
 
 
 class Selection(NamedTuple):
-    """What one call emits for one text.
+    """What one call emits for one sequence.
 
     Attributes:
-      tokens: [height + 1] int32; those from `emitted` on are nothing.
-      emitted: [] int32, how many: accepted drafts and one more, a correction or a bonus.
+      tokens: [height + 1] int32; entries from `emitted` on are unused.
+      emitted: [] int32, the number of emitted tokens: the accepted drafts and one more, a correction or a bonus.
       path: [height] int32, the node of each accepted draft.
       drafts: [height + 1] int32, how many drafts there were for each token; 0 for a bonus.
     """
@@ -53,7 +53,7 @@ def select(
     p: jax.Array,
     logits: jax.Array,
 ) -> Selection:
-    """Chooses the tokens that one call emits, for one text.
+    """Chooses the tokens that one call emits, for one sequence.
 
     At a leaf no child is live, and a plan without drafts draws from q: that is the bonus token.
 
@@ -61,10 +61,10 @@ def select(
       key: consumed; the choice at depth d uses `fold_in(key, length + d)`.
       plan: chooses one token.
       tree: static, N drafted nodes.
-      policy: makes q of the target's logits, at the nodes that are visited only.
-      length: [] int32, committed tokens of the text.
+      policy: turns the target's logits into q, at the visited nodes only.
+      length: [] int32, committed tokens of the sequence.
       tokens: [N + 1] int32 by node.
-      p: [I, V] draft laws of the inner nodes.
+      p: [I, V] draft distributions at the inner nodes.
       logits: [N + 1, V] of the target.
     """
 
@@ -99,10 +99,10 @@ def select(
 
 
 def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy: Policy) -> Callable[..., Selection]:
-    """`walk` over texts: a function of (done, key, length, tokens, p, logits), with a leading B each; `key` is consumed.
+    """`walk` over a batch: a function of (done, key, length, tokens, p, logits), each with a leading B; `key` is consumed.
 
-    What it returns for a text that is done counts for nothing. A processor takes the texts in turn, so that none pays for
-    one that is done or for the longer path of another; an accelerator takes all at once.
+    Its result for a finished sequence is unused. A CPU takes the sequences in turn, so that none waits for a longer path
+    of another; an accelerator takes all at once.
     """
 
     def walk_one(key, length, *rest):
@@ -128,9 +128,9 @@ def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array,
 
 
 def draft_law(tree: Tree, p, child, otherwise) -> jax.Array:
-    """The law [V] that node `child` was drawn from; anything if there is none.
+    """The draft distribution [V] that node `child` was drawn from; undefined if there is no child.
 
-    It is the child that says it: of the live nodes, which spell the same tokens, some may be leaves.
+    It is looked up by the child, since some of the live nodes, which spell the same tokens, may be leaves.
     """
     return p[jnp.asarray(tree.inner_rank)[jnp.asarray(tree.parent)[child]]] if len(tree.inner) else otherwise
 

@@ -1,6 +1,6 @@
 """What happened in each call of a generation: the tree that was drafted, the path that was accepted, what was emitted.
 
-`generate(..., observe=recorder(capacity))` records it on the device, and `read_calls` makes plain values of it:
+`generate(..., observe=recorder(capacity))` records it on the device, and `read_calls` turns it into plain Python values:
 
     out = generate(..., observe=recorder(prompts.shape[1] + max_new_tokens))
     calls = read_calls(method.tree, out, row=0)
@@ -19,21 +19,22 @@ from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.tree import Tree
 
 ACCEPTED, CORRECTION, BONUS, TARGET = "accepted", "correction", "bonus", "target"
-"""Origins of a token: an accepted draft; drawn where no draft was accepted; behind a leaf; of a call without drafts."""
+"""Origins of a token: an accepted draft; a correction, where no draft was accepted; a bonus, after a leaf; a call
+without drafts."""
 
 
 class Recorded(NamedTuple):
-    """One call of the target, for one text.
+    """One call of the target, for one sequence.
 
     Attributes:
-      start: tokens of the text before it.
+      start: the number of tokens before the call.
       tokens: [N + 1] by node of the tree, the last committed one first.
-      p: [N + 1] the draft's probability of each node's token behind its parent; 1 for the root.
-      q: [N + 1] the target's.
-      path: a node of each accepted draft, without those behind an EOS or the limit.
+      p: [N + 1] the draft's probability of each node's token given its parent; 1 for the root.
+      q: [N + 1] the target's probability of the same.
+      path: a node for each accepted draft, without those after EOS or the limit.
       live: all nodes that spell the accepted tokens: those of the path, and i.i.d. drafts that repeat them.
-      emitted: the tokens of the call in the text.
-      origins: of each of them.
+      emitted: the tokens that the call added to the sequence.
+      origins: the origin of each emitted token.
     """
 
     start: int
@@ -48,9 +49,10 @@ class Recorded(NamedTuple):
 
 @functools.cache
 def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
-    """An `observe` for `generate` that keeps every call of texts of at most `capacity` tokens, by where the call starts.
+    """An `observe` for `generate` that records every call of sequences of at most `capacity` tokens, indexed by where
+    the call starts.
 
-    The same object each time, so that nothing is compiled anew.
+    Returns the same object each time, so that nothing is compiled again.
     """
 
     def record(call: Call) -> dict[str, jax.Array]:
@@ -72,7 +74,7 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
 
 def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
-    """The calls of text `row`, in order, of a generation that was observed by a `recorder`."""
+    """The calls of sequence `row`, in order, of a generation that was observed by a `recorder`."""
     seen = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
     starts = np.flatnonzero(seen["emitted"]).tolist()
     ends = [*starts[1:], int(generation.lengths[row])]
@@ -109,7 +111,7 @@ def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
 
 
 def _last_origin(tree: Tree, live: list[int]) -> str:
-    """Of the token behind the accepted ones."""
+    """The origin of the token after the accepted ones."""
     if not tree.size:
         return TARGET
     deepest = [node for node in (0, *live) if tree.depth[node] == tree.depth[live[-1] if live else 0]]

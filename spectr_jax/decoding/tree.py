@@ -89,7 +89,7 @@ class Tree:
 
     @functools.cached_property
     def inner_rank(self) -> np.ndarray:
-        """[N + 1]; the place of a node among the inner ones; that of the last for a leaf, which has none."""
+        """[N + 1]; the index of a node among the inner ones; for a leaf, which has none, the last index."""
         return np.minimum(np.searchsorted(self.inner, np.arange(self.size + 1)), max(len(self.inner) - 1, 0))
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Tree:
 
     @functools.cached_property
     def level_table(self) -> np.ndarray:
-        """[height + 2, W] int32: the nodes of each level, padded with -1; the row behind the last level is empty."""
+        """[height + 2, W] int32: the nodes of each level, padded with -1; the row after the last level is empty."""
         table = np.full((self.height + 2, max(map(len, self.levels))), -1, np.int32)
         for depth, nodes in enumerate(self.levels):
             table[depth, : len(nodes)] = nodes
@@ -110,7 +110,7 @@ class Tree:
 
 
 def none() -> Tree:
-    """No drafts: one token a call, from the target alone."""
+    """No drafts: one token per call, from the target alone."""
     return Tree(())
 
 
@@ -120,7 +120,7 @@ def chain(length: int) -> Tree:
 
 
 def iid_chains(drafts: int, length: int) -> Tree:
-    """`drafts` chains of `length` tokens that part at the root (SpecTr, eq. 7)."""
+    """`drafts` chains of `length` tokens that branch at the root (SpecTr, eq. 7)."""
     checked(num_drafts=drafts, draft_length=length)
     return prefix_tree(drafts, *[1] * (length - 1))
 
@@ -142,7 +142,7 @@ def batch(drafts: int) -> Tree:
 
 
 def specinfer(size: int) -> Tree:
-    """SpecInfer's tree in ERSD's section 5: two tokens in common, then three chains that share the rest of the nodes."""
+    """SpecInfer's tree in ERSD's section 5: two tokens in common, then three chains of the remaining nodes."""
     checked(size=size)
     trunk = min(size, 2)
     return Tree(tuple(range(trunk)) + tuple(max(node - 3, trunk) for node in range(trunk + 1, size + 1)))
@@ -152,10 +152,11 @@ SHAPES = {"chain": chain, "batch": batch, "specinfer": specinfer}
 
 
 def parse(spec: "Tree | str") -> Tree:
-    """The tree that a text names: `4,2,1` (a prefix tree), `chain:8`, `batch:8`, `specinfer:16`; a tree is itself.
+    """The tree that a string names: `4,2,1` (a prefix tree), `chain:8`, `batch:8`, `specinfer:16`; a `Tree` is returned
+    as it is.
 
     Raises:
-      UserError: another text.
+      UserError: the string names no tree.
     """
     if isinstance(spec, Tree):
         return spec

@@ -18,7 +18,8 @@ from spectr_jax.errors import UserError
 
 
 def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
-    """Tokens a call: one, and each node with the probability that it is accepted (ERSD, section 4), R [C] being 0-th order.
+    """Expected tokens per call: one, plus each node's probability of acceptance (ERSD, section 4), where R [C] is 0-th
+    order.
 
     Raises:
       UserError: R has fewer entries than some node has children.
@@ -85,7 +86,8 @@ def descending(R: Sequence[float]) -> list[float]:
 
 
 def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float:
-    """Tokens a call on the prefix tree (k_1, ..., k_L) of i.i.d. drafts, token by token: a chain over live nodes.
+    """Expected tokens per call on the prefix tree (k_1, ..., k_L) of i.i.d. drafts, token by token: a Markov chain over
+    the number of live nodes.
 
     Raises:
       UserError: some level may have more live nodes than `carriers` covers.
@@ -100,7 +102,7 @@ def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float
 
 
 class Candidate(NamedTuple):
-    """A prefix tree of i.i.d. drafts, and its expected tokens a call."""
+    """A prefix tree of i.i.d. drafts, and its expected tokens per call."""
 
     branching: tuple[int, ...]
     nodes: int
@@ -139,7 +141,7 @@ def branching_of(tree: Tree) -> tuple[int, ...]:
 
 
 def _prefix_trees(carriers, size: int, height: int, below: np.ndarray) -> Iterator[tuple[tuple[int, ...], int, np.ndarray]]:
-    """All of at most `size` nodes, with their nodes and the expected accepted tokens [m] below m live nodes."""
+    """All prefix trees of at most `size` nodes, with their sizes and the expected accepted tokens [m] below m live nodes."""
     yield (), 0, np.zeros_like(below)
     if height == 0:
         return

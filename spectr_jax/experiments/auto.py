@@ -1,7 +1,8 @@
 """Which method, K, L or tree is fastest here, with these models? Predicted from measured parts, then tried.
 
 Measured once: call times of both models, times of drafting a level and of choosing a token, and what drafts of the pair are
-accepted. From these follow the tokens a second of every candidate; the best are run, beside what was predicted.
+accepted. From these the tokens per second of every candidate are predicted; the best are run, and printed beside the
+prediction.
 """
 
 import functools
@@ -36,7 +37,7 @@ NAME = "auto"
 
 
 class Acceptance(NamedTuple):
-    """What drafts of the pair were seen to do.
+    """The measured acceptance of the pair.
 
     Attributes:
       tables: by method, what `prediction.predictor` takes for it.
@@ -50,7 +51,8 @@ class Acceptance(NamedTuple):
 class Times(NamedTuple):
     """Seconds on this machine, functions of a number of tokens or drafts; `select` by method, for a chosen token.
 
-    `together`: how many times as long the parts of a call take in it as alone. `start`: of a text, without and with drafts.
+    `together`: the time of the parts inside a call over their time alone. `start`: the time to start a sequence,
+    without and with drafts.
     """
 
     target: Callable[[int], float]
@@ -74,8 +76,9 @@ class Candidate(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures, predicts, tries the best, and writes the table and the recommendation to `workdir`.
 
-    What it has measured is in a journal there until it is done: the same command goes on after a stop. Predictions follow
-    from that alone, and so does what is tried.
+    Measurements are kept in a journal there until the table is done: after a stop the same command resumes. The
+    predictions and
+    the candidates tried depend on these measurements alone.
 
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
@@ -90,7 +93,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
     tried = try_all(bench, to_try(config, found))
     result = {
-        "title": f"The fastest method for {config.target}, drafts of {config.draft}, {config.batch_size} texts at once",
+        "title": f"The fastest method for {config.target}, drafts of {config.draft}, {config.batch_size} sequences at once",
         "rows": tried,
         "predicted": [_row(each) for each in found],
         **acceptance_shown(acceptance),
@@ -272,13 +275,13 @@ def markdown(result: dict[str, Any]) -> str:
         result["answer"],
         f"{len(result['predicted'])} candidates were predicted from measured parts (`{NAME}.json` has all): the call of the "
         f"target ({', '.join(f'{count}: {ms:.1f} ms' for count, ms in calls.items())} by tokens), drafting a level, "
-        "choosing a token, starting a text, and what drafts were seen to do at a node, taken to be alike at all nodes "
+        "choosing a token, starting a sequence, and the measured acceptance at a node, assumed to be the same at all nodes "
         f"(0-th order). The parts of a call take {result['together']:.2f} x as long in it as alone, measured once. Tried "
         "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted over measured tokens/s.",
         "Those that were tried took turns on each seed; tokens/s and `x baseline` are medians over the seeds.",
         f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch {config['batch_size']}, "
         f"{config['dtype']}, temperature {config['temperature']}; tokens/s with the call on the prompt, over the batch. In "
-        "a batch texts end at different times, which the prediction leaves out.",
+        "a batch, sequences end at different times, which the prediction ignores.",
         report.made_by(result),
     ]
     return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
@@ -302,7 +305,7 @@ def _call(times: Times, name: str, tree: Tree, expected: float) -> float:
 
 
 def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Timer:
-    """Of texts of one new token."""
+    """The time of sequences of one new token."""
     models = freeze(target.model), freeze(draft.model)
     prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
     lengths = np.full(config.batch_size, prompts.shape[1])
@@ -317,7 +320,7 @@ def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Train
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """What the chosen ones do, the baseline first; they take turns on each seed, and ratios are medians of the seeds'.
+    """Runs the chosen candidates, the baseline first, in turns on each seed; ratios are medians over seeds.
 
     An entry of the journal is one of them on one seed; after a stop, ratios of that seed may be of two processes.
     """

@@ -1,6 +1,7 @@
 """How long is a call? SpecTr's Tables 1 and 3, and where the time of a call of a method goes.
 
-The paper's premise is that a call of the target on L tokens of each of B texts takes hardly longer than on one token of one.
+The paper's premise is that a target call on L tokens of each of B sequences takes hardly longer than a call on one
+token of one.
 """
 
 import functools
@@ -31,8 +32,8 @@ NAME = "latency"
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Times every cell and every phase, and writes the tables, a heat map and a profile to `workdir`.
 
-    What it has measured is in a journal there until it is done: the same command goes on after a stop, which costs what was
-    compiled, and the turn of all cells, the phases of a method or the profile that it fell in.
+    Measurements are kept in a journal there until the table is done: after a stop the same command resumes. A stop costs the
+    compilation, and the turn of all cells, the phases of a method or the profile under way.
 
     Raises:
       UserError: anything wrong with the config, the models or the workdir, before any measurement.
@@ -50,7 +51,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     journal = Journal(workdir, NAME, config)
     started = time.monotonic() - journal.seconds
     result = {
-        "title": f"Latency of a call, relative to {config.models[0]} on length {config.lengths[0]}, one text",
+        "title": f"Latency of a call, relative to {config.models[0]} on length {config.lengths[0]}, one sequence",
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, target, draft, journal),
         "profile": journal.value("profile", lambda: profile_call(config, target, draft)),
@@ -83,7 +84,7 @@ def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method
 def measure_cells(config: ml_collections.ConfigDict, models: list[Trained], journal: Journal) -> list[dict[str, Any]]:
     """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit.
 
-    An entry of the journal is one turn of all cells: whatever process took it, it weighs on all of them alike.
+    An entry of the journal is one turn of all cells, so that a change of process affects all of them alike.
     """
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
     turns = [f"turn {number} of all cells" for number in range(config.runs)]
@@ -135,7 +136,7 @@ def measure_phases(
 
 
 def profile_call(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
-    """What a profiler sees of a generation of the first method, one text."""
+    """What a profiler sees of a generation of the first method, for one sequence."""
     method = _method(config, config.methods[0], config.lengths[-1])
     return profile.generation_profile(method, target.model, draft.model, config.context)
 
@@ -169,7 +170,7 @@ def markdown(result: dict[str, Any]) -> str:
                 if row["share"] >= 0.005
             ],
         ),
-        f"`{config['methods'][0]}`, K = {config['num_drafts']}, L = {config['lengths'][-1]}, one text: time inside "
+        f"`{config['methods'][0]}`, K = {config['num_drafts']}, L = {config['lengths'][-1]}, one sequence: time inside "
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the call on the prompt "
         f"and the loop itself; rows below 0.5 % are left out.{unseen}",
         report.made_by(result),

@@ -1,4 +1,4 @@
-"""Bits per character of models on held-out sentences, in every precision that they decode in."""
+"""Bits per character of models on held-out sentences, in each precision used for decoding."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ NAME = "quality"
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
 
-    Each score is in a journal there until it is done: the same command goes on after a stop.
+    Scores are kept in a journal there until the table is done: after a stop the same command resumes.
 
     Raises:
       UserError: anything wrong with the config, the models, the sentences or the workdir, before any long work.

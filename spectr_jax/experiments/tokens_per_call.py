@@ -45,7 +45,7 @@ class Row(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and PNG.
 
-    What it has measured is in a journal there until it is done: the same command goes on after a stop.
+    Measurements are kept in a journal there until the table is done: after a stop the same command resumes.
 
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.

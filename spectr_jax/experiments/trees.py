@@ -32,7 +32,7 @@ from spectr_jax.measure.measurement import Measurement, Program
 
 NAME = "trees"
 ROWS_AT_ONCE = 16
-"""Whose programs are compiled side by side, and held."""
+"""The number of rows whose programs are compiled side by side and kept."""
 
 
 class Row(NamedTuple):
@@ -42,7 +42,7 @@ class Row(NamedTuple):
       size: the N that it is compared at; its tree may be a little smaller.
       shape: of the tree, in words.
       method: with the tree.
-      theory: expected tokens a call under 0-th order acceptance; None where there is no theory.
+      theory: expected tokens per call under 0-th order acceptance; None where there is no theory.
     """
 
     size: int
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures acceptance and every row, and writes the table, the figures and the best trees to `workdir`.
 
-    What it has measured is in a journal there until it is done: the same command goes on after a stop.
+    Measurements are kept in a journal there until the table is done: after a stop the same command resumes.
 
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.

@@ -29,15 +29,15 @@ LARGEST_PROGRAM = 25_000
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What figures can be made of.
+    """The settings of the figures.
 
     Attributes:
       target: for Figure 5; as in `load`.
-      draft: likewise.
-      prompt: of Figure 5.
-      draws: choices behind each measured point.
-      pairs: of random laws, in the figures of SpecTr++.
-      seed: of all that is random.
+      draft: for Figure 5, likewise.
+      prompt: for Figure 5.
+      draws: choices per measured point.
+      pairs: random pairs of distributions in SpecTr++'s figures.
+      seed: of the random pairs and the measured points.
     """
 
     target: str = "embedded:draft_6m"
@@ -91,7 +91,7 @@ def spectr_1(settings: Settings) -> Figure:
 
 
 def spectr_2(settings: Settings) -> Figure:
-    """SpecTr, Figure 2: Bernoulli laws, over k."""
+    """SpecTr, Figure 2: Bernoulli distributions, over k."""
     ks = range(1, 11)
     series = []
     for b in (0.05, 0.15, 0.25, 0.5, 0.75, 0.95):
@@ -104,7 +104,7 @@ def spectr_2(settings: Settings) -> Figure:
 
 
 def spectr_3(settings: Settings) -> Figure:
-    """SpecTr, Figure 3: Bernoulli laws, over q."""
+    """SpecTr, Figure 3: Bernoulli distributions, over q."""
     p, places = [0.75, 0.25], np.linspace(0, 1, 101)
     series = []
     for k in (1, 2, 4, 8):
@@ -140,7 +140,7 @@ def spectr_5(settings: Settings) -> Figure:
 
 
 def spectr_plus_plus(settings: Settings, vocabulary: int, number: int) -> Figure:
-    """SpecTr++, Figures 1 and 2 (section 5): random pairs of laws; mean acceptance, and worst ratio to OTM."""
+    """SpecTr++, Figures 1 and 2 (section 5): random pairs of distributions; mean acceptance, and worst ratio to OTM."""
     rng = np.random.default_rng(settings.seed)
     laws = rng.random((settings.pairs, 2, vocabulary))
     laws /= laws.sum(axis=2, keepdims=True)
@@ -172,7 +172,8 @@ FIGURES: dict[str, Callable[[Settings], Figure]] = {
 
 
 def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str) -> Series:
-    """Points at `ks`: how often the plan's `select` accepts, for a pair of laws [2, V] or on average over [n, 2, V]."""
+    """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or on average over
+    pairs [n, 2, V]."""
     laws = laws.reshape(-1, *laws.shape[-2:])
     draws = -(-settings.draws // len(laws))
     shares = []

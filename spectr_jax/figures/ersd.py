@@ -1,4 +1,4 @@
-"""ERSD, Figures 3 and 4: tokens a call and the acceptance of each further node, in theory and measured, and bounds."""
+"""ERSD, Figures 3 and 4: tokens per call and the acceptance of each further node, in theory and measured, with bounds."""
 
 import dataclasses
 import pathlib
@@ -12,7 +12,7 @@ from spectr_jax.measure.acceptance import PairAcceptance
 STRATEGIES = {"batch": "batch", "chain": "sequence", "SpecInfer": "SpecInfer tree", "optimal": "optimal tree"}
 """Our names of the shapes, and the paper's."""
 LEAST = 1e-3
-"""The least acceptance that Figure 4 shows; less is a handful of events."""
+"""The least acceptance that Figure 4 shows; smaller ones rest on a handful of events."""
 
 
 def write_figures(acceptance: PairAcceptance, vocab_size: int, workdir: pathlib.Path) -> None:
@@ -22,7 +22,7 @@ def write_figures(acceptance: PairAcceptance, vocab_size: int, workdir: pathlib.
 
 
 def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
-    """Expected tokens a call against drafted tokens."""
+    """Expected tokens per call against drafted tokens."""
     series, notes = [], []
     for panel, (name, R) in enumerate(acceptance.R.items()):
         for shape, strategy in STRATEGIES.items():

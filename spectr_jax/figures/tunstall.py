@@ -1,4 +1,4 @@
-"""Bounds on the tokens a call of optimal trees, through Tunstall codes (ERSD, section 4). Entropies in bits."""
+"""Bounds on the tokens per call of optimal trees, through Tunstall codes (ERSD, section 4). Entropies in bits."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from spectr_jax.decoding.tree_search import optimal_order
 
 
 def entropy(R: Sequence[float]) -> float:
-    """H[R] of acceptance by child index; what R lacks to 1 counts as one more index, so that this is a lower bound."""
+    """The entropy H[R] of acceptance by child index; the missing mass 1 - sum R counts as one more index, which makes
+    it a lower bound."""
     law = np.append(np.asarray(R, float), max(1 - float(np.sum(R)), 0.0))
     law = law[law > 0]
     return float(-np.sum(law * np.log2(law)))
@@ -26,7 +27,7 @@ class Lemma(NamedTuple):
 
     Attributes:
       d: child indices that the optimal tree explores.
-      m: indices that share what R has behind these.
+      m: further indices, which share the rest of R evenly.
       bits: the entropy of R spread like this.
       bound: on the tokens a call of trees of the N that it was made for.
     """

@@ -29,16 +29,17 @@ class Nodes(NamedTuple):
     accepted: np.ndarray
 
     def tokens(self) -> np.ndarray:
-        """[seeds, N] tokens a call of the tree of the first n nodes: a node does not feel those that come later."""
+        """[seeds, N] tokens per call of the tree of the first n nodes: later nodes do not change the acceptance of
+        earlier ones."""
         return 1 + np.cumsum(self.accepted, axis=1)
 
     def mean(self) -> dict[tuple[int, ...], float]:
-        """By path."""
+        """The acceptance of each node, by path."""
         return dict(zip(self.paths, self.accepted.mean(axis=0).tolist(), strict=True))
 
 
 class PairAcceptance(NamedTuple):
-    """What drafts of a pair of models were seen to do.
+    """The measured acceptance of a pair of models.
 
     Attributes:
       R: by method, [N] acceptance by child index, made descending.
@@ -57,7 +58,7 @@ def observe_accepted(call: Call) -> dict[str, jax.Array]:
     """For `generate`, at next to no cost: sums over the nodes at which one call chose among drafts.
 
     Returns:
-      nodes: how many.
+      nodes: the number of such nodes.
       accepted: at how many of them the token was a draft. Over `nodes`, the mean alpha_k of the plan.
     """
     visited, depth = _visited(call)
@@ -69,8 +70,8 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
     """For `generate`, on prefix trees: the same, and at each of these nodes an `otm.acceptance`, which takes time.
 
     Returns:
-      nodes: how many.
-      optimum: the sum of alpha_k*, the most that i.i.d. drafts from these laws can be accepted with.
+      nodes: the number of such nodes.
+      optimum: the sum of alpha_k*, the largest acceptance that any plan has for i.i.d. drafts from these distributions.
     """
     (visited, depth), drafts = _visited(call), call.chosen.drafts
     if not len(call.p):  # No drafts at all.
@@ -92,10 +93,10 @@ def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def observe_nodes(call: Call) -> dict[str, jax.Array]:
-    """For `generate`: sums over calls.
+    """An `observe` for any tree: sums over calls.
 
     Returns:
-      nodes: [N + 1] how often each node was accepted, but for those behind an EOS; of the root, the calls.
+      nodes: [N + 1] how often each node was accepted, except after EOS; for the root, the number of calls.
       kl: KL(target, draft) at the root, in bits.
     """
     chosen, depth = call.chosen, jnp.arange(call.tree.height)

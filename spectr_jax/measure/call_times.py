@@ -1,7 +1,7 @@
 """How long model calls, and the phases of a call of a method, take on this machine.
 
 A timer is compiled when it is made, so that many can be made side by side (`timed`), and measures when it is called.
-All but `call_runs` time loops that run on the device, as in decoding: no Python is between two calls, and caches are
+All but `call_runs` time loops that run on the device, as in decoding: no Python runs between two calls, and caches are
 updated in place.
 """
 
@@ -26,16 +26,16 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import freeze
 
 PASSES = 8
-"""Of a loop on the device, for one measurement."""
+"""Passes of a loop on the device, per measurement."""
 PHASES = ("draft", "score", "select", "commit")
-"""Of a call of a method, by their `jax.named_scope` in `decoding.generate`."""
+"""The phases of a call, by their `jax.named_scope` in `decoding.generate`."""
 
 Timer = Callable[[], float]
 """Measures, and returns the median seconds of one pass."""
 
 
 def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Makes the timers of all tasks side by side, and then calls one after the other.
+    """Makes the timers of all tasks side by side, then runs them one after the other.
 
     Args:
       label: for the progress bars.
@@ -48,7 +48,7 @@ def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
 
 
 def timed_once(journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """What `timed` returns, each task in an entry of the journal once it is measured; those that it has are not made."""
+    """As `timed`, with each task kept in the journal once measured; tasks found there are not run."""
     names = {task: f"{label} {task}" for task in tasks}
     found = _one_by_one(label, [make for task, make in tasks.items() if names[task] not in journal])
     return {task: journal.value(name, functools.partial(next, found)) for task, name in names.items()}
@@ -65,11 +65,11 @@ def _one_by_one(label: str, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
 def call_seconds(
     model: Model, batch: int, tokens: Sequence[int], context: int = 64, repeats: int = 10
 ) -> Callable[[int], float]:
-    """Measures calls on so many new tokens a text behind a cache of `context` tokens, with random tokens.
+    """Measures calls on each number of new tokens per sequence, after `context` committed random tokens.
 
     Args:
       model: an `nnx.Module` that follows `Model`.
-      batch: texts in a call.
+      batch: sequences in a call.
       tokens: ascending numbers of new tokens to measure.
       context: committed tokens of each text.
       repeats: measurements, of `PASSES` calls each, after one that compiles.
@@ -117,7 +117,7 @@ def phase_timers(
     repeats: int = 10,
     phases: Sequence[str] = (*PHASES, "call"),
 ) -> dict[str, Timer]:
-    """Timers of the phases of one call of `method`, each alone: draft, score, select and commit; and of the whole.
+    """Timers of the phases of one call of `method` (draft, score, select and commit, each alone), and of the whole call.
 
     Args:
       method: one that drafts, with a model of its own.
@@ -168,7 +168,7 @@ def phase_timers(
 
 
 def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> Timer:
-    """Of the seconds that the walk takes for each token it emits, over `batch` texts at once, on laws that accept most
+    """A timer of the walk, in seconds per emitted token, over `batch` sequences at once, on distributions that accept most
     drafts.
 
     Args:
@@ -254,7 +254,7 @@ def _at(cache: Cache, lengths: jax.Array) -> Cache:
 
 
 def _loop_timer(body: Callable, fixed: list[Any], start: Any, repeats: int) -> Timer:
-    """Of a pass of `carry = body(step, fixed[i], carry)`, in loops on the device; the first is not counted."""
+    """A timer of `carry = body(step, fixed[i], carry)` in a loop on the device; the first loop is not counted."""
 
     def one_pass(step, fixed, carry):
         return body(step, *jax.lax.optimization_barrier((fixed, carry)))  # Else what does not change leaves the loop.

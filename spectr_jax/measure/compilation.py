@@ -1,4 +1,4 @@
-"""Several programs in the compiler at once: a table on an accelerator has a hundred of them, of half a minute each."""
+"""Compiles several programs at once: a table on an accelerator has a hundred of them, half a minute each."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 CORES_OF_A_PROGRAM = {"cpu": 4}
-"""That XLA keeps busy with one program, by backend; one on all others."""
+"""Cores that XLA uses to compile one program, by backend; 1 for all others."""
 
 
 def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-    """What the tasks return, in order; as many run at once as there are cores for their compilations.
+    """The results of the tasks, in order; as many run at once as there are cores to compile them.
 
     Several processes must run the same in the same order: there, one at a time.
     """

@@ -1,4 +1,4 @@
-"""What a table has measured so far, on disk as it comes: a run that was stopped goes on behind it."""
+"""What a table has measured so far, written to disk at once: a run that was stopped resumes from it."""
 
 import json
 import pathlib
@@ -23,7 +23,7 @@ class Journal:
     Each process of a run reads it when it starts, and the first one writes; a line that was cut short does not count.
 
     Attributes:
-      seconds: that the values took which earlier starts have left.
+      seconds: the time that the values of earlier starts took to measure.
 
     Raises:
       UserError: the file is of another config, or of other hardware, whose times would not compare.
@@ -53,7 +53,7 @@ class Journal:
         return name in self._values
 
     def value(self, name: str, take: Callable[[], Any]) -> Any:
-        """The JSON value that was written under `name`; else what `take` returns, once it is written."""
+        """The JSON value stored under `name`; if there is none, the result of `take`, which is stored."""
         if name not in self._values:
             started = time.monotonic()
             self._values[name] = take()
@@ -64,7 +64,7 @@ class Journal:
         return self._values[name]
 
     def measurement(self, name: str, take: Callable[[], Measurement]) -> Measurement:
-        """The same, for a measurement."""
+        """As above, for a measurement."""
 
         def as_json() -> dict[str, Any]:
             taken = take()
@@ -77,7 +77,7 @@ class Journal:
         return Measurement(**{**value, "observed": {key: np.asarray(array) for key, array in value["observed"].items()}})
 
     def remove(self) -> None:
-        """Once the table is there."""
+        """Removes the journal; call it once the table is written."""
         if hosts.is_first():
             self._path.unlink(missing_ok=True)
 

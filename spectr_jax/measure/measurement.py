@@ -23,7 +23,8 @@ from spectr_jax.models.frozen import freeze
 
 
 class Prompts(NamedTuple):
-    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; the first `real` of them count."""
+    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; the first `real` of them count,
+    the rest is padding."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -31,7 +32,7 @@ class Prompts(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A method with its draft model, and what is observed of its calls (`generate`)."""
+    """A method with its draft model, and the `observe` that is given to `generate`."""
 
     method: Method
     draft: Trained | None
@@ -42,9 +43,9 @@ class Measurement(NamedTuple):
     """One method on one seed, over all prompts.
 
     Attributes:
-      tokens: emitted.
-      calls: of the target.
-      seconds: taken.
+      tokens: emitted tokens.
+      calls: calls of the target.
+      seconds: time of all generations.
       observed: sums over calls of what `observe` returned.
     """
 
@@ -66,7 +67,7 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
 
 
 def policy_of(config: ml_collections.ConfigDict, eos: int) -> Policy:
-    """The law that the config samples; the token `eos` ends a text."""
+    """The sampling policy of the config; the token `eos` ends a sequence."""
     return Policy(config.temperature, config.top_k, config.top_p, eos)
 
 

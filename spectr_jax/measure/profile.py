@@ -15,15 +15,16 @@ from spectr_jax.measure.call_times import PHASES
 from spectr_jax.models.base import Model
 
 _CONTROL = ("while", "conditional", "call", "cond")
-"""Operations that only hold others."""
+"""Operations that only contain others."""
 
 
 def generation_profile(
     method: Method, target: Model, draft: Model | None, context: int, max_new_tokens: int = 32
 ) -> list[dict[str, Any]]:
-    """Time inside operations of one text's generation, as rows of phase, kind, operations a call, ms a call and share.
+    """Time inside operations of the generation of one sequence, as rows of phase, kind, operations a call, ms a call
+    and share.
 
-    No rows where the machine lets nobody look, as some virtual GPUs do.
+    No rows where the machine does not allow profiling, as on some virtual GPUs.
 
     Args:
       method: to decode with, at temperature 1.

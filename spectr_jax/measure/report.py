@@ -1,4 +1,4 @@
-"""Tables and charts, with what is needed to make them again."""
+"""Tables and charts, with their provenance: command, config, hardware, commit."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ from spectr_jax.files import write_json, write_whole
 
 
 def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
-    """What stands at the end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
+    """The end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
     return {
         "seconds": round(time.monotonic() - started, 1),
         "config": to_json(config),
@@ -39,13 +39,13 @@ def made_by(result: dict[str, Any]) -> str:
 
 
 def mean_and_std(values: Sequence[float]) -> str:
-    """Of the seeds' values; one has no deviation."""
+    """Mean and standard deviation over seeds; a single value has no deviation."""
     mean = f"{np.mean(values):.2f}"
     return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
 
 
 def over_seeds(seeds: Sequence[int]) -> str:
-    """What `mean_and_std` shows, in words."""
+    """A description of what `mean_and_std` shows."""
     return f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
 
 

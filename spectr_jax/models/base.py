@@ -8,7 +8,7 @@ from spectr_jax.models.cache import Cache
 
 
 class Model(Protocol):
-    """A decoder that scores any set of new tokens behind a committed prefix, in one call."""
+    """A decoder that scores any set of new tokens after a committed prefix, in one call."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -20,7 +20,7 @@ class Model(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers there are to exit from early."""
+        """The number of layers, for early exit."""
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
@@ -44,9 +44,9 @@ class Model(Protocol):
           positions_BxN: int32 position of each in its sequence; siblings in a tree share one.
           visible_BxNxM: bool ancestor mask, M = pending + N: entry (i, j) says that new token i sees token j, itself
             included; j counts the pending tokens of earlier calls first. Committed tokens are always visible.
-          cache: what earlier calls left; None for a call on whole sequences (M = N), as in training.
+          cache: the KV cache of earlier calls; None for a call on whole sequences (M = N), as in training.
           pending: static number of pending tokens already in the cache.
-          layers: static; run so many of the first layers and the head only, None for all. Cache rows of the others are
+          layers: static; run only this number of first layers, and the head; None for all. Cache rows of the others are
             passed on as they are.
 
         Returns:

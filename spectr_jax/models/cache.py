@@ -1,6 +1,6 @@
 """The cache: one row per token that a model has run on, with a length per sequence.
 
-Slots [0, length) of a sequence hold its committed tokens. The slots behind them are *pending*: a call appends its new
+Slots [0, length) of a sequence hold its committed tokens. The slots after them are *pending*: a call appends its new
 tokens there (a draft tree, level by level), and `keep` then moves the rows of the accepted path to the front of that
 region and commits them. The prefix is stored once, whatever the number of drafts, and no sequence waits for another.
 
@@ -59,12 +59,12 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
 
     Args:
       cache: with pending rows behind its lengths.
-      path_BxD: int32, the pending index of each row to keep, in order; entries past the new length may be anything.
+      path_BxD: int32, the pending index of each row to keep, in order; entries past the new length are ignored.
       lengths_B: the new lengths, at most `settled + D` above the old ones.
       settled: static number of pending rows that come first and are kept where they are.
 
     Returns:
-      The cache with those rows moved to the slots right behind the old lengths and what is settled.
+      The cache with those rows moved to the slots right after the old lengths and the settled rows.
     """
 
     if not path_BxD.shape[1]:

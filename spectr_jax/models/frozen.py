@@ -1,4 +1,5 @@
-"""A model taken apart once, for many decodings: `nnx.split` of the 97M and its draft takes 10 ms of Python each time."""
+"""A model split once into arrays and structure, for many decodings: `nnx.split` of the 97M and its draft takes 10 ms of
+Python each time."""
 
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ class Frozen:
 
     Attributes:
       leaves: its arrays.
-      graphdef: with `structure`, what `merge` builds the model of.
+      graphdef: static; `merge` builds the model from it, `structure` and the leaves.
       structure: see `graphdef`.
       vocab_size: the model's, as are `context` and `layers`.
       context: see `vocab_size`.
@@ -52,7 +53,7 @@ class Loaded(Protocol):
 
 
 def freeze(model: Model | Frozen | Loaded) -> Frozen:
-    """Takes an `nnx.Module` that follows `Model` apart. Changes of its weights do not reach what is frozen already.
+    """Splits an `nnx.Module` that follows `Model`. Later changes of its weights do not affect the frozen copy.
 
     Raises:
       UserError: `model` is something else.

@@ -1,7 +1,8 @@
 """GPT-2 checkpoints in Hugging Face's layout: those of its family are read, and our decoders are written as such.
 
-A decoder of the ladder is a GPT-2 but for three things. Its sinusoidal positions become an embedding, attention gets biases
-of zero, and the bias of its head, which GPT-2 lacks, rides on one more channel (`_with_bias_channel`).
+A decoder of the ladder differs from a GPT-2 in three things. Its sinusoidal positions become an embedding, attention
+gets biases
+of zero, and the bias of its head, which GPT-2 lacks, becomes one more channel per head (`_with_bias_channel`).
 """
 
 import json
@@ -103,8 +104,8 @@ def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, 
     Args:
       folder: made if it is not there.
       model: what to write; with a head bias that is not zero the checkpoint is a channel a head wider than the model.
-      bos: its tokens in the config.
-      eos: likewise.
+      bos: id of BOS, for the config.
+      eos: id of EOS, for the config.
     """
     config, tensors = gpt2_config(model.config), gpt2_tensors(model)
     if np.any(bias := tensors.pop("lm_head.bias")):

@@ -1,8 +1,9 @@
 """Eight-bit products for decoding: a call reads a quarter of the bytes.
 
 Weights have a scale for each output, activations one for each token (vector-wise quantisation: Dettmers et al., 2022,
-arXiv 2208.07339, section 2), and products are summed in int32. What is sampled is exactly the law of the quantised model,
-whatever the method; how far that is from the model's own is a question to its training.
+arXiv 2208.07339, section 2), and products are summed in int32. The output follows the distribution of the quantised
+model exactly,
+whatever the method; `configs/quality.py` measures how far that is from the original model.
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""A second-order Markov model given by a table: exact laws for theory and tests, in the `Model` protocol.
+"""A second-order Markov model given by a table: exact distributions for theory and tests, in the `Model` protocol.
 
 Second order on purpose: the next token depends on a token that only the cache remembers, so a wrong ancestor mask, a
-wrong position or a wrongly gathered row changes the law.
+wrong position or a wrongly gathered row changes the distribution.
 """
 
 import itertools
@@ -22,7 +22,7 @@ class TableModel(nnx.Module):
     """
 
     def __init__(self, table_VxVxV: jax.Array, context: int = 128, exits: tuple[jax.Array, ...] = ()):
-        """`exits` are the tables of its earlier layers, as if there were any."""
+        """`exits` are tables that stand for earlier layers, for early exit."""
         self.tables = nnx.List([nnx.Param(jnp.asarray(table, jnp.float32)) for table in (*exits, table_VxVxV)])
         self.context = context
 
@@ -71,7 +71,8 @@ def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
 
 
 def exact_law(table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None) -> dict:
-    """The law of what follows `prompt`: {continuation: probability}, each `length` tokens or ended by `eos` (kept)."""
+    """The distribution of continuations of `prompt`: {continuation: probability}, each `length` tokens or ended by
+    `eos` (kept)."""
     law = {}
     for tokens in itertools.product(range(table.shape[0]), repeat=length):
         ended = tokens.index(eos) + 1 if eos in tokens else length

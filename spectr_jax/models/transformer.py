@@ -74,7 +74,7 @@ def _dense(x, kernel):
 
 
 def pair_lone_row(rows: jax.Array) -> jax.Array:
-    """`rows` [R, C] with a lone narrow one twice on a CPU.
+    """`rows` [R, C]; on a CPU, a single row of bfloat16 or int8 is repeated.
 
     XLA's CPU library has products of bfloat16 and int8 of two rows on; for one row XLA converts the kernel, eight times
     slower.
@@ -127,7 +127,7 @@ def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Block(nnx.Module):
-    """Self-attention and MLP, each behind a layer norm and around a residual."""
+    """Self-attention and MLP, each after a layer norm and with a residual connection."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
@@ -213,7 +213,7 @@ class Transformer(nnx.Module):
     def exits(
         self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None, remat=False
     ) -> list[jax.Array]:
-        """Logits [B, N, V] behind each of the layers in `after`, in one run on whole sequences: what training asks for.
+        """Logits [B, N, V] after each of the layers in `after`, in one run on whole sequences: what training asks for.
 
         Consumes `dropout_key`; None for no dropout, which decoding never has.
         With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
@@ -222,7 +222,7 @@ class Transformer(nnx.Module):
         return [self._logits(hidden[layer - 1]) for layer in after]
 
     def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, dropout_key=None, remat=False):
-        """What the first `layers` blocks leave, each [B, N, E], and the cache's rows."""
+        """The output of each of the first `layers` blocks, [B, N, E], and the rows of the cache."""
         config = self.config
         count = config.layers if layers is None else layers
         if cache is None:

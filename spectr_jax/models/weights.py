@@ -23,7 +23,7 @@ STORED = ("bfloat16", "int8")
 SUFFIX = ".safetensors"
 SCALE = ":scale"
 EXPORT = "export_sha256"
-"""What the parts of one export have in common, so that a part of another is noticed; older files have none."""
+"""Metadata key that the parts of one export share, so that a part of another is noticed; older files lack it."""
 
 
 def save_weights(
@@ -37,7 +37,7 @@ def save_weights(
     """Writes the parameters, each file whole or not at all.
 
     Args:
-      path: of the model, without the suffix; the tokenizer belongs beside it, as `tokenizer.model`.
+      path: of the model, without the suffix; its tokenizer belongs in the same folder, as `tokenizer.model`.
       model: what to write.
       tokenizer_proto: of the tokenizer, whose digest goes with the weights.
       notes: JSON values on the training.

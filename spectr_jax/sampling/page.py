@@ -1,4 +1,4 @@
-"""Decoded texts as one self-contained page: coloured tokens, figures, and the draft tree of every call."""
+"""Decoded sequences as one self-contained page: coloured tokens, speeds, and the draft tree of every call."""
 
 import pathlib
 import tempfile
@@ -21,7 +21,7 @@ LONGEST = 10
 
 
 class Shown(NamedTuple):
-    """What the page shows of one prompt; the baseline's text only where it is to be compared."""
+    """What the page shows of one prompt; `baseline` only with --compare."""
 
     prompt: str
     decoded: Decoded
@@ -53,12 +53,12 @@ def checked_path(name: str) -> pathlib.Path:
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
-    """HTML that needs no other file; light or dark as the reader's system is.
+    """One HTML file, light or dark as the reader's system is set.
 
     Args:
       session: what all prompts share.
       command: that made it.
-      shown: prompts with their texts.
+      shown: prompts with their continuations.
     """
     title = f"spectr_jax: {session.method.name}"
     models = f"Target {session.target.name}" + (f", draft {session.draft.name}" if session.draft else "")
@@ -99,7 +99,7 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
-    """The text; with a `number` of the prompt each token leads to its call."""
+    """The continuation as HTML; with a `number` of the prompt each token links to its call."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
         about = f'class="{token.origin}" title="call {token.call + 1}: {NAMES.get(token.origin, "from the target")}"'

@@ -1,4 +1,4 @@
-"""Prompts as they are given: at the command line, in a file, or on stdin. Blank lines are none."""
+"""Prompts from the command line, a file or stdin. Blank lines are skipped."""
 
 import pathlib
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def from_file(path: str) -> list[str]:
 
 
 def from_stdin(stdin: TextIO | None) -> Iterator[str]:
-    """The prompts of stdin as they come, one a line; None, as Python has it, where the shell closed it.
+    """The prompts of stdin as they arrive, one per line; `stdin` is None if the shell closed it.
 
     Raises:
       UserError: it has no prompt; once it is read, that it is not UTF-8.

@@ -1,4 +1,4 @@
-"""One prompt at a time through a method and the baseline: texts with the origin of each token, calls, tokens a second."""
+"""Decodes one prompt at a time with a method and the baseline: the origin of each token, the calls, tokens per second."""
 
 import dataclasses
 import statistics
@@ -35,10 +35,10 @@ class Session(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A new token of a text.
+    """A new token of a sequence.
 
     Attributes:
-      text: what it adds to the text; empty while a character is not whole.
+      text: the characters it adds; empty while a character is incomplete.
       origin: as in `decoding.trace`.
       call: the index of the call that emitted it.
     """
@@ -63,7 +63,7 @@ class Decoded(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Tokens a second of a method and of the baseline, medians over runs in turns, and the median ratio of the two."""
+    """Tokens per second of a method and of the baseline, medians over runs in turns, and the median ratio of the two."""
 
     method: float
     baseline: float

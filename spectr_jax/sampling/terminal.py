@@ -1,4 +1,4 @@
-"""Decoded texts in a terminal: tokens coloured by origin, in columns side by side, and a line of figures."""
+"""Decoded sequences in a terminal: tokens coloured by origin, in columns side by side, and a line of figures."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ GAP = "   "
 
 
 def wants_colour() -> bool:
-    """Whether stdout is a terminal whose user did not say otherwise."""
+    """Whether stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -28,7 +28,7 @@ class Letter(NamedTuple):
 
 
 def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = None) -> str:
-    """The line below a text, such as `otm_block: 43 tokens in 12 calls, 3.58 a call; 910 tokens/s, 1.62 x baseline`."""
+    """The line below a sequence, such as `otm_block: 43 tokens in 12 calls, 3.58 a call; 910 tokens/s, 1.62 x baseline`."""
     tokens, calls = len(decoded.tokens), len(decoded.calls)
     line = f"{decoded.method}: {tokens} tokens in {calls} calls, {tokens / calls:.2f} a call"
     if speed is not None:
@@ -42,7 +42,7 @@ def legend(colour: bool) -> str:
 
 
 def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
-    """The prompt and its continuation as one text."""
+    """The prompt and its continuation as one string."""
     return prompt + "".join(_painted(token.text, STYLES.get(token.origin, "") if colour else "") for token in tokens)
 
 

@@ -1,4 +1,4 @@
-"""How counts are compared with a law."""
+"""Chi-square tests of counts against a distribution."""
 
 import numpy as np
 
@@ -7,7 +7,8 @@ LEAST = 1e-6
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """The p-value of `counts` against `law`, up to a factor; what is expected less than 5 times joins the next rarest."""
+    """The p-value of `counts` against `law`, up to a factor; outcomes expected fewer than 5 times are merged with the
+    next rarest."""
     import scipy.stats  # Imported late: decoding tests nothing, and it takes a second.
 
     expected = counts.sum() * law / law.sum()

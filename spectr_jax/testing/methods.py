@@ -1,4 +1,4 @@
-"""What every method is checked for: one function a property, and `check_method` for all of them."""
+"""Checks of methods: one function per property, and `check_method` for all of them."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ GREEDY_SEEDS = (0, 3, 4, 5)
 
 
 def check_method(method: Method) -> None:
-    """Checks a method on table models of four tokens: whole outputs, greedy texts, rows, counters and compilations.
+    """Checks a method on table models of four tokens: whole outputs, greedy sequences, rows, counters and compilations.
 
     Give it small options: a tree of up to a dozen nodes, and at most four children a node where drafts are distinct.
 
@@ -44,7 +44,7 @@ def check_method(method: Method) -> None:
 
 
 def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_square.LEAST) -> None:
-    """Chi-square of 200,000 whole outputs against the exact law of the target under `policy`, which has `eos`.
+    """Chi-square test of 200,000 whole outputs against the exact distribution of the target under `policy`, which has `eos`.
 
     `least` is the p-value that is too small to be chance.
 
@@ -79,7 +79,7 @@ def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_squ
 
 
 def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
-    """At temperature 0 every text is the target's likeliest, token for token, on tables and prompts of that seed.
+    """At temperature 0 every sequence is the target's likeliest, token for token, on tables and prompts of that seed.
 
     Raises:
       AssertionError: one is not.
@@ -100,7 +100,7 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
 
 
 def check_rows(method: Method, policy: Policy = PLAIN) -> None:
-    """A text depends on its own key and prompt alone: not on its place, its neighbours, or how long these take.
+    """A sequence depends on its own key and prompt alone: not on its row, on the other sequences, or on their lengths.
 
     Raises:
       AssertionError: it depends on one of these.
@@ -123,7 +123,7 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
 
 
 def check_counters(method: Method, policy: Policy = PLAIN) -> None:
-    """Calls and what they emitted add up to the tokens, prompts stay, and nothing is behind the end.
+    """Calls and emitted tokens add up, prompts are unchanged, and nothing follows the end.
 
     Raises:
       AssertionError: they do not.
@@ -184,7 +184,7 @@ def count_compilations() -> Iterator[list[str]]:
 
 
 def _texts(method: Method, keys, prompts, lengths, policy: Policy, table=TARGET, draft=DRAFT) -> Generation:
-    """`BATCH` texts of up to `LENGTH` new tokens; one program for all that is checked of a method under a policy."""
+    """`BATCH` sequences of up to `LENGTH` new tokens; one program for all that is checked of a method under a policy."""
     exits = (draft,) * max(1, method.exit_layer)  # Self-speculation drafts with the target's earlier layers.
     return generate(keys, method, TableModel(table, exits=exits), TableModel(draft), prompts, lengths, LENGTH, policy)
 
@@ -194,14 +194,15 @@ def _keys(seed: int) -> jax.Array:
 
 
 def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [B, T] of 1 to `longest` tokens with others behind their ends, which are not to matter, and lengths [B]."""
+    """Prompts [B, T] of 1 to `longest` tokens, with other tokens after their ends, which must not matter; and lengths
+    [B]."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, BATCH).astype(np.int32)
     return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
 
 
 def _likeliest(table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Greedy texts [B, T + LENGTH] and their lengths [B], by the table alone."""
+    """Greedy sequences [B, T + LENGTH] and their lengths [B], from the table alone."""
     rows, T = np.arange(len(prompts)), prompts.shape[1]
     texts = np.pad(np.where(np.arange(T) < lengths[:, None], prompts, 0), ((0, 0), (0, LENGTH)))
     ends, done = lengths.copy(), np.zeros(len(prompts), bool)

@@ -1,4 +1,4 @@
-"""What every plan is checked for: one function a property, and `check_plan` for all of them."""
+"""Checks of plans: one function per property, and `check_plan` for all of them."""
 
 import functools
 import re
@@ -34,20 +34,21 @@ LAWS = {
     "same one-hot": ([0.0, 1.0], [0.0, 1.0]),
     "other one-hot": ([0.0, 1.0], [1.0, 0.0]),
 }
-"""Pairs (p, q) of laws on which plans are checked."""
+"""Pairs (p, q) of distributions on which plans are checked."""
 DRAFTS = (1, 2, 3, 4)
-"""Numbers of drafts k at which the emitted law is enumerated."""
+"""Numbers of drafts k at which the emitted distribution is enumerated."""
 DRAWS = 40_000
 WIDEST = 6
 """Laws are padded to so many tokens, so that `select` is compiled once."""
 VOCABULARIES = (WIDEST, 1_024)
-"""A plan may go another way for large ones."""
+"""Sizes of vocabularies: a plan may take another code path for large ones."""
 VALID = ((False, False, False), (False, True, False), (True, False, True), (True, True, True))
 """Which of three drafts are valid, for 0, 1, 2 and 3 of them."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Checks a plan on all `LAWS` with 1 to 4 drafts: its emitted law, its acceptance, what it draws, nonsense, precision.
+    """Checks a plan on all `LAWS` with 1 to 4 drafts: its emitted distribution, its acceptance, its draws, invalid
+    input, precision.
 
     Raises:
       AssertionError: the plan is wrong; it says where.
@@ -61,7 +62,8 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_emitted_law(plan: Plan, p, q, k: int) -> None:
-    """Over all draws of k drafts from p [V], `plan.law` averages to q [V], and `plan.acceptance` is what it says.
+    """Over all draws of k drafts from p [V], `plan.law` averages to q [V], and `plan.acceptance` is the enumerated
+    acceptance.
 
     Raises:
       AssertionError: it does not.
@@ -112,7 +114,7 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
 
 
 def check_nonsense(plan: Plan) -> None:
-    """Under jit, whatever p, q and drafts are, `plan.select` is as documented: no token without probability is chosen.
+    """Under jit and for any p, q and drafts, `plan.select` is as documented: no token of probability 0 is chosen.
 
     Raises:
       AssertionError: one is, or the choice is wrong about the drafts.
@@ -142,7 +144,7 @@ def check_nonsense(plan: Plan) -> None:
 def check_precision(plan: Plan) -> None:
     """No product of matrices in `plan.select` is left to a backend's default precision, for small and large vocabularies.
 
-    Of float32 that is less than float32 on TPUs (bfloat16) and GPUs (TF32), which no draws on a CPU would show.
+    For float32 the default is coarser on TPUs (bfloat16) and GPUs (TF32), which no draws on a CPU would show.
 
     Raises:
       AssertionError: one is.

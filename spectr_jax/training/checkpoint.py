@@ -1,7 +1,7 @@
 """Checkpoints of a run: the only file that knows Orbax.
 
 A checkpoint holds three things: `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and `data`,
-the JSON place in each stream of the data. It is written beside its place and renamed, so a step is whole or not there.
+the JSON place in each stream of the data. It is written under a temporary name and renamed, so a step is whole or not there.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Checkpoints:
         )
 
     def clean(self) -> None:
-        """Removes what a run left that died while it wrote; for the one run that writes here."""
+        """Removes the temporary files of a run that died while writing; only for the run that owns the folder."""
         if hosts.is_first():
             for path in self.directory.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -85,7 +85,7 @@ class Checkpoints:
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
         """The newest checkpoint that can be read.
 
-        Those that cannot go to a folder beside, so that the run can write their steps again.
+        Checkpoints that cannot be read are moved to another folder, so that the run can write their steps again.
 
         Args:
           like: a state of abstract arrays *with shardings*, which say where the parts go; of any number of devices.
@@ -126,7 +126,7 @@ class Checkpoints:
         return with_leaves(like, self._load(step, {"params": named_leaves(like)})["params"])
 
     def close(self) -> None:
-        """Waits for what is being saved; a failure of it is not told again."""
+        """Waits for the save under way; its failure is not reported again."""
         with contextlib.suppress(*_FAILURES):
             self._checkpointer.close()
 

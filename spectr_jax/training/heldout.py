@@ -1,4 +1,4 @@
-"""Held-out sentences, and what a model makes of them."""
+"""Held-out sentences, and the loss of a model on them."""
 
 import math
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> 
     """Nats per token and bits per character: exact means over the real tokens, however they are spread over devices.
 
     Args:
-      eval_step: (params, batch) -> summed nats, summed nats behind an early exit (0 for none), tokens.
+      eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 for none), tokens.
       params: on the mesh.
       heldout: from `pack_heldout`.
       mesh: to put the batches on.

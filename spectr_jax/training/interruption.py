@@ -14,7 +14,7 @@ _ECHO_SECONDS = 1.0
 
 
 class Interruption:
-    """A context in which the first signal is only noted; a second one, after a second at least, ends the process at once.
+    """A context in which the first signal is only recorded; another one, at least a second later, ends the process at once.
 
     Of several processes any one may get the signal. There JAX's preemption service takes SIGTERM, tells the others and
     finds the step to stop at; Ctrl-C is passed on as SIGTERM.

@@ -91,7 +91,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
 
 
 class _Run:
-    """The moving parts of one run."""
+    """The mutable state of one run."""
 
     def __init__(
         self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, heldout: Heldout, given: nnx.State | None

@@ -58,7 +58,7 @@ class Window:
             self._start_clock()
 
     def clear(self) -> None:
-        """Begins anew."""
+        """Starts a new window."""
         self.metrics = []
         self._start_clock()
 
@@ -68,7 +68,7 @@ class Window:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time inside in which the device has nothing left to do. Steps are dispatched ahead of it, so that the
+        """Counts the time spent inside while the device is idle. Steps are dispatched ahead of it, so that the
         host mostly waits while it works, at no cost."""
         started = time.monotonic()
         yield
@@ -77,7 +77,7 @@ class Window:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leaves the time inside out."""
+        """Does not count the time spent inside."""
         jax.block_until_ready(self.metrics[-1:])  # The steps until now are no part of it.
         started = time.monotonic()
         yield

@@ -1,4 +1,4 @@
-"""Before the first step: is the config sound, is the workdir this run's, and which tokenizer has it?"""
+"""Before the first step: checks the config and the workdir, and finds the tokenizer."""
 
 import contextlib
 import dataclasses
@@ -74,7 +74,7 @@ def _check_optimizer(config: ml_collections.ConfigDict) -> None:
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
-    """How many streams the corpus is dealt out to, whatever the number of processes.
+    """The number of streams that the corpus is divided into, whatever the number of processes.
 
     Raises:
       UserError: the rows of a batch, or the streams, cannot be dealt out evenly.

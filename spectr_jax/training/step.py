@@ -15,7 +15,7 @@ from spectr_jax.models.transformer import causal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a run is, but for its place in the data.
+    """The whole state of a run, except its position in the data.
 
     Attributes:
       step: int32 [], steps taken.
@@ -40,7 +40,7 @@ class StepOptions(NamedTuple):
     """What is static in a step, besides model and optimizer.
 
     Attributes:
-      exit_layer: a second loss behind the first so many layers, for self-speculation; 0 for none.
+      exit_layer: a second loss after this number of first layers, for self-speculation; 0 for none.
       exit_weight: of that loss.
       accumulate: in how many parts the rows of a batch go through the model; their gradients are summed.
       remat: compute each block's activations anew in the backward pass, for memory.
@@ -62,7 +62,7 @@ def summed_loss(
     """Cross-entropy summed over the tokens of a packed batch; `dropout_key` is consumed.
 
     Returns:
-      Nats of the model, nats behind its first `exit_layer` layers (0 if that is 0), and the number of tokens.
+      Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the number of tokens.
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
     mask = causal(batch["segments"])
@@ -117,7 +117,7 @@ def train_step(
 
 
 def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0):
-    """Summed nats, those behind `exit_layer`, and the number of tokens of one batch, without dropout."""
+    """Summed nats, those after `exit_layer`, and the number of tokens of one batch, without dropout."""
     return summed_loss(nnx.merge(graphdef, params), batch, exit_layer=exit_layer)
 
 

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 RULES = ("iid", "without_replacement", "race", "greedy")
-"""How a plan can want its drafts to be drawn; see `Plan.drafts`."""
+"""How drafts can be drawn; see `Plan.drafts`."""
 
 
 class PlanFunctions(Protocol):

@@ -1,13 +1,12 @@
-r"""What a transport plan is: drafts from p in, one token of law q out.
+r"""What a transport plan is: drafts from p in, one token with distribution q out.
 
 Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$ (`Plan.law`). It is exact if
-y, averaged over the drafts, has law q; it is as good as y is often among the drafts (`Plan.acceptance`):
+y, averaged over the drafts, is distributed as q. It is the better, the more often y is among the drafts (`Plan.acceptance`):
 
 $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y), \qquad
 \alpha = P(y = x_i \text{ for some } i).$$
 
-A plan lives in a file of its own as three functions, and is registered in `spectr_jax.transport`. The ground floor:
-nothing here knows a model or a tree.
+A plan is a file with three functions, registered in `spectr_jax.transport`. Nothing here knows a model or a tree.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ class Choice(NamedTuple):
 
     Attributes:
       token: [] int32, distributed as q.
-      accepted: [] bool, whether it is one of the valid drafts (also when the residual law hit one by chance).
+      accepted: [] bool, whether it is one of the valid drafts (also when a draw from the residual hits one by chance).
     """
 
     token: jax.Array
@@ -54,23 +53,23 @@ class Plan:
     winner: Callable | None = None
 
     def select(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Choice:
-        """Chooses a token of law q.
+        """Chooses a token with distribution q.
 
         Jittable and vmappable; the number of drafts is the traced sum of `valid`. No token with q = 0 is ever chosen.
         Outside jit, bad arguments raise. Under jit, where values are not known: with no valid draft the token is a plain
         draw from q; a draft with p = 0 or outside the vocabulary counts as not valid; negative and NaN entries of p and q
-        count as 0, and what is left is scaled to sum to 1; where q has no positive entry, or an infinite one, the token
+        count as 0, and the rest is scaled to sum to 1; where q has no positive entry, or an infinite one, the token
         is -1.
 
         Args:
           key: consumed.
-          p: [V] law of each draft.
-          q: [V] law of the token to emit.
+          p: [V] distribution of each draft.
+          q: [V] distribution of the token to emit.
           drafts: [k] int32 tokens.
           valid: [k] bool; the others are padding.
 
         Raises:
-          UserError: outside jit, p or q is no law, or the drafts cannot come from p.
+          UserError: outside jit, p or q is not a distribution, or the drafts cannot come from p.
         """
         p, q, drafts, valid = (jnp.asarray(x, dtype) for x, dtype in _dtypes(p, q, drafts, valid))
         if checks.known(p, q, drafts, valid):
@@ -82,7 +81,8 @@ class Plan:
         return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
 
     def win(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Any:
-        """The winner among the drafts and its law, a `transport.winner.Winner`; arguments as for `select` under jit.
+        """The winner among the drafts and its distribution, a `transport.winner.Winner`; arguments as for `select`
+        under jit.
 
         Raises:
           TypeError: the plan names no winner.
@@ -93,7 +93,7 @@ class Plan:
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
     def law(self, p: np.ndarray, q: np.ndarray, drafts: Sequence[int]) -> np.ndarray:
-        """The exact law [V] of the token given the drafts, in float64; averaged over drafts it is q.
+        """The exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
 
         Raises:
           UserError: p or q is no law, the drafts cannot come from p, or the problem is too large for the plan.
@@ -116,7 +116,7 @@ def _dtypes(p, q, drafts, valid):
 
 
 def _usable(p, q, drafts, valid):
-    """What is left of the arguments of `Plan.select` under jit."""
+    """The arguments of `Plan.select` under jit, made valid."""
     p, q = _normalised(p), _normalised(q)
     return p, q, valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0)
 
@@ -128,7 +128,7 @@ def _normalised(law: jax.Array) -> jax.Array:
 
 
 def select_by_law(law: Callable, key, p, q, drafts, valid) -> Choice:
-    """A `select` for plans that only analyse: the host computes `law(p, q, drafts)` and a token is drawn from it.
+    """A `select` for plans for analysis only: the host computes `law(p, q, drafts)`, and a token is drawn from it.
 
     For small vocabularies and for tests: it runs inside jit through a callback, one host call a choice. Consumes `key`.
     """
@@ -181,7 +181,8 @@ def _invert(cumulative: jax.Array, weights: jax.Array, level: jax.Array) -> jax.
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a @ b` in full float32: by default TPUs and GPUs round the factors to 8 or 11 bits, too few for an exact law."""
+    """`a @ b` in full float32: by default TPUs and GPUs round the factors to 8 or 11 bits, too few for an exact
+    distribution."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -26,7 +26,7 @@ def total_variation(p, q) -> float:
 
 
 def optimal_acceptance(p, q, k: int) -> float:
-    """alpha_k(p, q), the most that k i.i.d. drafts can be accepted with, at any V in O(V log V) (see `otm`).
+    """alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, at any V in O(V log V) (see `otm`).
 
     Args:
       p, q: [V] laws of drafts and target.
@@ -40,7 +40,7 @@ def optimal_acceptance(p, q, k: int) -> float:
 
 
 def harmonic_bound(p, q) -> float:
-    """ERSD, Lemma 3.1: sum p q / (p + q), which the acceptance of one exponential race reaches at least.
+    """ERSD, Lemma 3.1: sum p q / (p + q), a lower bound on the acceptance of one exponential race.
 
     Args:
       p, q: [V] laws.

@@ -6,16 +6,16 @@ import numpy as np
 from spectr_jax.errors import UserError
 
 TOLERANCE = 1e-3
-"""How far a law may sum from 1; float32 sums over large vocabularies are that rough."""
+"""How far the sum of a distribution may be from 1; float32 sums over large vocabularies are that rough."""
 
 
 def known(*arrays) -> bool:
-    """Whether all values are at hand: not while JAX traces."""
+    """Whether all values are concrete, not traced by JAX."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def check_laws(p, q) -> tuple[np.ndarray, np.ndarray]:
-    """p [V] and q [V] in float64, normalised; raises `UserError` unless both are laws on one vocabulary."""
+    """p [V] and q [V] in float64, normalised; raises `UserError` unless both are distributions on one vocabulary."""
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for name, law in (("p", p), ("q", q)):
         if law.ndim != 1 or not len(law):

@@ -1,4 +1,4 @@
-"""All drafts of a small problem, and what a plan does with them: the definition that every plan is held to."""
+"""All drafts of a small problem, and what a plan does with them: the reference that every plan is tested against."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, 
 
 
 def probability_in_order(p: np.ndarray, drafts: Sequence[int]) -> float:
-    """That distinct `drafts` are drawn from p [V] without replacement in this order."""
+    """The probability that distinct `drafts` are drawn from p [V] without replacement, in this order."""
     rest, probability = p.copy(), 1.0
     for draft in drafts:
         probability *= p[draft] / rest.sum()  # What is left is summed anew: 1 minus the rest has lost what is small.
@@ -43,7 +43,7 @@ def probability_in_order(p: np.ndarray, drafts: Sequence[int]) -> float:
 
 
 def emitted_law(plan: Plan, p: np.ndarray, q: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """The law [V] of the plan's token over all drafts, and the probability that it is among them."""
+    """The distribution [V] of the plan's token over all drafts, and the probability that it is among them."""
     emitted, accepted = np.zeros(len(q)), 0.0
     for drafts, probability in draft_tuples(np.asarray(p, float), k, plan.drafts):
         law = plan.law(p, q, drafts)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 NEGLIGIBLE = 1e-12
-"""The q of a subset at which its alpha is left at 0."""
+"""Subsets with less mass of q than this keep alpha = 0."""
 
 
 class Stages(NamedTuple):
@@ -108,7 +108,7 @@ def best_alphas(ps: np.ndarray, q: np.ndarray, subsets: np.ndarray) -> np.ndarra
 
 
 def law(ps: np.ndarray, q: np.ndarray, drafts: tuple[int, ...], stages: Stages) -> np.ndarray:
-    """The law [V] of Algorithm 1's token given the drafts."""
+    """The distribution [V] of Algorithm 1's token given the drafts."""
     accepted, _, residual = _masses(ps, q, stages)
     result, none_before = np.zeros(len(q)), 1.0
     for i, draft in enumerate(drafts):

@@ -1,7 +1,7 @@
 r"""k-sequential selection, K-SEQ, at gamma* (SpecTr, Algorithm 2 and Theorem 2).
 
 Drafts are tried in turn, each accepted with probability min(1, q(x) / (gamma p(x))); if none is, the token is drawn
-from the residual law (5). The plan is valid for every gamma >= gamma*, where gamma* solves (6),
+from the residual distribution (5). The plan is valid for every gamma >= gamma*, where gamma* solves (6),
 
 $$1 - (1 - \beta)^k = \gamma \beta, \qquad \beta(\gamma) = \sum_x \min\left(p(x), \frac{q(x)}{\gamma}\right).$$
 
@@ -50,8 +50,8 @@ def accept_probability(p, q, k: int) -> float:
 def sequential(key, p, q, drafts, valid, gamma) -> Choice:
     """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`.
 
-    Below gamma* too many drafts would pass, S_k > gamma. A search that ends there by a little is made good by a coin of
-    probability gamma / S_k, without which none passes.
+    Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it, one coin of
+    probability gamma / S_k decides whether any draft may pass, which corrects this.
     """
     accept_key, residual_key = jax.random.split(key)
     uniforms = jax.random.uniform(accept_key, (len(drafts) + 1,), p.dtype)
@@ -65,7 +65,7 @@ def sequential(key, p, q, drafts, valid, gamma) -> Choice:
 
 
 def sequential_law(p, q, drafts, gamma: float) -> np.ndarray:
-    """The law [V] of Algorithm 2's token given the drafts, in float64."""
+    """The distribution [V] of Algorithm 2's token given the drafts, in float64."""
     _, residual = _shared_and_residual(p, q, len(drafts), gamma)
     result, none_before = np.zeros(len(p)), 1.0
     for draft in drafts:

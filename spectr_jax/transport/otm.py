@@ -9,7 +9,7 @@ $$\alpha_k(p, q) = 1 - D, \qquad D = \max\left(0, \ \max_j \left[P_j^k - Q_j\rig
 with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in that order (the optimum: also Hu et al.,
 2025, arXiv 2502.18779; other plans that attain it: Thomas and Pal, 2025, arXiv 2511.15898). The plan:
 
-1. The winner among the drafts shall have the law g = p rho, rho = clip(r, low, high). With j the maximiser of D, low is set
+1. The winner among the drafts has distribution g = p rho, rho = clip(r, low, high). With j the maximiser of D, low is set
    for the first of these equations and high for the second, and the third follows:
    $$\sum_{i \le j} g_i = P_j^k, \qquad \sum_{i > j} g_i = 1 - P_j^k, \qquad \sum_i \min(g_i, q_i) = \alpha_k.$$
 2. The tokens are cells of a priority, ascending in r. If each draft kept its own cell and the highest cell won, cell c
@@ -19,11 +19,11 @@ with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in
    <= 1 because rho ascends. Partners exchange equal masses, so a draft's cell is still distributed as p, but token j now
    wins with mass g_j.
 3. The draft in the highest cell wins, ties broken uniformly, and the winner y goes through Algorithm 1 as a single draft
-   of law g: accepted with probability min(1, q(y) / g(y)), else a draw from (q - g)+.
+   with distribution g: accepted with probability min(1, q(y) / g(y)), else a draw from (q - g)+.
 
 With one draft g = p, and this is Algorithm 1. `law` and `acceptance` sort; so does `select` for small vocabularies. For
-large ones it sorts nothing: tokens whose ratios agree to six bits share a cell, O(V + cells). It is as exact, since
-tokens of a cell may move with probabilities of their own; only in the few cells in which rho meets low, high or phi must
+large ones it sorts nothing: tokens whose ratios agree to six bits share a cell, O(V + cells). It is just as exact, since
+tokens of a cell may move with different probabilities; only in the few cells in which rho meets low, high or phi must
 they share one rho, which costs 1e-6 of the acceptance (mean over 72 cases with V = 1,024 and 8,192; at most 3e-5;
 1e-3 was seen where q is within 1 % of p everywhere).
 """
@@ -64,10 +64,10 @@ class Cells(NamedTuple):
 
 
 class WinnerLaw(NamedTuple):
-    """The law of the winning draft, by cell, and what leads to it.
+    """The distribution of the winning draft, by cell, and its parameters.
 
     Attributes:
-      rho: [C] winner law over p.
+      rho: [C] the winner's distribution over p.
       phi: [C] the same if no draft moved.
       low: [] least rho.
       high: [] largest rho.
@@ -172,7 +172,7 @@ def cells_of(p, q, most: int) -> Cells:
 
 
 def _sorted_cells(p, q) -> Cells:
-    """A cell for each ratio; those behind the last are empty."""
+    """A cell for each ratio; the cells after the last one are empty."""
     ratio = jnp.where(p > 0, q / p, jnp.inf)
     order = jnp.argsort(ratio)
     ascending = ratio[order]
@@ -200,7 +200,8 @@ def _bits(ratio) -> jax.Array:
 
 
 def _masses(p, q, of_token, count: int) -> jax.Array:
-    """[2, count]. A thousand equal masses, added one by one, are as many as float32 bears: more are added in parts."""
+    """Masses [2, count] of the cells. Adding more than a thousand equal masses one by one loses precision in float32,
+    so they are added in parts."""
     parts = -(-len(p) // 1024)
     part = jnp.arange(len(p), dtype=jnp.int32) % parts
     sums = jnp.zeros((2, parts, count), p.dtype).at[:, part, of_token].add(jnp.stack([p, q]), mode="promise_in_bounds")

@@ -1,12 +1,14 @@
 r"""Exponential race speculative decoding (ERSD; Kobus and Gunduz, 2025, section 3, Algorithms 2 and 5).
 
-Each token i has a clock e_i ~ Exp(1). In the race of a law p it arrives at e_i / p_i, and the first arrival is a draw from
+Each token i has a clock e_i ~ Exp(1). In the race of a distribution p it arrives at e_i / p_i, and the first arrival is
+a draw from
 p. The drafts are the first k arrivals of the race of p; the token is the first arrival of the race of q *with the same
 clocks*,
 
 $$x_1 = \arg\min_i \frac{e_i}{p_i}, \qquad y = \arg\min_i \frac{e_i}{q_i},$$
 
-so that it is a draw from q whatever the drafts, and often one of them (Gumbel-max with common random numbers; Poisson
+so it is a draw from q that does not depend on p, and is often one of the drafts (Gumbel-max with common random numbers;
+Poisson
 functional representation). Nothing is drawn again after a rejection.
 
 The key is the noise: `select` must be given the key that `arrivals` drew the drafts with. Exact laws follow from the
@@ -24,7 +26,7 @@ from spectr_jax.transport.enumeration import probability_in_order
 
 DRAFTS = "race"
 LARGEST = 1_000
-"""Vocabulary that `acceptance` takes at most: V^2 k steps at each time of a quadrature."""
+"""The largest vocabulary that `acceptance` takes: it needs V^2 k steps at each point of a quadrature."""
 _X = np.linspace(-4.2, 4.6, 177)
 TIMES = np.exp(_X - np.exp(-_X))
 WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)

@@ -1,6 +1,7 @@
 r"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023).
 
-The first draft goes through Algorithm 1; if it is rejected, so does the next with the residual law in the place of q, and
+The first draft goes through Algorithm 1; if it is rejected, so does the next, with the residual distribution in place
+of q, and
 so on. With $q_1 = q$ and N for normalising, draft i is accepted with probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p(x_i)}\right), \qquad q_{i+1} = N (q_i - p)_+.$$
@@ -35,7 +36,8 @@ def acceptance(p, q, k) -> float:
 
 
 def reject_in_turn(key, p, q, drafts, valid, next_law: Callable) -> Choice:
-    """Recursive rejection, where `next_law(p, draft)` is proportional to the law of the draft behind; consumes `key`."""
+    """Recursive rejection, where `next_law(p, draft)` is proportional to the distribution of the next draft; consumes
+    `key`."""
     accept_key, residual_key = jax.random.split(key)
 
     def attempt(carry, this):

@@ -15,7 +15,7 @@ from spectr_jax.transport.recursive import law_in_turn, reject_in_turn, residual
 
 DRAFTS = "without_replacement"
 LARGEST = 10_000_000
-"""Draft sequences that `acceptance` goes through at most."""
+"""The most draft sequences that `acceptance` enumerates."""
 
 
 def select(key, p, q, drafts, valid) -> Choice:

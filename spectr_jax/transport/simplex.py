@@ -19,8 +19,9 @@ def tolerance(dtype) -> float:
 def maximise(gain: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
     """The x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
-    Dantzig's rule from the feasible x = 0. Every step stays feasible, so what the limit on steps cuts short is feasible; but
-    for rounding, which on ill-conditioned programs in float32 may be much: who needs it feasible checks it.
+    Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the limit on steps ends
+    it early.
+    On ill-conditioned programs in float32 rounding may be large: callers that need a feasible x check it.
 
     Args:
       gain: [n]

@@ -27,7 +27,7 @@ from spectr_jax.transport.base import Choice, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 
 ITERATIONS = 32
-"""Of Algorithm 2 at most; it stops by itself after 2 to 6 as a rule."""
+"""The most iterations of Algorithm 2; it usually stops by itself after 2 to 6."""
 LARGEST_ALPHA = 1e3
 """Alphas are capped here: it binds only where Omega_i holds less than a thousandth of q."""
 
@@ -75,7 +75,7 @@ def improved(key, p, q, drafts, valid, iterations: int) -> Choice:
 
 
 def improved_law(p, q, drafts, iterations: int) -> np.ndarray:
-    """The law [V] of Algorithm 1's token given the drafts, in float64."""
+    """The distribution [V] of Algorithm 1's token given the drafts, in float64."""
     return iopt.law(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
 
 

@@ -1,4 +1,5 @@
-r"""Plans that name a winner among the drafts, of a known law g, and put it through Algorithm 1 as a single draft of law g.
+r"""Plans that name a winner among the drafts, of a known distribution g, and apply Algorithm 1 to it as a single draft
+from g.
 
 $$P(\text{accept the winner } y) = \min\left(1, \frac{q(y)}{g(y)}\right), \qquad \text{else a draw from } (q - g)_+$$
 
@@ -20,8 +21,8 @@ class Winner(NamedTuple):
     """The winner among the drafts.
 
     Attributes:
-      draft: [] int32, which of the drafts it is; any if none is valid.
-      law: [V] g, the law of its token for that number of drafts; anything if there are none.
+      draft: [] int32, the index of the winning draft; undefined if none is valid.
+      law: [V] g, the distribution of its token for that number of drafts; undefined if there are none.
     """
 
     draft: jax.Array
