@@ -29,6 +29,7 @@ The packages, from the lowest layer up:
 | `spectr_jax.models` | what predicts? | `spectr_jax.models.base`, then `transformer` |
 | `spectr_jax.data` | where do tokens come from? | `spectr_jax.data.corpus` |
 | `spectr_jax.training` | how does a model learn? | `spectr_jax.training.loop`, then `step` |
+| `spectr_jax.planning` | which tree to draft, and what to expect of it? | `spectr_jax.planning.tree_search` |
 | `spectr_jax.measure` | what does one method do on prompts? | `spectr_jax.measure.measurement` |
 | `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call` |
 | `spectr_jax.figures` | what do the papers draw? | `spectr_jax.figures.acceptance` |

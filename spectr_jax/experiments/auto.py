@@ -17,11 +17,10 @@ import numpy as np
 import tqdm
 
 from spectr_jax.config import auto_config, check_fields, check_positive
-from spectr_jax.decoding import Method, get_method, prediction, tree_search
+from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import drafts_one_chain, on_tree, options_for
-from spectr_jax.decoding.prediction import CARRIERS, CHILDREN, statistic
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained
@@ -32,6 +31,8 @@ from spectr_jax.measure.call_times import PHASES, Timer, call_seconds, phase_tim
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Program
 from spectr_jax.models.frozen import freeze
+from spectr_jax.planning import prediction, tree_search
+from spectr_jax.planning.prediction import CARRIERS, CHILDREN, statistic
 
 NAME = "auto"
 

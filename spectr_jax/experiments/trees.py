@@ -16,10 +16,9 @@ import numpy as np
 import tqdm
 
 from spectr_jax.config import check_fields, check_positive, trees_config
-from spectr_jax.decoding import Method, get_method, prediction, tree_search
+from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.methods import drafts_one_chain, on_tree
-from spectr_jax.decoding.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.figures import drawing, ersd
@@ -29,6 +28,8 @@ from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_drafts,
 from spectr_jax.measure.bench import Bench
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Measurement, Program
+from spectr_jax.planning import prediction, tree_search
+from spectr_jax.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 
 NAME = "trees"
 ROWS_AT_ONCE = 16

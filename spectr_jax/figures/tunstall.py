@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spectr_jax.decoding.tree_search import optimal_order
+from spectr_jax.planning.tree_search import optimal_order
 
 
 def entropy(R: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import probabilities
-from spectr_jax.decoding.prediction import RATIOS, WINNERS, ratio_cell, statistic
+from spectr_jax.planning.prediction import RATIOS, WINNERS, ratio_cell, statistic
 from spectr_jax.transport import Plan, otm
 
 
@@ -119,7 +119,7 @@ def observe_drafts(methods: tuple[Method, ...], kind: str | None = None) -> Call
 
     Returns:
       A function that returns by method's name, for CARRIERS, [K + 1, K + 1] counts of how many of the k carry the token; for
-      WINNERS, [K + 1, R, K + 1] counts of the cell of the winner's ratio (`decoding.prediction`) and of the drafts that are
+      WINNERS, [K + 1, R, K + 1] counts of the cell of the winner's ratio (`planning.prediction`) and of the drafts that are
       its token.
     """
 

@@ -7,10 +7,10 @@ from html import escape
 from typing import NamedTuple
 
 from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
-from spectr_jax.decoding.trace import Recorded
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.figures.drawing import rows_of_paths
+from spectr_jax.measure.trace import Recorded
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
 

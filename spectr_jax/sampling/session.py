@@ -12,9 +12,9 @@ import numpy as np
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import BUCKET, generate
-from spectr_jax.decoding.trace import Recorded, read_calls, recorder
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load, load_pair
+from spectr_jax.measure.trace import Recorded, read_calls, recorder
 from spectr_jax.models.frozen import Frozen, freeze
 
 ROUNDS = 5
@@ -39,7 +39,7 @@ class Token(NamedTuple):
 
     Attributes:
       text: the characters it adds; empty while a character is incomplete.
-      origin: as in `decoding.trace`.
+      origin: as in `measure.trace`.
       call: the index of the call that emitted it.
     """
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from spectr_jax.decoding.trace import ACCEPTED, BONUS, CORRECTION
+from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
 STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}

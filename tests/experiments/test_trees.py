@@ -10,7 +10,7 @@ import pytest
 
 from spectr_jax import transport
 from spectr_jax.config import trees_config
-from spectr_jax.decoding import generate, get_method, prediction, tree_search
+from spectr_jax.decoding import generate, get_method
 from spectr_jax.decoding.methods import METHODS
 from spectr_jax.decoding.tree import batch, chain
 from spectr_jax.errors import UserError
@@ -19,6 +19,7 @@ from spectr_jax.figures import ersd
 from spectr_jax.measure import bench, measurement
 from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_drafts, observe_nodes
 from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.planning import prediction, tree_search
 from spectr_jax.transport import race
 
 IID = [name for name in METHODS if prediction.statistic(get_method(name)) in ("carriers", "winners")]

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from spectr_jax.decoding.tree_search import expected_tokens, optimal_order, optimal_tree
 from spectr_jax.figures import tunstall
+from spectr_jax.planning.tree_search import expected_tokens, optimal_order, optimal_tree
 
 
 def test_entropy():

@@ -12,9 +12,9 @@ import pytest
 
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.decoding import Policy, get_method
-from spectr_jax.decoding.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.errors import UserError
 from spectr_jax.loading import EMBEDDED
+from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.sampling import prompts, session, terminal
 from spectr_jax.sampling.page import Shown, checked_path, page
 from spectr_jax.sampling.session import Decoded, Speed, Token

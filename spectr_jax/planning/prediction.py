@@ -1,6 +1,6 @@
 """Tokens a call of a method, predicted from what the drafts of a node were seen to do; nodes are taken to be alike.
 
-What counts is told by what the method is (`statistic`). Token by token it is `decoding.tree_search` that predicts. For block
+What counts is told by what the method is (`statistic`). Token by token it is `planning.tree_search` that predicts. For block
 verification P(tau >= i | path) is the running probability run_i (Sun et al., 2024), so a call emits one token
 more than the sum of E[run_i] over the depths. Under 0-th order acceptance, where nodes are alike, run is a Markov chain
 together with the number of live drafts: run_(i+1) = min(1, run_i * q(w) / g(w)) for the winner w among k drafts of law g.
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.decoding import block, selection, tree_search
+from spectr_jax.decoding import block, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
+from spectr_jax.planning import tree_search
 
 STEP = 0.125
 """The step of log2 ratios in a table of winners, and of log2 run, so that run stays on the grid."""
@@ -55,7 +56,7 @@ def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:
 
     Args:
       method: with a `statistic`.
-      table: carriers [K + 1, K + 1] or R [C], as in `decoding.tree_search`, or winners as in `block_predictor`.
+      table: carriers [K + 1, K + 1] or R [C], as in `planning.tree_search`, or winners as in `block_predictor`.
 
     Returns:
       A function that raises `UserError` for a tree that is larger than what was observed; for i.i.d. drafts for one that is

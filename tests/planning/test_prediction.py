@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import METHODS, Method, generate, get_method, prediction
+from spectr_jax.decoding import METHODS, Method, generate, get_method
 from spectr_jax.decoding.tree import Tree, batch, prefix_tree
 from spectr_jax.errors import UserError
 from spectr_jax.measure.acceptance import observe_drafts, shares
 from spectr_jax.models.table import TableModel
+from spectr_jax.planning import prediction
 
 pytestmark = pytest.mark.xdist_group("prediction")  # The winners are counted once.
 # Ratios 1/2, 1 and 2: on the grid.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import Policy, generate, get_method
-from spectr_jax.decoding.trace import read_calls, recorder
+from spectr_jax.measure.trace import read_calls, recorder
 from spectr_jax.models.table import TableModel, perturbed, random_table
 
 VOCAB, EOS, NEW = 5, 4, 9

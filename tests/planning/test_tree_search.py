@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import tree_search
 from spectr_jax.decoding.tree import Tree, batch, chain, prefix_tree
 from spectr_jax.errors import UserError
+from spectr_jax.planning import tree_search
 
 
 def _all_trees(size):
