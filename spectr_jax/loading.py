@@ -10,7 +10,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
     """
 
     name: str
-    model: Transformer
+    model: Any
     tokenizer: AnyTokenizer
 
 
@@ -231,8 +231,14 @@ def _random(name: str, dtype: str) -> Trained:
     return Trained(RANDOM_PREFIX + name, model, Tokenizer(EMBEDDED / "tokenizer.model"))
 
 
-def shape_name(config: TransformerConfig) -> str:
-    """A short name of a shape: its parameters, such as `6M`, if it is in the ladder; else its layers and width."""
+def shape_name(trained: Trained) -> str:
+    """A short name of a model's shape: its parameters, such as `6M`, if it is in the ladder; else its layers and width.
+
+    A model that is no transformer of ours goes by its own name.
+    """
+    config = getattr(trained.model, "config", None)
+    if not isinstance(config, TransformerConfig):
+        return trained.name
     for name, shape in LADDER.items():
         if dataclasses.replace(config, dropout=shape.dropout, dtype=shape.dtype) == shape:
             return name.split("_")[1].upper()

@@ -30,7 +30,9 @@ _DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "How many tokens each
 _LAYERS = flags.DEFINE_integer("layers", None, "For self_speculative: how many of the target's layers draft.")
 _TARGET = flags.DEFINE_string("target", "embedded:20m", "The target model: embedded:NAME, a file, a workdir or hf:FOLDER.")
 _DRAFT = flags.DEFINE_string("draft", "embedded:2m", "The draft model, named likewise; it needs the target's vocabulary.")
-_DTYPE = flags.DEFINE_string("dtype", "int8", "Precision of both models: float32, bfloat16 or int8.")
+_DTYPE = flags.DEFINE_string(
+    "dtype", None, "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models, else float32)"
+)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens to add to a prompt.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy decoding.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
@@ -51,13 +53,14 @@ def main():
     cli.import_modules()
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     check_policy(policy)
-    check_dtype(_DTYPE.value)
+    dtype = _DTYPE.value or ("int8" if _TARGET.value.startswith("embedded:") else "float32")
+    check_dtype(dtype)
     method = _method()
     prompts = _prompts()
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
-    session = open_session(method, _TARGET.value, _DRAFT.value, _DTYPE.value, _NEW.value, policy)
+    session = open_session(method, _TARGET.value, _DRAFT.value, dtype, _NEW.value, policy)
     _show(session, prompts, html)
 
 

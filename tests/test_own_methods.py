@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from spectr_jax import decoding, transport
-from spectr_jax.config import auto_config, trees_config
-from spectr_jax.experiments import auto, trees
+from spectr_jax.config import auto_config, eval_config, trees_config
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.measure.acceptance import PairAcceptance
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -91,3 +92,35 @@ def test_rows_of_trees(registered):
     found = [(row.size, row.method.name, row.shape, row.theory) for row in rows[1:]]
     assert [each[:3] for each in found] == [(n, name, "chain") for n in (2, 3) for name in ("lazy", "block")]
     assert [each[3] for each in found] == [pytest.approx(1 + 0.6 + 0.36), None, pytest.approx(2.176), None]
+
+
+def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
+    """Tables tell methods apart by their names, and a factory may return another method with changes."""
+    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
+    decoding.register("mine", lambda *, tree="2,1": decoding.get_method("otm", tree=tree))
+    mine = decoding.get_method("mine")
+    assert mine.name == "mine" and mine.plan.name == "otm"
+    assert decoding.methods.on_tree("mine", mine.tree) == mine
+
+
+def test_distinct_drafts_on_chains_only_are_measured(monkeypatch, toy, tmp_path):
+    """The acceptance of the plan is measured on batches, which the method itself does not draft."""
+    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
+    plan = transport.get("recursive_without_replacement")
+    decoding.register("chains", lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), plan))
+    config = auto_config()
+    config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("chains",)})
+    config.update({"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (2,), "size": 2, "tries": 1})
+    assert [row["method"] for row in auto.run(config, tmp_path / "auto")["rows"]] == ["baseline", "chains"]
+
+
+def test_whole_paths_need_a_winner():
+    with pytest.raises(UserError, match="method 'bad' decides on whole paths, and its plan 'kseq' names no winner"):
+        decoding.Method("bad", decoding.tree.parse("2,1"), transport.get("kseq"), decoding.block.select)
+
+
+def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):
+    config = eval_config()
+    config.methods = ("self_speculative",)
+    with pytest.raises(UserError, match="methods has 'self_speculative', which uses none of the drafts; leave it out"):
+        tokens_per_call.run(config, tmp_path)

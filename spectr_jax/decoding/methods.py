@@ -36,6 +36,13 @@ class Method:
     walk: Callable[..., selection.Selection] = selection.select
     exit_layer: int = 0
 
+    def __post_init__(self):
+        if self.walk is block_walk.select and (self.plan.winner is None or self.plan.drafts != "iid"):
+            raise UserError(
+                f"method {self.name!r} decides on whole paths, and its plan {self.plan.name!r} names no winner among i.i.d. "
+                "drafts; give a plan with `win`, such as 'otm'"
+            )
+
     @property
     def rule(self) -> Callable:
         """How the children of a node are drawn, as the plan demands."""
@@ -175,7 +182,7 @@ def register(name: str, factory: Callable[..., Method]) -> None:
 
 
 def get_method(name: str, **options: Any) -> Method:
-    """The method `name` with its options, such as `get_method("spectr", num_drafts=8, draft_length=4)`.
+    """The method `name` with its options, such as `get_method("spectr", num_drafts=8, draft_length=4)`; it has that name.
 
     Raises:
       UserError: an unknown method or option, or a value out of range.
@@ -187,7 +194,8 @@ def get_method(name: str, **options: Any) -> Method:
     for option in options:
         if option not in known and not passes_on:
             raise UserError(f"method {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
-    return METHODS[name](**options)
+    # A factory may return another method with changes; tables tell methods apart by their names.
+    return dataclasses.replace(METHODS[name](**options), name=name)
 
 
 def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
@@ -216,6 +224,6 @@ def on_tree(name: str, tree: Tree) -> Method | None:
     return None if options is None else get_method(name, **options)
 
 
-def drafts_one_chain(name: str) -> bool:
+def cannot_branch(name: str) -> bool:
     """Whether the method `name` cannot draft trees that branch; raises `UserError` for an unknown method."""
     return options_for(name, trees.batch(2)) is None

@@ -5,6 +5,7 @@ accepted. From these the tokens per second of every candidate are predicted; the
 prediction.
 """
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -20,7 +21,7 @@ from spectr_jax.config import auto_config, check_fields, check_positive
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.methods import drafts_one_chain, on_tree, options_for
+from spectr_jax.decoding.methods import cannot_branch, on_tree, options_for
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained
@@ -35,6 +36,8 @@ from spectr_jax.planning import prediction, tree_search
 from spectr_jax.planning.prediction import CARRIERS, CHILDREN, statistic
 
 NAME = "auto"
+STARTED = "speculative"
+"""The method that tells what starting a sequence with a draft costs."""
 
 
 class Acceptance(NamedTuple):
@@ -134,12 +137,13 @@ def measure_acceptance(bench: Bench) -> Acceptance:
     methods = {name: get_method(name) for name in config.methods}
     iid = tuple(method for method in methods.values() if statistic(method) != CHILDREN)
     programs = {
-        f"acceptance of {name}": Program(get_method(name, tree=tree), bench.drafts[0], observe_nodes)
+        # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
+        f"acceptance of {name}": Program(dataclasses.replace(method, tree=tree), bench.drafts[0], observe_nodes)
         for name, method in methods.items()
         if statistic(method) == CHILDREN
     }
     if iid:
-        walked = get_method("otm", tree=tree)  # Any would do.
+        walked = dataclasses.replace(iid[0], tree=tree)  # Any of them would do.
         entry = f"acceptance of {', '.join(method.name for method in iid)}"
         programs[entry] = Program(walked, bench.drafts[0], observe_drafts(iid))
     bench.compile({entry: program for entry, program in programs.items() if entry not in journal})
@@ -152,7 +156,7 @@ def measure_acceptance(bench: Bench) -> Acceptance:
             tables[program.method.name] = np.array(R)
         else:
             tables |= {name: shares(counts) for name, counts in observed.items()}
-    return Acceptance(tables, seen[entry].tokens / bench.prompts.real)
+    return Acceptance(tables, next(iter(seen.values())).tokens / bench.prompts.real)
 
 
 def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
@@ -186,20 +190,20 @@ def measure_times(bench: Bench) -> Times:
     level = [max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths]
     choosing = {
         (name, width): functools.partial(token_timer, method, target.model.vocab_size, batch)
-        for name in config.methods
-        for width in ([1] if drafts_one_chain(name) else widths)
+        for name in dict.fromkeys([*config.methods, STARTED])
+        for width in ([1] if cannot_branch(name) else widths)
         if (method := _on_chains(name, width)) is not None
     }
     chosen, select = timed_once(journal, "selection", choosing), {}
-    for name in config.methods:
+    for name in dict.fromkeys(method for method, _ in choosing):
         measured = {width: seconds for (method, width), seconds in chosen.items() if method == name}
         select[name] = _between(list(measured), list(measured.values()))
-    started = get_method("baseline"), get_method("speculative", draft_length=1)
+    started = get_method("baseline"), get_method(STARTED, draft_length=1)
     texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
     whole = timed_once(journal, "whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
     together = whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES)
     times = Times(target_seconds, together, (0.0, 0.0), _between(widths, first), _between(widths, level), select)
-    start = [max(0.0, whole[at] - _call(times, "speculative", method.tree, 1)) for at, method in enumerate(started)]
+    start = [max(0.0, whole[at] - _call(times, STARTED, method.tree, 1)) for at, method in enumerate(started)]
     return times._replace(start=(start[0], start[1]))
 
 
@@ -213,7 +217,7 @@ def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times:
         for branching in sorted(shapes | set(_prefix_shapes(widest, highest)))
     }
     for name, table in acceptance.tables.items():
-        tokens, found, one_chain = prediction.predictor(get_method(name), table), prefix_trees, drafts_one_chain(name)
+        tokens, found, one_chain = prediction.predictor(get_method(name), table), prefix_trees, cannot_branch(name)
         if statistic(get_method(name)) == CHILDREN:
             found = _optimal_trees(table.tolist(), config.size, highest)
         for shape, tree in found.items():
@@ -234,7 +238,7 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
     """The baseline, the best of each method, and the best of the others, `tries` in all; `found` is sorted."""
-    baseline = next(each for each in found if each.name == "baseline")
+    baseline = next(each for each in found if not each.method.tree.size)
     best = {each.name: each for each in reversed(found) if each is not baseline}
     chosen = sorted(best.values(), key=lambda each: -each.tokens_per_second)[: config.tries]
     others = [each for each in found if each is not baseline and each not in chosen]
@@ -301,7 +305,7 @@ def _call(times: Times, name: str, tree: Tree, expected: float) -> float:
     widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
     # The first level costs what its children cost; the others what their parents do.
     drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
-    select = expected * times.select[name](max(len(tree.levels[1]), widths[-1])) if name in times.select else 0.0
+    select = expected * times.select[name](max(len(tree.levels[1]), widths[-1]))
     return times.together * (drafting + times.target(tree.size + 1) + select)
 
 

@@ -103,7 +103,7 @@ def measure_cells(config: ml_collections.ConfigDict, models: list[Trained], jour
             "mean": float(own.mean() / unit),
             "std": float(own.std() / unit),
             "median_ms": float(np.median(own) * 1e3),
-            "paper": paper.LATENCY.get((shape_name(trained.model.config), length, batch)),
+            "paper": paper.LATENCY.get((shape_name(trained), length, batch)),
         }
         for (trained, length, batch), own in zip(shapes, seconds.T, strict=True)
     ]
@@ -125,7 +125,7 @@ def measure_phases(
         rows.append(
             {
                 "method": name,
-                "num_drafts": config.num_drafts,
+                "num_drafts": len(_method(config, name, length).tree.levels[1]),
                 "draft_length": length,
                 "batch": batch,
                 "ms": {phase: value * 1e3 for phase, value in seconds.items()},
@@ -170,9 +170,9 @@ def markdown(result: dict[str, Any]) -> str:
                 if row["share"] >= 0.005
             ],
         ),
-        f"`{config['methods'][0]}`, K = {config['num_drafts']}, L = {config['lengths'][-1]}, one sequence: time inside "
-        "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the call on the prompt "
-        f"and the loop itself; rows below 0.5 % are left out.{unseen}",
+        f"`{config['methods'][0]}`, K = {result['phases'][0]['num_drafts']}, L = {config['lengths'][-1]}, one "
+        "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the "
+        f"call on the prompt and the loop itself; rows below 0.5 % are left out.{unseen}",
         report.made_by(result),
     ]
     return "\n\n".join(parts) + "\n"

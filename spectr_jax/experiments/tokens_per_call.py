@@ -12,7 +12,7 @@ import numpy as np
 from spectr_jax import hosts
 from spectr_jax.config import check_fields, check_positive, eval_config
 from spectr_jax.decoding import Method, get_method
-from spectr_jax.decoding.methods import drafts_one_chain, on_tree
+from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
@@ -27,8 +27,8 @@ NAME = "tokens_per_call"
 
 _ABOUT_BEST = (
     "alpha*: the mean of the most that any plan can reach at the same nodes with as many drafts (optimal transport, SpecTr "
-    "section 5), on seed {seed}. otm_block decides on whole paths and can be above alpha*; others by chance: alpha is "
-    "drawn, alpha* expected."
+    "section 5), on seed {seed}; for i.i.d. drafts. Methods that decide on whole paths can be above alpha*; others by "
+    "chance: alpha is drawn, alpha* expected."
 )
 
 
@@ -66,7 +66,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             summaries += found[1 if summaries else 0 :]
             jax.clear_caches()  # A process may hold so many programs only.
     result = {
-        "title": f"Tokens per serial call of the target {target.name} ({shape_name(target.model.config)})",
+        "title": f"Tokens per serial call of the target {target.name} ({shape_name(target)})",
         "rows": summaries,
         "prompts": prompts.real,
         **report.about(config, started),
@@ -84,10 +84,12 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths")
     for name in config.methods:
+        if get_method(name).exit_layer:
+            raise UserError(f"methods has {name!r}, which uses none of the drafts; leave it out")
         for length in config.draft_lengths:
-            if drafts_one_chain(name) and on_tree(name, chain(length)) is None:
+            if cannot_branch(name) and on_tree(name, chain(length)) is None:
                 raise UserError(f"methods has {name!r}, which does not draft chains of {length} tokens; leave it out")
-        if drafts_one_chain(name) and 1 not in config.num_drafts:
+        if cannot_branch(name) and 1 not in config.num_drafts:
             raise UserError(f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave it out")
 
 
@@ -95,8 +97,8 @@ def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list
     """The baseline, and for each draft and L: at K = 1 speculative decoding and the config's methods of one chain, the
     others above."""
     rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
-    several = [name for name in config.methods if not drafts_one_chain(name)]
-    one = dict.fromkeys(["speculative", *(name for name in config.methods if drafts_one_chain(name))])
+    several = [name for name in config.methods if not cannot_branch(name)]
+    one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
     for draft, length, k in itertools.product(drafts, config.draft_lengths, config.num_drafts):
         for name in one if k == 1 else several:
             method = on_tree(name, iid_chains(k, length))
@@ -119,7 +121,7 @@ def markdown(result: dict[str, Any]) -> str:
             report.mean_and_std(row["tokens_per_call_by_seed"]),
             f"{row['paper']:.2f}" if row["paper"] else "-",
             f"{row['acceptance']:.3f}" if row["draft"] else "-",
-            *(f"{row['optimal_acceptance']:.3f}" if row["draft"] else "-" for _ in best),
+            *(f"{row['optimal_acceptance']:.3f}" if row["optimal_acceptance"] is not None else "-" for _ in best),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
         ]
@@ -175,7 +177,7 @@ def _summary(
     per_call = [result.tokens / result.calls for result in results]
     speeds = np.array([result.tokens / result.seconds for result in results])
     baseline_speeds = np.array([result.tokens / result.seconds for result in baseline])
-    draft = shape_name(row.draft.model.config) if row.draft else None
+    draft = shape_name(row.draft) if row.draft else None
     cited = paper.TOKENS_PER_CALL.get(draft or "", {}) if temperature == 1 else {}  # The paper's temperature.
     nodes, accepted = (sum(result.observed[name] for result in results) for name in ("nodes", "accepted"))
     return {
@@ -197,7 +199,8 @@ def _summary(
 
 def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
     """What is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
-    optimum = Program(row.method, row.draft, observe_optimum) if row.draft and config.optimal_acceptance else None
+    asked = row.draft and config.optimal_acceptance and row.method.plan.drafts == "iid"  # The optimum for such drafts.
+    optimum = Program(row.method, row.draft, observe_optimum) if asked else None
     return Program(row.method, row.draft, observe_accepted), optimum
 
 

@@ -4,6 +4,7 @@ First the acceptance of the pair is measured: by child index for drafts without 
 and for i.i.d. drafts how many of k carry the accepted token. From these follow the trees, and what theory expects of them.
 """
 
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -18,7 +19,7 @@ import tqdm
 from spectr_jax.config import check_fields, check_positive, trees_config
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.methods import drafts_one_chain, on_tree
+from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.figures import drawing, ersd
@@ -74,7 +75,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     acceptance = measure_acceptance(bench)
     rows = table_rows(config, acceptance)
     result = {
-        "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft.model.config)} drafts for {target.name}",
+        "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft)} drafts for {target.name}",
         "rows": _measure_rows(bench, rows),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
@@ -132,7 +133,10 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
 
     def run_nodes(shapes: dict[tuple[str, str], Any]) -> None:
         programs = {
-            key: Program(get_method(key[0], tree=tree_search.tree_of(paths)), bench.drafts[0], observe_nodes)
+            # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
+            key: Program(
+                dataclasses.replace(get_method(key[0]), tree=tree_search.tree_of(paths)), bench.drafts[0], observe_nodes
+            )
             for key, paths in shapes.items()
         }
         missing = [key for key in programs if not all(entry(*key, seed) in journal for seed in config.seeds)]
@@ -158,7 +162,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
         counts = {}
         if iid:
             bar.set_description("i.i.d. drafts")
-            walked = get_method("otm", tree=tree_lib.batch(size))  # Any would do.
+            walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them would do.
             program = Program(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
             counts = bench.measured("carriers", program, config.seeds[0]).observed
             bar.update()
@@ -199,7 +203,7 @@ def _shapes(
     For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree by the acceptance of the
     plan; for distinct ones fixed shapes and the optimal tree by R, or by another method's R where it has none.
     """
-    if drafts_one_chain(name):
+    if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
     if name in acceptance.carriers:
         length = config.draft_length
