@@ -12,7 +12,7 @@ from spectr_jax.config import eval_config
 def get_config():
     config = eval_config()
     config.target = "embedded:20m"
-    config.drafts = ("embedded:draft_2m", "embedded:draft_6m")
+    config.drafts = ("embedded:2m", "embedded:6m")
     config.num_prompts = 48
     config.batch_size = 16
     config.max_new_tokens = 32

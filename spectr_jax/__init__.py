@@ -9,7 +9,7 @@ from spectr_jax import Policy, generate, get_method, load
 target, draft = load("embedded:20m", dtype="int8"), load("embedded:2m", dtype="int8")  # or your own models
 tokenizer = target.tokenizer
 prompts, lengths = tokenizer.prompts(["The committee will meet again next week to"])
-method, policy = get_method("otm_block", tree="4,2,1,1"), Policy(eos=tokenizer.eos)
+method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos)
 out = generate(jax.random.key(0), method, target, draft, prompts, lengths, max_new_tokens=40, policy=policy)
 print(tokenizer.texts(out.tokens, out.lengths)[0])
 ```

@@ -86,7 +86,7 @@ def open_text_config(model: str) -> ml_collections.ConfigDict:
 def decoding_config() -> dict[str, Any]:
     """The fields that all evaluations share: the target, the prompts and the sampling policy."""
     return {
-        "target": "embedded:draft_6m",
+        "target": "embedded:6m",
         "dtype": "float32",
         "prompts": "embedded",  # or a corpus, as in data.train of a training config
         "tfds_dir": "",
@@ -107,7 +107,7 @@ def eval_config() -> ml_collections.ConfigDict:
         {
             "experiment": "tokens_per_call",
             **decoding_config(),
-            "drafts": ("embedded:draft_2m",),
+            "drafts": ("embedded:2m",),
             "num_drafts": (1, 2, 4, 8),
             "draft_lengths": (4, 8),
             "methods": ("spectr", "otm", "otm_block"),  # For K > 1; at K = 1 speculative decoding, and those of one chain.
@@ -122,7 +122,7 @@ def trees_config() -> ml_collections.ConfigDict:
         {
             "experiment": "trees",
             **decoding_config(),
-            "draft": "embedded:draft_2m",
+            "draft": "embedded:2m",
             "methods": (  # Compared at each N, on the trees that they can draft.
                 *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm", "gbv"),
                 *("otm_block", "gsd", "ersd", "greedy_drafts"),
@@ -159,7 +159,7 @@ def quality_config() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(
         {
             "experiment": "quality",
-            "models": ("embedded:draft_2m", "embedded:draft_6m"),
+            "models": ("embedded:2m", "embedded:6m"),
             "dtypes": ("float32", "bfloat16", "int8"),
             "heldout": "tfds:lm1b:test",
             "tfds_dir": "",
@@ -175,7 +175,7 @@ def auto_config() -> ml_collections.ConfigDict:
         {
             "experiment": "auto",
             **decoding_config(),
-            "draft": "embedded:draft_2m",
+            "draft": "embedded:2m",
             "methods": ("speculative", "block", "spectr", "otm", "otm_block", "gbv", "gsd", "ersd"),
             "num_drafts": (1, 2, 4, 8),  # K; the widest prefix trees too.
             "draft_lengths": (1, 2, 3, 4, 6, 8),  # L; the highest trees too.

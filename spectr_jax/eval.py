@@ -2,7 +2,7 @@
 
     python -m spectr_jax.eval --config=configs/demo.py --workdir=results/demo
 
-A table that was stopped resumes behind what it has measured when the same command is given again.
+A table that was stopped resumes after what it has measured when the same command is given again.
 """
 
 import pathlib

@@ -2,7 +2,7 @@
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
     python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/ladder --dtype=int8 --part_mb=16
-    python -m spectr_jax.export --model=embedded:draft_6m --out=draft_6m --format=gpt2
+    python -m spectr_jax.export --model=embedded:6m --out=draft_6m --format=gpt2
 
 What it writes can be a target or draft wherever a model is named: --config.target=results/ladder/target_97m, or hf:draft_6m.
 """
@@ -28,7 +28,7 @@ _FORMAT = flags.DEFINE_enum(
     "NAME.safetensors and tokenizer.model; or gpt2, a folder for transformers.",
 )
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "Of the stored matrices: bfloat16 (default), or int8 with a scale per output; gpt2 has float32."
+    "dtype", None, "Precision of the stored matrices: bfloat16 (default) or int8 with one scale per output; gpt2 is float32."
 )
 _PART_MB = flags.DEFINE_float(
     "part_mb", 0.0, "The largest size of a file, in millions of bytes; 0 for one file of any size.", lower_bound=0.0

@@ -22,14 +22,18 @@ from spectr_jax import cli
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue; without --prompt and --file, each line of stdin.")
 _FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
 _METHOD = flags.DEFINE_string(
-    "method", None, "Such as spectr. (default: block with --draft_length=3; otm_block with --tree or --num_drafts)"
+    "method", None, "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or --num_drafts)"
 )
-_TREE = flags.DEFINE_string("tree", None, "The draft tree: children of a node at each level, as 4,2,1; or chain:8.")
-_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "How many continuations are drafted (K).")
-_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "How many tokens each of them has (L).")
+_TREE = flags.DEFINE_string(
+    "tree", None, "The draft tree: children per node by level, as 4,2,1; chain:8, batch:8, specinfer:16."
+)
+_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Drafted continuations (K); not with --tree.")
+_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted continuation (L).")
 _LAYERS = flags.DEFINE_integer("layers", None, "For self_speculative: how many of the target's layers draft.")
-_TARGET = flags.DEFINE_string("target", "embedded:20m", "The target model: embedded:NAME, a file, a workdir or hf:FOLDER.")
-_DRAFT = flags.DEFINE_string("draft", "embedded:2m", "The draft model, named likewise; it needs the target's vocabulary.")
+_TARGET = flags.DEFINE_string(
+    "target", "embedded:20m", "The target: embedded:NAME, a file, a workdir, hf:FOLDER, random:NAME."
+)
+_DRAFT = flags.DEFINE_string("draft", "embedded:2m", "The draft model, named as --target is; both need one vocabulary.")
 _DTYPE = flags.DEFINE_string(
     "dtype", None, "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models, else float32)"
 )

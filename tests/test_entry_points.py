@@ -117,7 +117,7 @@ CASES = [
     (SAMPLE, "--max_new_tokens=0", "flag --max_new_tokens=0"),
     (SAMPLE, "--max_new_tokens=500", "has 3 tokens and max_new_tokens is 500, more than the 128 of 'draft_20m' together"),
     (SAMPLE, "--file=README.md", "--prompt and --file=README.md are both given; give one of them"),
-    (SAMPLE, "--html=/nowhere/page.html", "--html=/nowhere/page.html is in no folder; make it first"),
+    (SAMPLE, "--html=/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist; create it first"),
     (SAMPLE, "--html=", "--html is empty; name a file"),
     (SAMPLE, "--html=/tmp", "--html=/tmp is a folder; name a file in it"),
     (SAMPLE, "--prompt=la\udcff", "is not UTF-8; convert it"),

@@ -124,3 +124,10 @@ def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):
     config.methods = ("self_speculative",)
     with pytest.raises(UserError, match="methods has 'self_speculative', which uses none of the drafts; leave it out"):
         tokens_per_call.run(config, tmp_path)
+
+
+def test_a_tree_and_its_numbers_are_not_both_taken():
+    with pytest.raises(UserError, match="method 'otm' is given tree='4,2' and num_drafts or draft_length; give one of them"):
+        decoding.get_method("otm", tree="4,2", num_drafts=2)
+    with pytest.raises(UserError, match="a tree of 100,000 nodes is too large; give at most 10,000"):
+        decoding.get_method("spectr", num_drafts=1_000, draft_length=100)

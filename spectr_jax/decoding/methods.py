@@ -17,6 +17,10 @@ from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError, unknown
 
+Number, Shape = int | None, Tree | str | None
+NUM_DRAFTS, DRAFT_LENGTH = 8, 4
+"""K and L of i.i.d. chains, where neither they nor a tree are given."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -64,49 +68,53 @@ def block(*, draft_length: int = 4) -> Method:
     return Method("block", trees.chain(draft_length), transport.get("maximal"), block_walk.select)
 
 
-def spectr(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def spectr(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and K-SEQ at gamma* (SpecTr, Algorithms 2, 3 and 5)."""
     return _iid("spectr", "kseq", num_drafts, draft_length, tree)
 
 
 def kseq_gamma(
-    *, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None, gamma: float | None = None
+    *,
+    num_drafts: int | None = None,
+    draft_length: int | None = None,
+    tree: Tree | str | None = None,
+    gamma: float | None = None,
 ) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
     return _iid("kseq_gamma", "kseq_gamma", num_drafts, draft_length, tree, gamma=gamma)
 
 
-def naive(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def naive(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, and tokens drawn from the target regardless of the drafts: a reference point."""
     return _iid("naive", "naive", num_drafts, draft_length, tree)
 
 
-def recursive(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def recursive(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and recursive rejection (SpecInfer's multi-step verification)."""
     return _iid("recursive", "recursive", num_drafts, draft_length, tree)
 
 
-def spectr_plus(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def spectr_plus(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and one iteration of iOPT (SpecTr++, Definition 4)."""
     return _iid("spectr+", "spectr+", num_drafts, draft_length, tree)
 
 
-def spectr_plus_plus(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def spectr_plus_plus(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and iOPT until it ends (SpecTr++, Definition 4)."""
     return _iid("spectr++", "spectr++", num_drafts, draft_length, tree)
 
 
-def otm(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def otm(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and the exact optimal plan for one token (`transport.otm`)."""
     return _iid("otm", "otm", num_drafts, draft_length, tree)
 
 
-def otm_block(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def otm_block(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """As `otm`, with block verification along the path of the plan's winners (`decoding/block.py`)."""
     return _iid("otm_block", "otm", num_drafts, draft_length, tree, walk=block_walk.select)
 
 
-def gbv(*, num_drafts: int = 8, draft_length: int = 4, tree: Tree | str | None = None) -> Method:
+def gbv(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
     """Greedy multi-path block verification (Thomas and Pal, 2026): the winner is the draft of the highest ratio q / p."""
     return _iid("gbv", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
 
@@ -136,8 +144,15 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
     return dataclasses.replace(get_method(method, **options), name="self_speculative", exit_layer=layers)
 
 
-def _iid(name: str, plan: str, num_drafts: int, draft_length: int, tree, walk=selection.select, **options: Any) -> Method:
-    shape = trees.iid_chains(num_drafts, draft_length) if tree is None else trees.parse(tree)
+def _iid(name: str, plan: str, num_drafts, draft_length, tree, walk=selection.select, **options: Any) -> Method:
+    if tree is None:
+        shape = trees.iid_chains(
+            NUM_DRAFTS if num_drafts is None else num_drafts, LENGTH if draft_length is None else draft_length
+        )
+    elif num_drafts is None and draft_length is None:
+        shape = trees.parse(tree)
+    else:
+        raise UserError(f"method {name!r} is given tree={tree!r} and num_drafts or draft_length; give one of them")
     return Method(name, shape, transport.get(plan, **options), walk)
 
 

@@ -12,6 +12,9 @@ import numpy as np
 
 from spectr_jax.errors import UserError
 
+MOST_NODES = 10_000
+"""A square matrix of so many is made for the mask; trees that pay have dozens."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
@@ -25,10 +28,12 @@ class Tree:
 
     def __post_init__(self):
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
+        if len(self.parents) > MOST_NODES:
+            raise UserError(f"a tree of {len(self.parents):,} nodes is too large; give at most {MOST_NODES:,}")
         depths = [0]
         for node, parent in enumerate(self.parents, start=1):
             if not 0 <= parent < node:
-                raise UserError(f"node {node} has parent {parent}; number parents below their children")
+                raise UserError(f"node {node} has parent {parent}; a parent's number must be smaller than its children's")
             depths.append(depths[parent] + 1)
         if depths != sorted(depths):
             raise UserError(f"a tree with depths {depths} is not in order; number its nodes level by level")

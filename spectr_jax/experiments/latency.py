@@ -171,8 +171,8 @@ def markdown(result: dict[str, Any]) -> str:
             ],
         ),
         f"`{config['methods'][0]}`, K = {result['phases'][0]['num_drafts']}, L = {config['lengths'][-1]}, one "
-        "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is the "
-        f"call on the prompt and the loop itself; rows below 0.5 % are left out.{unseen}",
+        "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
+        f"the call on the prompt and the loop itself; rows below 0.5 % are left out.{unseen}",
         report.made_by(result),
     ]
     return "\n\n".join(parts) + "\n"

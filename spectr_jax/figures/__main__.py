@@ -15,10 +15,10 @@ from spectr_jax import cli
 _WORKDIR = flags.DEFINE_string("workdir", "results/figures", "Where the figures go: PNG and JSON.")
 _ONLY = flags.DEFINE_list("only", [], "Names of figures, such as spectr_figure_5; all if none is given.")
 _TARGET = flags.DEFINE_string(
-    "target", "embedded:draft_6m", "The target of SpecTr's Figure 5: embedded:NAME, a model file or a workdir."
+    "target", "embedded:6m", "The target of SpecTr's Figure 5: embedded:NAME, a model file or a workdir."
 )
 _DRAFT = flags.DEFINE_string(
-    "draft", "embedded:draft_2m", "The draft of SpecTr's Figure 5: embedded:NAME, a model file or a workdir."
+    "draft", "embedded:2m", "The draft of SpecTr's Figure 5: embedded:NAME, a model file or a workdir."
 )
 _PROMPT = flags.DEFINE_string("prompt", "He said he also has asked prosecutors to", "The prompt of SpecTr's Figure 5.")
 _DRAWS = flags.DEFINE_integer("draws", 20_000, "Choices per measured point.")

@@ -40,8 +40,8 @@ class Settings:
       seed: of the random pairs and the measured points.
     """
 
-    target: str = "embedded:draft_6m"
-    draft: str = "embedded:draft_2m"
+    target: str = "embedded:6m"
+    draft: str = "embedded:2m"
     prompt: str = "He said he also has asked prosecutors to"
     draws: int = 20_000
     pairs: int = 100

@@ -189,7 +189,7 @@ def _found_parts(path: pathlib.Path) -> list[pathlib.Path]:
 def _all_files(path: pathlib.Path) -> list[pathlib.Path]:
     files = weight_files(path)
     if not files:
-        raise FileNotFoundError("there is no such file")
+        raise FileNotFoundError(f"no {path.name}{SUFFIX} and no parts of it")
     wanted = 1 if files == [_whole(path)] else int(files[0].stem[-5:])
     if len(files) != wanted:
         raise FileNotFoundError(f"{len(files)} of {wanted} parts are there")

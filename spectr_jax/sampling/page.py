@@ -44,7 +44,7 @@ def checked_path(name: str) -> pathlib.Path:
         if path.exists() and not path.is_file():  # A device would be replaced by the page.
             raise UserError(f"--html={name} is not a file; choose another")
         if not path.parent.is_dir():
-            raise UserError(f"--html={name} is in no folder; make it first")
+            raise UserError(f"--html={name} is in a folder that does not exist; create it first")
         # Rights alone do not tell: root has all, on a file system that takes no files too.
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".partial"):
             return path
