@@ -8,7 +8,7 @@ in `tree.parse`.
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from spectr_jax import transport
 from spectr_jax.decoding import block as block_walk
@@ -17,7 +17,7 @@ from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError, unknown
 
-Number, Shape = int | None, Tree | str | None
+Shape: TypeAlias = Tree | str | None
 NUM_DRAFTS, DRAFT_LENGTH = 8, 4
 """K and L of i.i.d. chains, where neither they nor a tree are given."""
 
@@ -68,7 +68,7 @@ def block(*, draft_length: int = 4) -> Method:
     return Method("block", trees.chain(draft_length), transport.get("maximal"), block_walk.select)
 
 
-def spectr(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def spectr(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and K-SEQ at gamma* (SpecTr, Algorithms 2, 3 and 5)."""
     return _iid("spectr", "kseq", num_drafts, draft_length, tree)
 
@@ -84,37 +84,37 @@ def kseq_gamma(
     return _iid("kseq_gamma", "kseq_gamma", num_drafts, draft_length, tree, gamma=gamma)
 
 
-def naive(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def naive(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, and tokens drawn from the target regardless of the drafts: a reference point."""
     return _iid("naive", "naive", num_drafts, draft_length, tree)
 
 
-def recursive(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def recursive(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and recursive rejection (SpecInfer's multi-step verification)."""
     return _iid("recursive", "recursive", num_drafts, draft_length, tree)
 
 
-def spectr_plus(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def spectr_plus(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and one iteration of iOPT (SpecTr++, Definition 4)."""
     return _iid("spectr+", "spectr+", num_drafts, draft_length, tree)
 
 
-def spectr_plus_plus(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def spectr_plus_plus(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and iOPT until it ends (SpecTr++, Definition 4)."""
     return _iid("spectr++", "spectr++", num_drafts, draft_length, tree)
 
 
-def otm(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def otm(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and the exact optimal plan for one token (`transport.otm`)."""
     return _iid("otm", "otm", num_drafts, draft_length, tree)
 
 
-def otm_block(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def otm_block(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """As `otm`, with block verification along the path of the plan's winners (`decoding/block.py`)."""
     return _iid("otm_block", "otm", num_drafts, draft_length, tree, walk=block_walk.select)
 
 
-def gbv(*, num_drafts: Number = None, draft_length: Number = None, tree: Shape = None) -> Method:
+def gbv(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """Greedy multi-path block verification (Thomas and Pal, 2026): the winner is the draft of the highest ratio q / p."""
     return _iid("gbv", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
 
@@ -146,9 +146,8 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
 
 def _iid(name: str, plan: str, num_drafts, draft_length, tree, walk=selection.select, **options: Any) -> Method:
     if tree is None:
-        shape = trees.iid_chains(
-            NUM_DRAFTS if num_drafts is None else num_drafts, LENGTH if draft_length is None else draft_length
-        )
+        drafts = NUM_DRAFTS if num_drafts is None else num_drafts
+        shape = trees.iid_chains(drafts, DRAFT_LENGTH if draft_length is None else draft_length)
     elif num_drafts is None and draft_length is None:
         shape = trees.parse(tree)
     else:
