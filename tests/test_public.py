@@ -15,7 +15,10 @@ from spectr_jax import decoding
 from spectr_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROGRAM = re.search(r"```python\n(.*?)```", spectr_jax.__doc__, re.DOTALL)[1]
+PROGRAMS = {
+    name: re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    for name, text in (("docstring", spectr_jax.__doc__), ("README", (ROOT / "README.md").read_text()))
+}
 HEAVY = [
     *("orbax", "tensorflow_datasets", "grain", "array_record", "ml_collections", "matplotlib"),
     *("tokenizers", "sentencepiece", "huggingface_hub", "safetensors", "scipy"),
@@ -54,11 +57,13 @@ def test_the_names():
         _ = spectr_jax.generat
 
 
-def test_the_program_of_the_docstring(capsys):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_first_program(name, capsys):
     """The whole of it, with the 6M for the 20M, which has four times its parameters."""
-    assert 'load("embedded:20m", dtype="int8")' in PROGRAM and len([line for line in PROGRAM.splitlines() if line]) <= 10
-    exec(compile(PROGRAM.replace("embedded:20m", "embedded:6m"), "program", "exec"), found := {})
-    text = capsys.readouterr().out.rstrip("\n")
+    program = PROGRAMS[name]
+    assert 'load("embedded:20m", dtype="int8")' in program and len([line for line in program.splitlines() if line]) <= 10
+    exec(compile(program.replace("embedded:20m", "embedded:6m"), "program", "exec"), found := {})
+    text = capsys.readouterr().out.splitlines()[0]
     assert text.startswith("The committee will meet again next week to") and len(text) > 60
     out, tokenizer = found["out"], found["tokenizer"]
     new = np.asarray(out.tokens)[0, int(found["lengths"][0]) : int(out.lengths[0])]
