@@ -116,7 +116,7 @@ def test_operations_are_told_by_their_scope():
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"context": 30}, "context=30 and a call of 3 tokens exceed the context 32 of 'target'"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
-        ({"methods": ("gsd",)}, "no option 'num_drafts'"),
+        ({"methods": ("baseline",)}, "has 'baseline', which drafts no chains of"),
     ],
 )
 def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):
