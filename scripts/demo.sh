@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh requirements.txt
 echo "1. One prompt: a 20M target alone, and with a 2M draft. Compiling both takes half a minute the first time."
 echo
-.venv/bin/python -m spectr_jax.sample --prompt="The committee will meet again next week to" --compare
-echo "2. Tokens per serial call of the target, as SpecTr's Table 2: drafts of 2M, a 6M target."
+.venv/bin/python -m spectr_jax.sample --prompt="The committee will meet again next week to" --temperature=0.7 --seed=2 --compare
+echo "2. Tokens per serial call of the target, as SpecTr's Table 2: a 6M target, 2M drafts, 16 sequences at once. Here only the"
+echo "   calls count: on a CPU, drafts for many sequences cost more time than they save (the last column; docs/speed.md)."
 echo
 exec .venv/bin/python -m spectr_jax.eval --config=configs/demo.py --workdir="${WORKDIR:-runs/demo}" "$@"

@@ -290,8 +290,8 @@ def test_a_bug_shows_its_traceback(run_body, body):
 
 def test_help_has_defaults(run):
     text = " ".join(run(FIGURES, "--help").stdout.split())
-    assert "--draws: Choices behind each measured point. (default: '20000') (an integer)" in text
-    assert "--[no]verbose: Print the traceback of an error too, above its line. (default: 'false')" in text
+    assert "--draws: Choices per measured point. (default: '20000') (an integer)" in text
+    assert "--[no]verbose: Print the traceback of an error above its one-line message. (default: 'false')" in text
 
 
 def test_ways_to_end(run_body):

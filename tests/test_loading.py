@@ -152,7 +152,7 @@ def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
     [
         ("embeded:6m", "no model at 'embeded:6m'; did you mean 'embedded:6m'\\? give embedded:NAME"),
         ("draft_6m", "no model at 'draft_6m'; did you mean 'embedded:draft_6m'\\? give embedded:NAME"),
-        ("embedded:9m", "unknown embedded model '9m'; .*known: draft_2m, .*draft_6m"),
+        ("embedded:9m", "unknown embedded model '9m'; .*known: draft_20m, draft_2m, draft_6m"),
         ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a GPT-2, or its name"),
         (
             "nowhere",

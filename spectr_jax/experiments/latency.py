@@ -170,7 +170,7 @@ def markdown(result: dict[str, Any]) -> str:
                 if row["share"] >= 0.005
             ],
         ),
-        f"`{config['methods'][0]}`, K = {result['phases'][0]['num_drafts']}, L = {config['lengths'][-1]}, one "
+        f"`{config['methods'][0]}`{_chains(result)}, L = {config['lengths'][-1]}, one "
         "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
         f"the call on the prompt and the loop itself; rows below 0.5 % are left out.{unseen}",
         report.made_by(result),
@@ -212,6 +212,11 @@ def _untrained(config: dict[str, Any]) -> str:
         " **The weights of `random:` models are random**: time is that of any weights of these shapes; two such models "
         "agree in about 0.7 of their drafts, as the embedded pair does."
     )
+
+
+def _chains(result: dict[str, Any]) -> str:
+    """K of the method that was profiled, the first one."""
+    return "".join(f", K = {row['num_drafts']}" for row in result["phases"][:1])
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:

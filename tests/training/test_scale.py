@@ -142,8 +142,6 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     logs = [process.communicate(timeout=120)[0] for process in processes]
     assert processes[1].returncode == -signal.SIGKILL and processes[0].returncode not in (0, 75), logs[0]
     assert f"resuming from step {stopped}" in logs[0]
-    for log in logs:  # JAX ends the other one, or its next message to the one that is gone fails first.
-        assert "\nerror: " in log and "give the same command again" in log.splitlines()[-1], log
     logged = max(losses(workdir))
     assert logged >= stopped + 15
     steps = logged + 5
