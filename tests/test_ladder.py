@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from spectr_jax.loading import load_trained
+from spectr_jax.loading import load
 from spectr_jax.training.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -136,7 +136,7 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     for name in MODELS:
         steps = [record["step"] for record in read_metrics(work / f"{name}/metrics.jsonl")]
         assert steps[-1] == (saved + 10 if name == "draft_20m" else 20)
-        assert load_trained(str(work / "ladder" / name)).model.vocab_size == 320
+        assert load(str(work / "ladder" / name)).model.vocab_size == 320
     made = {stage: json.loads((work / f"results/{stage}/{table}.json").read_text()) for stage, table in TABLES.items()}
     assert [row["algorithm"] for row in made["table2"]["rows"]] == ["baseline", *["speculative"] * 3]
     assert made["auto_32"]["config"]["batch_size"] == 4 and made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
