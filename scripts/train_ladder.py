@@ -70,14 +70,15 @@ def trainings(work: pathlib.Path, data: str, heldout: str, tfds_dir: str, more: 
     stages: dict[str, Stage] = {}
     packed = data.removeprefix(PACKED) if data.startswith(PACKED) else f"{work}/packed"
     if data and not data.startswith(PACKED):
-        pack = ("spectr_jax.pack", f"--data={data}", f"--out={packed}", *more["pack"])
+        pack = ("spectr_jax.pack", f"--data={data}", f"--out={packed}", f"--tfds_dir={tfds_dir}", *more["pack"])
         stages["pack"] = Stage("packed/packed.json", (pack,))
     needs = tuple(stages)
-    source = f"--config.data.train={PACKED}{packed}" if data else f"--config.data.tfds_dir={tfds_dir}"
+    source = (f"--config.data.train={PACKED}{packed}",) if data else ()
+    tfds = f"--config.data.tfds_dir={tfds_dir}"  # Of the held-out sentences too.
     tokenizer = f"--config.data.tokenizer={packed if data else work}/tokenizer.model"
     for name, model in MODELS.items():
         config = f"--config={CONFIGS}/" + (f"open_text.py:{model}" if data else f"lm1b/{model}.py")
-        corpus = (source, f"--config.data.heldout={heldout}", tokenizer)
+        corpus = (*source, tfds, f"--config.data.heldout={heldout}", tokenizer)
         train = ("spectr_jax.train", config, f"--workdir={work}/{model}", *corpus, *more["train"], *more[name])
         export = ("spectr_jax.export", f"--model={work}/{model}", f"--out={work}/ladder", *more["export"])
         stages[name] = Stage(f"ladder/{model}*.safetensors", (train, export), needs)

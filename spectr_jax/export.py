@@ -13,6 +13,7 @@ import pathlib
 from absl import flags
 
 from spectr_jax import cli
+from spectr_jax.files import expanded
 
 _MODEL = flags.DEFINE_string(
     "model",
@@ -36,7 +37,7 @@ _PART_MB = flags.DEFINE_float(
 
 
 def main():
-    out = pathlib.Path(_OUT.value).expanduser()
+    out = expanded(_OUT.value)
     files = _gpt2(out) if _FORMAT.value == "gpt2" else _ours(out)
     for file in files:
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
@@ -54,7 +55,7 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     if dtype not in STORED:
         raise unknown("--dtype", dtype, STORED)
     best = _MODEL.value.endswith(BEST)
-    workdir = pathlib.Path(_MODEL.value.removesuffix(BEST)).expanduser()
+    workdir = expanded(_MODEL.value.removesuffix(BEST))
     trained = load_run(workdir, best=best)
     tokenizer, proto = out / "tokenizer.model", (workdir / "tokenizer.model").read_bytes()
     if tokenizer.exists() and tokenizer.read_bytes() != proto:

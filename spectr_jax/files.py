@@ -6,6 +6,8 @@ import os
 import pathlib
 from typing import Any
 
+from spectr_jax.errors import UserError
+
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     """Writes a file, or leaves the old one if the write is cut short."""
@@ -18,9 +20,21 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
         raise
 
 
+def expanded(name: str | pathlib.Path) -> pathlib.Path:
+    """The path that a user named, with `~` for a home.
+
+    Raises:
+      UserError: there is no such home.
+    """
+    try:
+        return pathlib.Path(name).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{str(name)!r} names the home of no user of this machine; write the path out") from error
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes indented JSON, whole or not at all."""
-    write_whole(path, json.dumps(value, indent=2) + "\n")
+    write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def digest(content: bytes) -> str:

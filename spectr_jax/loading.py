@@ -17,7 +17,7 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import digest
+from spectr_jax.files import digest, expanded
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 
@@ -158,8 +158,10 @@ def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
 def _from_path(spec: str, dtype: str) -> Trained:
     from spectr_jax.models.weights import weight_files
 
-    path = pathlib.Path(spec.removesuffix(BEST)).expanduser()
+    path = expanded(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)):
+        if spec.endswith(BEST):
+            raise UserError(f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; leave it out")
         return _from_file(path, dtype)
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))
@@ -192,7 +194,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     from spectr_jax.data.hugging_face import HuggingFaceTokenizer
     from spectr_jax.models.gpt2 import load_gpt2, read_config
 
-    folder = pathlib.Path(source).expanduser()
+    folder = expanded(source)
     if not folder.is_dir():
         if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
             raise UserError(f"no folder {source!r}; give hf: and the folder of a GPT-2, or its name on Hugging Face's hub")

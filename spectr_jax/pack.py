@@ -28,9 +28,10 @@ def main():
     from spectr_jax.data.corpus import open_sentences, sample_sentences
     from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
     from spectr_jax.errors import UserError
+    from spectr_jax.files import expanded
 
     out = pathlib.Path(_OUT.value)
-    tokenizer_path = pathlib.Path(_TOKENIZER.value or out / "tokenizer.model").expanduser()
+    tokenizer_path = expanded(_TOKENIZER.value or out / "tokenizer.model")
     if (out / packed.INDEX).exists():
         raise UserError(f"{str(out)!r} holds a packed corpus already; choose another --out, or remove it")
     sentences = open_sentences(_DATA.value, _TFDS.value)

@@ -1,5 +1,7 @@
 """`check_model`: models that follow the protocol pass, and what is wrong with one is said."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,24 @@ def test_a_tree_whose_siblings_take_each_others_places_is_told():
     message = "model Sequences: a tree scored in one call is not as its branches on their own; siblings share a position: "
     with pytest.raises(AssertionError, match=message):
         check_model(Sequences(random_table(0, 11)))
+
+
+def test_an_exit_that_spoils_the_other_layers_is_told():
+    """Self-speculation would emit other sequences than the baseline: the target reads these rows."""
+
+    class Spoils(Transformer):
+        def extend(self, *args, layers=None, **rest):
+            logits, cache = super().extend(*args, layers=layers, **rest)
+            if layers is not None and cache is not None:
+                kept = list(cache.rows)
+                kept[layers:] = jax.tree.map(jnp.zeros_like, kept[layers:])
+                cache = Cache(type(cache.rows)(kept), cache.lengths)
+            return logits, cache
+
+    model = Spoils(dataclasses.replace(SHAPE, layers=2), rngs=nnx.Rngs(0))
+    check_model(model)
+    with pytest.raises(AssertionError, match="model Spoils: behind a call with layers=1 the whole model is another"):
+        check_model(model, layers=1)
 
 
 def test_impossible_tokens_and_a_context_that_is_too_short():

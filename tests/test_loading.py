@@ -153,6 +153,8 @@ def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
         ("embeded:6m", "no model at 'embeded:6m'; did you mean 'embedded:6m'\\? give embedded:NAME"),
         ("draft_6m", "no model at 'draft_6m'; did you mean 'embedded:draft_6m'\\? give embedded:NAME"),
         ("embedded:9m", "unknown embedded model '9m'; .*known: draft_20m, draft_2m, draft_6m"),
+        ("~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
+        ("hf:~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
         ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a GPT-2, or its name"),
         (
             "nowhere",

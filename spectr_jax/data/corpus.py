@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from spectr_jax.errors import UserError
+from spectr_jax.files import expanded
 
 TFDS_PREFIX = "tfds:"
 PACKED_PREFIX = "packed:"
@@ -122,7 +123,7 @@ def _with_newline(text: bytes) -> bytes:
 
 
 def text_files(spec: str) -> list[pathlib.Path]:
-    path = pathlib.Path(spec).expanduser()
+    path = expanded(spec)
     found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
     if not files or not spec:  # "" would be the current folder.

@@ -15,7 +15,7 @@ from spectr_jax.data.batches import evaluation_batches
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
 from spectr_jax.data.tokenizer import PAD, Tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.files import digest, write_json, write_whole
+from spectr_jax.files import digest, expanded, write_json, write_whole
 
 FORMAT = "spectr_jax/packed/1"
 ROWS_A_SHARD = 2**15
@@ -100,7 +100,7 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
     """
     if not spec.startswith(PACKED_PREFIX):
         return open_sentences(spec, tfds_dir)
-    folder = pathlib.Path(spec.removeprefix(PACKED_PREFIX)).expanduser()
+    folder = expanded(spec.removeprefix(PACKED_PREFIX))
     try:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:

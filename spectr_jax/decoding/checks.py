@@ -1,5 +1,7 @@
 """What `generate` refuses, before anything takes long."""
 
+import numbers
+
 import jax
 import numpy as np
 
@@ -14,11 +16,33 @@ def check_key(key, texts: int) -> None:
         (texts,),
     ):
         given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} such keys, one a text")
+        raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} typed keys, one per sequence")
+
+
+def check_method(method) -> None:
+    """Raises `UserError` for a name in the place of a method."""
+    if not isinstance(method, Method):
+        raise UserError(f"method={method!r} is no Method; give one of `get_method`, such as get_method('speculative')")
+
+
+def checked_prompts(prompts, prompt_lengths) -> tuple[np.ndarray, np.ndarray]:
+    """Both as int32; raises `UserError` unless they are whole numbers, and rows of one length."""
+    arrays = []
+    for name, given in (("prompts", prompts), ("prompt_lengths", prompt_lengths)):
+        try:
+            array = np.asarray(given)
+        except ValueError as error:
+            raise UserError(f"{name} are rows of several lengths; pad them, as `tokenizer.prompts` does") from error
+        if array.dtype.kind not in "iu":
+            raise UserError(f"{name} are {array.dtype} and not whole numbers; give tokens, as `tokenizer.prompts` does")
+        arrays.append(array.astype(np.int32))
+    return arrays[0], arrays[1]
 
 
 def check_request(method: Method, target, draft, prompts, prompt_lengths, max_new_tokens: int) -> None:
     """Raises `UserError` for prompts, models or a method that do not go together."""
+    if not isinstance(max_new_tokens, numbers.Integral):
+        raise UserError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give one of at least 1")
     if prompts.ndim != 2 or prompt_lengths.shape != prompts.shape[:1]:
         raise UserError(
             f"prompts {prompts.shape} and prompt_lengths {prompt_lengths.shape} do not match; give [B, T] and [B]"
@@ -26,7 +50,9 @@ def check_request(method: Method, target, draft, prompts, prompt_lengths, max_ne
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} is less than 1; give at least 1")
     if not len(prompts) or prompt_lengths.min() < 1 or prompt_lengths.max() > prompts.shape[1]:
-        raise UserError(f"prompt lengths {prompt_lengths} are not within 1..{prompts.shape[1]}; give each BOS at least")
+        raise UserError(
+            f"prompt lengths {prompt_lengths} are not within 1..{prompts.shape[1]}; each prompt needs at least BOS"
+        )
     if prompts.min() < 0 or prompts.max() >= target.vocab_size:
         raise UserError(f"a prompt has a token outside 0..{target.vocab_size - 1}; use the target's own tokenizer")
     if method.exit_layer >= target.layers:

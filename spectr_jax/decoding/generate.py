@@ -143,7 +143,8 @@ def lower(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, p
 def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh) -> tuple:
     """The arguments of `_generate`, checked."""
     policy = policy or Policy()
-    tokens, lengths = np.asarray(prompts, np.int32), np.asarray(prompt_lengths, np.int32)
+    checks.check_method(method)
+    tokens, lengths = checks.checked_prompts(prompts, prompt_lengths)
     drafts = draft is not None and method.tree.size and not method.exit_layer
     models = freeze(target), freeze(draft) if drafts else None
     checks.check_request(method, *models, tokens, lengths, max_new_tokens)

@@ -1,6 +1,7 @@
 """How logits become probabilities (temperature, top-k, top-p), and where a sequence ends."""
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ def check_policy(policy: Policy) -> None:
     """Raises `UserError` for a value out of range."""
     if not float(policy.temperature) >= 0.0 or float(policy.temperature) == float("inf"):
         raise UserError(f"temperature={policy.temperature} is not a finite number of at least 0; 0 is greedy")
-    if policy.top_k < 0:
-        raise UserError(f"top_k={policy.top_k} is negative; give a number of tokens, or 0 for all")
+    if not isinstance(policy.top_k, numbers.Integral) or policy.top_k < 0:
+        raise UserError(f"top_k={policy.top_k} is no number of tokens; give a whole one, or 0 for all")
     if not 0.0 < policy.top_p <= 1.0:
         raise UserError(f"top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
 

@@ -79,7 +79,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "rows": _measure_rows(bench, rows),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
-        "kl_bits": acceptance.kl if acceptance.R else None,
+        "kl_bits": acceptance.kl if np.isfinite(acceptance.kl) else None,
         "prompts": prompts.real,
         **report.about(config, started),
     }

@@ -31,7 +31,8 @@ def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, to
 
     Args:
       model: as for `generate`, with a context of at least `TOKENS`.
-      layers: check the model that its first `layers` are, for self-speculation; None for all.
+      layers: check the model that its first `layers` are, for self-speculation, and that the whole model works on behind it;
+        None for all layers.
       tolerance: the most that logits may differ by; in bfloat16 and int8, roundings differ more.
 
     Raises:
@@ -41,7 +42,7 @@ def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, to
     frozen = freeze(model)
     if frozen.context < TOKENS:
         raise UserError(f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}")
-    for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree):
+    for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree, _check_exit):
         check(_Checked(frozen, layers, tolerance))
 
 
@@ -161,6 +162,24 @@ def _check_tree(model: _Checked) -> None:
     cache = score([(0, 2), (1, 2)], [[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]], cache, 4, message)
     cache = _kept(cache, np.array([2, 3, 5]))
     score([(1, 3)], [[1]], cache, 0, "behind a branch whose rows were committed it goes on otherwise than behind its tokens")
+
+
+def _check_exit(model: _Checked) -> None:
+    """The first layers leave the cache rows of the others as they are: the whole model has the same logits behind them."""
+    if model.layers is None:
+        return
+    whole, lengths = _Checked(model.frozen, None, model.tolerance), np.array(PREFIXES, np.int32)
+    cache = whole.prefilled()
+    last = lengths[:, None] - 1  # Self-speculation runs the first layers on the last committed token again.
+    again = np.take_along_axis(model.tokens, last, 1), last, np.ones((BATCH, 1, 1), bool)
+    _, cache = model.extend(*again, Cache(cache.rows, jnp.asarray(lengths - 1)))
+    new = np.take_along_axis(model.tokens, AT[:, :1], 1), AT[:, :1], np.ones((BATCH, 1, 1), bool)
+    logits, _ = whole.extend(*new, Cache(cache.rows, jnp.asarray(lengths)))
+    expected = np.take_along_axis(whole.whole(model.tokens), AT[:, :1, None], 1)
+    message = (
+        f"behind a call with layers={model.layers} the whole model is another; leave the rows of its other layers alone"
+    )
+    whole.same(logits, expected, message)
 
 
 def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import digest, write_whole
+from spectr_jax.files import digest, expanded, write_whole
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
 
@@ -52,7 +52,7 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
     if not config.early_exit.weight >= 0:
         raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
-    if config.init and not weight_files(pathlib.Path(config.init).expanduser()):
+    if config.init and not weight_files(expanded(config.init)):
         raise UserError(f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote")
     _check_optimizer(config)
 
@@ -101,7 +101,7 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     """
     if not config.init:
         return None
-    model, tokenizer_digest = load_weights(pathlib.Path(config.init).expanduser())
+    model, tokenizer_digest = load_weights(expanded(config.init))
     wanted, given = dict(config.model), dataclasses.asdict(model.config)
     for name in sorted(wanted.keys() - {"dtype", "dropout"}):
         if wanted[name] != given[name]:
@@ -168,7 +168,7 @@ def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, cor
     shared = own
     if config.data.tokenizer or config.init:
         beside = pathlib.Path(config.init).parent / own.name
-        shared = pathlib.Path(config.data.tokenizer or beside).expanduser()
+        shared = expanded(config.data.tokenizer or beside)
     if config.init and not shared.exists():
         raise UserError(
             f"no tokenizer at {str(shared)!r}; a run from init={config.init!r} needs the tokenizer of the weights"

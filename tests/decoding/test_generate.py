@@ -103,7 +103,11 @@ def test_a_method_that_does_not_fit_the_models(method, options, message):
         (TABLE, [[1]], [1], 4, Policy(temperature=-1.0), "temperature=-1.0 is not a finite number"),
         (TABLE, [[1]], [1], 4, Policy(temperature=float("nan")), "temperature=nan is not a finite number"),
         (TABLE, [[1]], [1], 4, Policy(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
-        (TABLE, [[1]], [1], 4, Policy(top_k=-1), "top_k=-1 is negative"),
+        (TABLE, [[1]], [1], 4, Policy(top_k=-1), "top_k=-1 is no number of tokens"),
+        (TABLE, [[1]], [1], 4, Policy(top_k=2.5), "top_k=2.5 is no number of tokens; give a whole one"),
+        (TABLE, [[1]], [1], 4.0, Policy(), "max_new_tokens=4.0 is not a whole number"),
+        (TABLE, [[1.9, 2.2]], [1], 4, Policy(), "prompts are float64 and not whole numbers"),
+        (TABLE, [[1], [1, 2]], [1, 2], 4, Policy(), "prompts are rows of several lengths; pad them"),
     ],
 )
 def test_bad_input(draft, prompts, lengths, new, policy, message):
@@ -114,11 +118,14 @@ def test_bad_input(draft, prompts, lengths, new, policy, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": jax.random.PRNGKey(0)}, r"key is uint32\[2\]; give jax.random.key\(seed\), or 2 such keys, one a text"),
+        (
+            {"key": jax.random.PRNGKey(0)},
+            r"key is uint32\[2\]; give jax.random.key\(seed\), or 2 typed keys, one per sequence",
+        ),
         ({"key": 7}, "key is 7; give jax.random.key"),
         (
             {"key": jax.random.split(jax.random.key(0), 3)},
-            r"key is key<fry>\[3\]; give jax.random.key\(seed\), or 2 such keys",
+            r"key is key<fry>\[3\]; give jax.random.key\(seed\), or 2 typed keys",
         ),
         ({"mesh": jax.make_mesh((1,), ("x",))}, r"mesh has axes \('x',\) of .*; give one of `sharding.make_mesh`"),
     ],
@@ -127,6 +134,11 @@ def test_bad_keys_and_meshes(change, message):
     arguments = {"key": jax.random.key(0), "mesh": None, **change}
     with pytest.raises(UserError, match=message):
         generate(arguments["key"], SPECTR, TABLE, TABLE, [[1], [1]], [1, 1], 4, mesh=arguments["mesh"])
+
+
+def test_a_name_is_no_method():
+    with pytest.raises(UserError, match="method='speculative' is no Method; give one of `get_method`"):
+        generate(jax.random.key(0), "speculative", TABLE, TABLE, [[1]], [1], 4)
 
 
 def test_truth_values_that_are_observed_are_counted():
