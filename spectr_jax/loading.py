@@ -69,6 +69,8 @@ def load(spec: str, dtype: str = "float32") -> Trained:
         trained = load(spec)
         return trained._replace(model=quantize(trained.model))
     prefix, colon, name = spec.partition(":")
+    if colon and prefix in LOADERS and not name:
+        raise UserError(f"{spec!r} names no model; give {prefix}:NAME")
     return LOADERS[prefix](name, dtype) if colon and prefix in LOADERS else _from_path(spec, dtype)
 
 

@@ -54,6 +54,13 @@ class LeaksRows(Transformer):
         return logits + 0.1 * jnp.roll(logits, 1, axis=0), cache
 
 
+class OneMask(Transformer):
+    """Takes the mask of the first row for all."""
+
+    def extend(self, tokens, positions, visible, *args, **rest):
+        return super().extend(tokens, positions, jnp.broadcast_to(visible[:1], visible.shape), *args, **rest)
+
+
 class LeaksCachedRows(Transformer):
     """The rows of the cache move by one."""
 
@@ -95,6 +102,7 @@ WRONG = {
     ForgetsPending: "a level behind pending tokens is not as its branches on their own; `visible` counts pending"
     + ".*"
     + WHERE,
+    OneMask: "`visible` of one row is taken for another's: logits differ",
     Commits: "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them",
     Narrow: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
 }

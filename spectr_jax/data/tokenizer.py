@@ -54,9 +54,13 @@ class AnyTokenizer(Protocol):
         BOS comes first; behind the end of a shorter prompt is BOS too, which is not looked at.
 
         Raises:
-          UserError: there are none.
+          UserError: there are none, or one is no string.
         """
-        encoded = [[self.bos, *self.encode(text)] for text in ([texts] if isinstance(texts, str) else texts)]
+        several = [texts] if isinstance(texts, str) else list(texts)
+        for text in several:
+            if not isinstance(text, str):
+                raise UserError(f"prompt {text!r} is no string; give strings, or tokens to `generate` itself")
+        encoded = [[self.bos, *self.encode(text)] for text in several]
         if not encoded:
             raise UserError("no prompts; give at least one string, which may be empty")
         lengths = np.array([len(tokens) for tokens in encoded], np.int32)

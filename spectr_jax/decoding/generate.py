@@ -348,7 +348,7 @@ def _cut(chosen: selection.Selection, eos: int | jax.Array, room_B: jax.Array) -
     emitted = jnp.minimum(chosen.emitted, room_B)
     is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
     ended = jnp.any(is_eos, axis=1)
-    return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted), ended
+    return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted).astype(jnp.int32), ended  # int64 with x64.
 
 
 def _text_keys(key: jax.Array, texts: int) -> jax.Array:

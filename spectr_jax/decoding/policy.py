@@ -5,6 +5,7 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spectr_jax.errors import UserError
 
@@ -35,6 +36,9 @@ def check_policy(policy: Policy) -> None:
         raise UserError(f"top_k={policy.top_k} is no number of tokens; give a whole one, or 0 for all")
     if not 0.0 < policy.top_p <= 1.0:
         raise UserError(f"top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
+    eos = np.asarray(policy.eos)
+    if eos.shape != () or eos.dtype.kind not in "iu" or not -1 <= int(eos) < 2**31:
+        raise UserError(f"eos={policy.eos!r} is not one token; give its number, such as tokenizer.eos, or -1 for none")
 
 
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:

@@ -40,6 +40,8 @@ def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, to
       UserError: its context is too short.
     """
     frozen = freeze(model)
+    if layers is not None and not 1 <= layers < max(frozen.merge().layers, 2):
+        raise UserError(f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer than it has")
     if frozen.context < TOKENS:
         raise UserError(f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}")
     for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree, _check_exit):
@@ -121,6 +123,12 @@ def _check_mask(model: _Checked) -> None:
     logits, _ = model.extend(packed, place[None] % half, visible[None])
     apart = np.concatenate([whole[:1, :half], whole[1:2, :half]], axis=1)
     model.same(logits, apart, "two sequences in one row see each other, which `visible` hides; apart")
+    _, positions, masks = _causal(tokens)
+    masks, positions = masks.copy(), positions.copy()
+    masks[1::2], positions[1::2] = visible, place % half  # Rows differ in what they see.
+    logits, _ = model.extend(np.where(np.arange(BATCH)[:, None] % 2, packed, tokens), positions, masks)
+    expected = np.where(np.arange(BATCH)[:, None, None] % 2, apart, whole)
+    model.same(logits, expected, "`visible` of one row is taken for another's")
 
 
 def _check_cache(model: _Checked) -> None:

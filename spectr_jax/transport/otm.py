@@ -108,7 +108,8 @@ def acceptance(p, q, k):
     rounded by cells at large V.
     """
     cells = cells_of(p, q, MOST) if isinstance(p, jax.Array) else exact_cells(p, q)
-    return 1 - winner_law(cells.p, cells.q, k).rejection
+    alpha = 1 - winner_law(cells.p, cells.q, k).rejection
+    return alpha * (alpha > 0)  # Rounding may leave a little less than 0.
 
 
 def winner_law(p, q, k) -> WinnerLaw:

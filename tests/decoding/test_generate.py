@@ -105,6 +105,9 @@ def test_a_method_that_does_not_fit_the_models(method, options, message):
         (TABLE, [[1]], [1], 4, Policy(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
         (TABLE, [[1]], [1], 4, Policy(top_k=-1), "top_k=-1 is no number of tokens"),
         (TABLE, [[1]], [1], 4, Policy(top_k=2.5), "top_k=2.5 is no number of tokens; give a whole one"),
+        (TABLE, [[1]], [1], 4, Policy(eos=[3, 4]), r"eos=\[3, 4\] is not one token; give its number"),
+        (TABLE, [[1]], [1], 4, Policy(eos=2.7), "eos=2.7 is not one token"),
+        (TABLE, [[1]], [1], 4, Policy(eos=None), "eos=None is not one token"),
         (TABLE, [[1]], [1], 4.0, Policy(), "max_new_tokens=4.0 is not a whole number"),
         (TABLE, [[1.9, 2.2]], [1], 4, Policy(), "prompts are float64 and not whole numbers"),
         (TABLE, [[1], [1, 2]], [1, 2], 4, Policy(), "prompts are rows of several lengths; pad them"),
@@ -134,6 +137,12 @@ def test_bad_keys_and_meshes(change, message):
     arguments = {"key": jax.random.key(0), "mesh": None, **change}
     with pytest.raises(UserError, match=message):
         generate(arguments["key"], SPECTR, TABLE, TABLE, [[1], [1]], [1, 1], 4, mesh=arguments["mesh"])
+
+
+def test_with_x64():
+    with jax.enable_x64(True):
+        wide = generate(jax.random.key(0), SPECTR, TABLE, TABLE, [[1], [2]], [1, 1], 4, Policy(eos=0))
+    assert wide.tokens.dtype == wide.lengths.dtype == jnp.int32 and (np.asarray(wide.lengths) > 1).all()
 
 
 def test_a_name_is_no_method():
