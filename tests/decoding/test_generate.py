@@ -139,12 +139,6 @@ def test_bad_keys_and_meshes(change, message):
         generate(arguments["key"], SPECTR, TABLE, TABLE, [[1], [1]], [1, 1], 4, mesh=arguments["mesh"])
 
 
-def test_with_x64():
-    with jax.enable_x64(True):
-        wide = generate(jax.random.key(0), SPECTR, TABLE, TABLE, [[1], [2]], [1, 1], 4, Policy(eos=0))
-    assert wide.tokens.dtype == wide.lengths.dtype == jnp.int32 and (np.asarray(wide.lengths) > 1).all()
-
-
 def test_a_name_is_no_method():
     with pytest.raises(UserError, match="method='speculative' is no Method; give one of `get_method`"):
         generate(jax.random.key(0), "speculative", TABLE, TABLE, [[1]], [1], 4)
