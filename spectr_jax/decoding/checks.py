@@ -33,7 +33,7 @@ def checked_prompts(prompts, prompt_lengths) -> tuple[np.ndarray, np.ndarray]:
             array = np.asarray(given)
         except ValueError as error:
             raise UserError(f"{name} are rows of several lengths; pad them, as `tokenizer.prompts` does") from error
-        if array.dtype.kind not in "iu":
+        if array.dtype.kind not in "iuf" or np.any(array != np.floor(array)):
             raise UserError(f"{name} are {array.dtype} and not whole numbers; give tokens, as `tokenizer.prompts` does")
         arrays.append(array.astype(np.int32))
     return arrays[0], arrays[1]

@@ -182,7 +182,7 @@ def test_prompts_that_cannot_be_read(tmp_path):
     [
         ("", "--html is empty; name a file"),
         ("/tmp", "--html=/tmp is a folder; name a file in it"),
-        ("/nowhere/page.html", "--html=/nowhere/page.html is in no folder; make it first"),
+        ("/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist; create it first"),
         ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
         ("/dev/null", "--html=/dev/null is not a file; choose another"),
         ("~nobody-here/page.html", "--html=~nobody-here/page.html cannot be written"),
