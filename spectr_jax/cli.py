@@ -24,7 +24,7 @@ CTRL_C = 130
 CLOSED_PIPE = 141
 """Exit status of a program whose output nobody reads any more, as in `| head -1`: 128 + SIGPIPE."""
 
-_VERBOSE = flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
+flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
 
 _CONFIG_HELP = """
 Any field of the config can be set with --config.FIELD=VALUE, such as

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.errors import UserError
 from spectr_jax.transport import checks
 
 
@@ -85,10 +86,10 @@ class Plan:
         under jit.
 
         Raises:
-          TypeError: the plan names no winner.
+          UserError: the plan names no winner.
         """
         if self.winner is None:
-            raise TypeError(f"plan {self.name!r} names no winner")
+            raise UserError(f"plan {self.name!r} names no winner; give one that does, such as 'otm'")
         p, q, valid = _usable(p, q, drafts, valid)
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
