@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 # Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX is imported.
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # Takes half as long to compile; 0.11 has no choice.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false")
+    _flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_experimental_ynn_fusion_type="  # The latter for small arrays.
+    os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=1 {_flags}")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.

@@ -47,14 +47,16 @@ def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
     relative = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
     scaled = relative / jnp.where(temperature > 0, temperature, 1.0)
-    if 0 < policy.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(scaled, policy.top_k)[0][..., -1:]
-        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
+    limited = 0 < policy.top_k < logits.shape[-1]
     if policy.top_p < 1.0:
         ordered = -jnp.sort(-scaled, axis=-1)
+        if limited:
+            ordered = jnp.where(ordered >= ordered[..., policy.top_k - 1, None], ordered, -jnp.inf)
         mass = jax.nn.softmax(ordered, axis=-1)
         kept = jnp.cumsum(mass, axis=-1) - mass < policy.top_p
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
+    elif limited:
+        scaled = jnp.where(scaled >= jax.lax.top_k(scaled, policy.top_k)[0][..., -1:], scaled, -jnp.inf)
     best = jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1])
     return jax.nn.softmax(jnp.where(temperature > 0, scaled, jnp.where(best, 0.0, -jnp.inf)), axis=-1)

@@ -16,6 +16,9 @@ from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.base import Plan
 
+SMALL_VOCABULARY = 64
+"""Up to so many tokens, a step of a walk costs a CPU more to begin than to compute."""
+
 
 class Selection(NamedTuple):
     """What one call emits for one sequence.
@@ -102,7 +105,7 @@ def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy
     """`walk` over a batch: a function of (done, key, length, tokens, p, logits), each with a leading B; `key` is consumed.
 
     Its result for a finished sequence is unused. A CPU takes the sequences in turn, so that none waits for a longer path
-    of another; an accelerator takes all at once.
+    of another; an accelerator, and a CPU with a small vocabulary, takes all at once.
     """
 
     def walk_one(key, length, *rest):
@@ -113,9 +116,12 @@ def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(walk_one, *arguments))
         return jax.lax.cond(done, lambda: nothing, lambda: walk_one(*arguments))
 
-    if jax.default_backend() == "cpu":
-        return lambda *batch: jax.lax.map(unless_done, batch)
-    return lambda done, *batch: jax.vmap(walk_one)(*batch)
+    def walk_all(done, *batch):
+        if jax.default_backend() == "cpu" and batch[-1].shape[-1] > SMALL_VOCABULARY:
+            return jax.lax.map(unless_done, (done, *batch))
+        return jax.vmap(walk_one)(*batch)
+
+    return walk_all
 
 
 def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array, jax.Array]:

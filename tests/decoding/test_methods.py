@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, generate, get_method, selection
 from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
@@ -113,17 +113,19 @@ def test_a_row_alone_is_a_row_of_a_batch():
 
 
 @pytest.mark.parametrize("case", ["spectr K=3 L=2", "spectr++ K=3 L=2", "otm_block K=3 L=3", "gsd wide", "ersd specinfer"])
-def test_texts_are_the_same_where_an_accelerator_takes_them_together(case, monkeypatch):
+def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
     """A processor walks down one tree after the other, an accelerator down all at once (`selection.for_each_text`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
-    asked, texts = [], []
-    for backend in ("cpu", "gpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: asked.append(backend) or backend)
+    texts, in_turn, lax_map = {}, [], jax.lax.map
+    monkeypatch.setattr(jax.lax, "map", lambda *args, **options: in_turn.append(args) or lax_map(*args, **options))
+    for small in (0, VOCAB):
+        monkeypatch.setattr(selection, "SMALL_VOCABULARY", small)
+        in_turn.clear()
         seen = {"observe": lambda call: {}}  # A function that jit has not seen: it traces anew.
-        texts.append(generate(jax.random.key(3), _method(case), *_models(), prompts, lengths, 9, Policy(eos=EOS), **seen))
-    assert {"cpu", "gpu"} <= set(asked)
-    for in_turn, together in zip(*map(jax.tree.leaves, texts), strict=True):
-        np.testing.assert_array_equal(in_turn, together)
+        texts[small] = generate(jax.random.key(3), _method(case), *_models(), prompts, lengths, 9, Policy(eos=EOS), **seen)
+        assert bool(in_turn) == (small == 0)
+    for one, other in zip(*map(jax.tree.leaves, texts.values()), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 DRAW_FOR_DRAW = {
