@@ -13,6 +13,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # Takes half as lo
     os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=1 {_flags}")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("NPROC", "1")  # XLA's threads for a program: the workers take all cores as it is.
 # Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
