@@ -3,10 +3,10 @@
     export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296
     python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/embedded/draft_20m
 
-The 20M's weights in results/ladder came out of this; those of the 2M and 6M in spectr_jax/embedded out of an older recipe
-(AdamW in float32, results/README.md), with the same vocabulary. Far less than one pass over a corpus of 86 M tokens, the
-recipe is `open_text_config`'s; one to four hours each. The environment variable gives the C library's heap
-huge pages, which saves time on Linux.
+The 20M's weights in spectr_jax/embedded came out of this; those of the 2M and 6M out of an older recipe (AdamW in float32,
+results/README.md), with the same vocabulary. The recipe is `open_text_config`'s, for far less than one pass over a corpus of
+86 M tokens: one to four hours each. The environment variable gives the C library's heap huge pages, which saves time on
+Linux.
 """
 
 from spectr_jax.config import open_text_config

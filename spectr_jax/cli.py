@@ -1,6 +1,7 @@
 """What the entry points share: flags, help, and errors of the user (one line on stderr, exit status 2)."""
 
 import contextlib
+import functools
 import importlib
 import os
 import pathlib
@@ -35,11 +36,11 @@ _STATUS_HELP = f"""
 Exit status:
   0    done
   {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
-  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command resumes
-  {CTRL_C}  stopped by Ctrl-C
+{{saved}}  {CTRL_C}  stopped by Ctrl-C
   {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
   1    a bug: please report its traceback
 """
+_SAVED_HELP = f"  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command resumes\n"
 
 
 def define_process_flags() -> None:
@@ -53,13 +54,13 @@ def define_process_flags() -> None:
 
 
 def define_import_flag() -> None:
-    """The flag of a program that names methods, for those of the user's own; `main` calls `import_modules`."""
+    """The flag of a program that names methods, for those of the user's own; `run` imports what it names."""
     flags.DEFINE_multi_string(
         "import", [], "Modules to import first, a.b,c, such as one that registers a method; may be given several times."
     )
 
 
-def import_modules() -> None:
+def _import_modules() -> None:
     """Imports what --import names; the current folder is searched too.
 
     Raises:
@@ -99,20 +100,22 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
 
                 hosts.connect(**distributed)
             _keep_programs()
+            if "import" in flags.FLAGS:
+                _import_modules()
             with _quiet_end(at_once=not alone):
                 main()
         except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
-            _exit("interrupted; the same command resumes", error, CTRL_C, at_once=not alone)
+            _exit("interrupted" + "; the same command resumes" * (output is not None), error, CTRL_C, at_once=not alone)
         except Exception as error:
             line = explain(error, None if output is None else output.value)
             if line is None:
                 raise
             _exit(f"error: {line}", error, at_once=not alone)
 
-    app.run(guarded, flags_parser=_parse)
+    app.run(guarded, flags_parser=functools.partial(_parse, output is not None))
 
 
 @contextlib.contextmanager
@@ -173,8 +176,9 @@ def _keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _parse(argv: list[str]) -> list[str]:
-    _extend_help()
+def _parse(writes: bool, argv: list[str]) -> list[str]:
+    """The flags, of a program that writes to a folder or does not."""
+    _extend_help(writes)
     try:
         left = flags.FLAGS(argv)[1:]
         if left:
@@ -192,7 +196,7 @@ def _parse(argv: list[str]) -> list[str]:
         _exit(f"error: {_reason(error)}", error)
 
 
-def _extend_help() -> None:
+def _extend_help(writes: bool) -> None:
     """Has absl's --help tell of the flags here too, and of the exit status."""
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
@@ -201,7 +205,7 @@ def _extend_help() -> None:
     ]
     parts = [_CONFIG_HELP] * ("config" in flags.FLAGS) + [f"\nRequired: {', '.join(needed)}\n"] * bool(needed)
     program = sys.modules["__main__"]
-    program.__doc__ = "".join([program.__doc__ or "", *parts, _STATUS_HELP])
+    program.__doc__ = "".join([program.__doc__ or "", *parts, _STATUS_HELP.format(saved=_SAVED_HELP * writes)])
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,6 @@ def main():
 
     from spectr_jax.experiments import auto, latency, quality, tokens_per_call, trees
 
-    cli.import_modules()
     experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto, quality)}
     name = _CONFIG.value.get("experiment", "none")
     if name not in experiments:

@@ -97,4 +97,5 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
 
 
 if __name__ == "__main__":
+    cli.define_import_flag()
     cli.run(main, output=_OUT)

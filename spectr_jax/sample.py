@@ -54,7 +54,6 @@ def main():
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
-    cli.import_modules()
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     check_policy(policy)
     dtype = _DTYPE.value or ("int8" if _TARGET.value.startswith("embedded:") else "float32")

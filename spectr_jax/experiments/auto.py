@@ -81,8 +81,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Measures, predicts, tries the best, and writes the table and the recommendation to `workdir`.
 
     Measurements are kept in a journal there until the table is done: after a stop the same command resumes. The
-    predictions and
-    the candidates tried depend on these measurements alone.
+    predictions and the candidates tried depend on these measurements alone.
 
     Raises:
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
@@ -214,7 +213,7 @@ def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times:
     shapes = {(number, *[1] * (length - 1)) for number in config.num_drafts for length in config.draft_lengths}
     prefix_trees = {
         ",".join(map(str, branching)): tree_lib.prefix_tree(*branching)
-        for branching in sorted(shapes | set(_prefix_shapes(widest, highest)))
+        for branching in sorted(shapes | set(tree_search.prefix_shapes(widest, highest)))
     }
     for name, table in acceptance.tables.items():
         tokens, found, one_chain = prediction.predictor(get_method(name), table), prefix_trees, cannot_branch(name)
@@ -381,16 +380,6 @@ def _options(candidate: Candidate) -> str:
 def _on_chains(name: str, width: int) -> Method | None:
     """On chains to time its walk on."""
     return on_tree(name, tree_lib.iid_chains(width, 4))
-
-
-def _prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
-    """All (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
-    if not height:
-        return
-    for first in range(1, width + 1):
-        yield (first,)
-        for rest in _prefix_shapes(width // first, height - 1):
-            yield (first, *rest)
 
 
 def _counts(size: int) -> list[int]:

@@ -20,7 +20,7 @@ from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
-from spectr_jax.loading import RANDOM_PREFIX, Trained, load, shape_name
+from spectr_jax.loading import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.measure import measurement, profile, report
 from spectr_jax.measure.call_times import PHASES, call_runs, phase_timers, timed_once
 from spectr_jax.measure.compilation import side_by_side
@@ -67,7 +67,7 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for a config that cannot be evaluated."""
     check_fields(config, latency_config())
     check_positive(config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts")
-    measurement.check_dtype(config.dtype)
+    check_dtype(config.dtype)
     for name, length in itertools.product(config.methods, config.lengths):
         if _method(config, name, length).exit_layer:
             raise UserError(f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out")

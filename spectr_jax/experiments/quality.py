@@ -15,7 +15,7 @@ from spectr_jax.config import check_fields, check_positive, quality_config
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load
+from spectr_jax.loading import check_dtype, load
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
@@ -37,7 +37,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_fields(config, quality_config())
     check_positive(config, "sentences", "batch_size")
     for dtype in config.dtypes:
-        measurement.check_dtype(dtype)
+        check_dtype(dtype)
     if config.batch_size % jax.device_count():
         raise UserError(f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple")
     measurement.claim_workdir(config, workdir, NAME)

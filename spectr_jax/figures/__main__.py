@@ -34,4 +34,5 @@ def main():
 
 
 if __name__ == "__main__":
+    cli.define_import_flag()
     cli.run(main, output=_WORKDIR)

@@ -131,6 +131,16 @@ def best_prefix_trees(carriers: np.ndarray, size: int, height: int, number: int 
     return sorted(candidates, key=lambda candidate: (-candidate.tokens, candidate.nodes))[:number]
 
 
+def prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
+    """All (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
+    if not height:
+        return
+    for first in range(1, width + 1):
+        yield (first,)
+        for rest in prefix_shapes(width // first, height - 1):
+            yield (first, *rest)
+
+
 def branching_of(tree: Tree) -> tuple[int, ...]:
     """(k_1, ..., k_L) of a prefix tree; raises `UserError` for a tree that is none."""
     sizes = [len(level) for level in tree.levels]

@@ -76,7 +76,7 @@ def check_emitted_law(plan: Plan, p, q, k: int) -> None:
         worst = int(off.argmax())
         _fail(
             plan,
-            f"the emitted law is not q {where}: `law` averages over the drafts to {_text(emitted)}, "
+            f"the emitted distribution is not q {where}: `law` averages over the drafts to {_text(emitted)}, "
             f"off by {off[worst]:.3g} at token {worst}",
         )
     acceptance = plan.acceptance(p, q, k)
@@ -212,7 +212,7 @@ def _check_accepted(plan: Plan, tokens: np.ndarray, accepted: np.ndarray, drafts
 
 def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str, least: float) -> None:
     if not (abs(law.sum() - 1) <= TOLERANCE and law.min() >= -TOLERANCE):
-        _fail(plan, f"`law` returns {_text(law)}, which is no law, {where}")
+        _fail(plan, f"`law` returns {_text(law)}, which is no distribution, {where}")
     # What float32 rounding may add, where the law given these drafts has nothing.
     impossible = counts[law <= 1e-12].sum() > 2e-4 * counts.sum()
     p_value = chi_square.p_value(counts, np.maximum(law, 0))
@@ -221,8 +221,8 @@ def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str, le
         worst = int(np.abs(seen - law).argmax())
         _fail(
             plan,
-            f"`select` does not draw from `law` {where}: {_text(seen)} in {counts.sum():,} draws, law {_text(law)}, off by "
-            f"{abs(seen[worst] - law[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
+            f"`select` does not draw from `law` {where}: {_text(seen)} in {counts.sum():,} draws, it is {_text(law)}, off "
+            f"by {abs(seen[worst] - law[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
         )
 
 
