@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from spectr_jax import transport
 from spectr_jax.decoding import block as block_walk
-from spectr_jax.decoding import drafting, selection
+from spectr_jax.decoding import drafting, layer, selection
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError, unknown
@@ -114,6 +114,18 @@ def otm_block(*, num_drafts: int | None = None, draft_length: int | None = None,
     return _iid("otm_block", "otm", num_drafts, draft_length, tree, walk=block_walk.select)
 
 
+def otm_layer(
+    *,
+    num_drafts: int | None = None,
+    draft_length: int | None = None,
+    tree: Shape = None,
+    competitions: int = layer.COMPETITIONS,
+) -> Method:
+    """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/layer.py`)."""
+    trees.checked(competitions=competitions)
+    return _iid("otm_layer", "otm", num_drafts, draft_length, tree, walk=layer.Walk(competitions))
+
+
 def gbv(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """Greedy multi-path block verification (Thomas and Pal, 2026): the winner is the draft of the highest ratio q / p."""
     return _iid("gbv", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
@@ -167,6 +179,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "spectr++": spectr_plus_plus,
     "otm": otm,
     "otm_block": otm_block,
+    "otm_layer": otm_layer,
     "gbv": gbv,
     "gsd": gsd,
     "ersd": ersd,

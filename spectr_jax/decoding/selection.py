@@ -117,11 +117,16 @@ def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy
         return jax.lax.cond(done, lambda: nothing, lambda: walk_one(*arguments))
 
     def walk_all(done, *batch):
-        if jax.default_backend() == "cpu" and batch[-1].shape[-1] > SMALL_VOCABULARY:
+        if in_turn(batch[-1].shape[-1]):
             return jax.lax.map(unless_done, (done, *batch))
         return jax.vmap(walk_one)(*batch)
 
     return walk_all
+
+
+def in_turn(vocab_size: int) -> bool:
+    """Whether several walks, or nodes, are best taken one after the other: on a CPU, unless the vocabulary is small."""
+    return jax.default_backend() == "cpu" and vocab_size > SMALL_VOCABULARY
 
 
 def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array, jax.Array]:

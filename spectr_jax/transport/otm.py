@@ -81,6 +81,20 @@ class WinnerLaw(NamedTuple):
     rejection: Any
 
 
+class Matching(NamedTuple):
+    """Which cells exchange drafts.
+
+    Attributes:
+      surplus: [C] what a cell wins beyond its share; negative for a deficit.
+      sums: [2, C] prefix sums of the surpluses and of the deficits.
+      phi: [C] as in `WinnerLaw`.
+    """
+
+    surplus: Any
+    sums: Any
+    phi: Any
+
+
 def select(key, p, q, drafts, valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
@@ -119,8 +133,8 @@ def winner_law(p, q, k) -> WinnerLaw:
     powers are subtracted: either would lose what is small.
     """
     xp = p.__array_namespace__()
-    head_p, head_q = _cumulative(xp, p), _cumulative(xp, q)
-    tail_p, tail_q = (_cumulative(xp, x[::-1])[::-1] - x for x in (p, q))
+    head_p, head_q = cumulative(xp, p), cumulative(xp, q)
+    tail_p, tail_q = (cumulative(xp, x[::-1])[::-1] - x for x in (p, q))
     tail_p, tail_q = xp.maximum(tail_p, 0), xp.maximum(tail_q, 0)
     excess = xp.where(head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q)
     at = xp.argmax(excess)
@@ -153,18 +167,29 @@ def token_ratios(p, q, cells: Cells, winner: WinnerLaw) -> jax.Array:
 def winning_draft(key, p, drafts, valid, cells: Cells, winner: WinnerLaw, rho) -> jax.Array:
     """Steps 2 and 3 of the plan: the index of the draft that wins, of law p * rho; consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
-    own = cells.of_token[drafts]
-    surplus = cells.p * (winner.rho - winner.phi)
-    sums = _cumulative(jnp, jnp.stack([jnp.maximum(surplus, 0), jnp.maximum(-surplus, 0)]))
-    mine = (surplus[own] < 0).astype(jnp.int32)  # 0 for a surplus, which meets a deficit, and the other way round.
-    mass = sums[mine, own] - level * jnp.abs(surplus[own])
-    below = jnp.sum(sums[:, None, :] < mass[:, None], axis=2)
-    partner = jnp.where(mine == 0, below[1], below[0])
-    phi = winner.phi.at[partner].get(mode="fill", fill_value=jnp.nan)  # Rounding may leave a surplus without a partner.
-    toward = (rho[drafts] - winner.phi[own]) / (phi - winner.phi[own])
-    moves = move < toward  # False for the NaN of a cell that has no partner, or itself.
-    final = jnp.where(valid, jnp.where(moves, partner, own), -1)
+    final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
+    final = jnp.where(valid, final, -1)
     return jnp.argmax(jnp.where(final == jnp.max(final), tie, -1))
+
+
+def matched(cells: Cells, winner: WinnerLaw) -> Matching:
+    """Step 2: which cells exchange drafts."""
+    surplus = cells.p * (winner.rho - winner.phi)
+    sums = cumulative(jnp, jnp.stack([jnp.maximum(surplus, 0), jnp.maximum(-surplus, 0)]))
+    return Matching(surplus, sums, winner.phi)
+
+
+def moved(matching: Matching, own, rho, level, move) -> jax.Array:
+    """Step 2: the cell to which a draft moves, from its `own` one or none. `level` and `move` are uniform; all may be arrays
+    of one shape."""
+    surplus = matching.surplus[own]
+    gives = surplus >= 0  # A surplus meets a deficit, and the other way round.
+    given, taken = matching.sums
+    mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
+    partner = jnp.where(gives, jnp.searchsorted(taken, mass), jnp.searchsorted(given, mass))
+    phi = matching.phi.at[partner].get(mode="fill", fill_value=jnp.nan)  # Rounding may leave a surplus without a partner.
+    toward = (rho - matching.phi[own]) / (phi - matching.phi[own])
+    return jnp.where(move < toward, partner, own)  # Never for the NaN of a cell that has no partner, or itself.
 
 
 def cells_of(p, q, most: int) -> Cells:
@@ -231,7 +256,7 @@ def _exact(p, q, k: int) -> tuple[Cells, WinnerLaw, np.ndarray]:
     return cells, winner, moves + np.diag(1 - moves.sum(axis=1))
 
 
-def _cumulative(xp, x):
+def cumulative(xp, x):
     """The cumulative sum along the last axis; for JAX on long rows in two stages, as it scans slowly."""
     width, n = 64, x.shape[-1]
     if xp is np or n <= width:
