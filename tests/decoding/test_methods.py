@@ -30,6 +30,9 @@ METHODS = {
     "block L=4": ("block", {"draft_length": 4}),
     "otm_block K=3 L=3": ("otm_block", {"num_drafts": 3, "draft_length": 3}),
     "otm_block tree 2,2,1": ("otm_block", {"tree": "2,2,1"}),
+    "otm_layer K=3 L=2": ("otm_layer", {"num_drafts": 3, "draft_length": 2, "competitions": 8}),
+    "otm_layer uneven": ("otm_layer", {"tree": UNEVEN, "competitions": 1}),
+    "otm_layer wide": ("otm_layer", {"tree": "4,2", "competitions": 3}),
     "gbv K=3 L=3": ("gbv", {"num_drafts": 3, "draft_length": 3}),
     "gsd specinfer": ("gsd", {"tree": "specinfer:8"}),
     "gsd wide": ("gsd", {"tree": "4,2"}),
@@ -45,7 +48,7 @@ every_method = pytest.mark.parametrize(
 )
 
 # These see a shaped law in all tests, the others the plain one: the policy acts before any method does.
-SHAPED = ("spectr K=2 L=5", "otm K=3 L=2", "otm_block tree 2,2,1", "gsd wide", "ersd wide")
+SHAPED = ("spectr K=2 L=5", "otm K=3 L=2", "otm_block tree 2,2,1", "otm_layer wide", "gsd wide", "ersd wide")
 
 
 def _method(case):
@@ -112,7 +115,7 @@ def test_a_row_alone_is_a_row_of_a_batch():
             np.testing.assert_array_equal(mine[0], theirs[row])
 
 
-@pytest.mark.parametrize("case", ["spectr K=3 L=2", "spectr++ K=3 L=2", "otm_block K=3 L=3", "gsd wide", "ersd specinfer"])
+@pytest.mark.parametrize("case", ["spectr K=3 L=2", "spectr++ K=3 L=2", "otm_block K=3 L=3", "otm_layer uneven", "gsd wide"])
 def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
     """A processor walks down one tree after the other, an accelerator down all at once (`selection.for_each_text`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
@@ -231,6 +234,7 @@ PERFECT = {
     "spectr": ("spectr", {"tree": "2,2,1,1"}),
     "otm": ("otm", {"tree": "2,2,1,1"}),
     "otm_block": ("otm_block", {"tree": "2,2,1,1"}),
+    "otm_layer": ("otm_layer", {"tree": "2,2,1,1"}),
     "gsd": ("gsd", {"tree": "2,2,1,1"}),
     "ersd": ("ersd", {"tree": "2,2,1,1"}),
 }
