@@ -125,7 +125,7 @@ def trees_config() -> ml_collections.ConfigDict:
             "draft": "embedded:2m",
             "methods": (  # Compared at each N, on the trees that they can draft.
                 *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm", "gbv"),
-                *("otm_block", "gsd", "ersd", "greedy_drafts"),
+                *("otm_block", "otm_layer", "gsd", "traversal", "ersd", "greedy_drafts"),
             ),
             "sizes": (8, 16, 32, 64),  # N, drafted tokens a call.
             "draft_length": 8,  # L of i.i.d. chains, and the most levels of the trees that are searched.

@@ -44,7 +44,7 @@ def test_the_plan_of_the_guide_passes():
 WRONG = {
     "the residual is q": (
         ("np.maximum(q - p, 0)\n", "q\n"),
-        r"the emitted law is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
+        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
         r"`law` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
     ),
     "an acceptance that counts a draft twice": (
@@ -54,8 +54,8 @@ WRONG = {
     ),
     "another mixture is drawn": (
         ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
-        r"`select` does not draw from `law` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] in 40,000 draws, law "
-        r"\[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
+        r"`select` does not draw from `law` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] in 40,000 draws, "
+        r"`law` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
     "the first draft need not be valid": (
         ("drafts[jnp.argmax(valid)]", "drafts[0]"),

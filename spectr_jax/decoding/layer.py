@@ -312,18 +312,9 @@ def _sweep(key, drafted: _Drafted, scores: _Scores) -> Selection:
     p, q = drafted.laws(node, scores.child[node])
     g = _winner_law(p, q, scores.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
-    path = jnp.asarray(_paths(tree))[node]
+    path = jnp.asarray(tree.paths)[node]
     last = depth[node]
     chosen = jnp.append(drafted.tokens[path], 0).at[last].set(draw(token_key, or_else(left, q)))
     on_path = jnp.arange(tree.height + 1) <= last
     above = scores.first[jnp.concatenate([jnp.zeros(1, jnp.int32), path])]
     return Selection(chosen, last + 1, path, jnp.where(on_path, scores.drafts[above], 0))
-
-
-def _paths(tree: Tree) -> np.ndarray:
-    """[N + 1, height] int32: the nodes on the way to each node, without the root and padded with 0."""
-    paths = np.zeros((tree.size + 1, tree.height), np.int32)
-    for node in range(1, tree.size + 1):
-        paths[node] = paths[tree.parent[node]]
-        paths[node, tree.depth[node] - 1] = node
-    return paths

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from spectr_jax import transport
 from spectr_jax.decoding import block as block_walk
-from spectr_jax.decoding import drafting, layer, selection
+from spectr_jax.decoding import drafting, layer, selection, traversal
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError, unknown
@@ -136,6 +136,12 @@ def gsd(*, tree: Tree | str = "4,2,1,1") -> Method:
     return Method("gsd", trees.parse(tree), transport.get("recursive_without_replacement"))
 
 
+def traversal_verification(*, tree: Tree | str = "4,2,1,1") -> Method:
+    """Traversal verification (Weng et al., 2025): from the leaves to the root of any tree that is drafted without
+    replacement."""
+    return Method("traversal", trees.parse(tree), transport.get("recursive_without_replacement"), traversal.select)
+
+
 def ersd(*, tree: Tree | str = "4,2,1,1") -> Method:
     """Exponential race speculative decoding on any tree (ERSD, Algorithm 5). Its output does not depend on the draft
     model."""
@@ -182,6 +188,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "otm_layer": otm_layer,
     "gbv": gbv,
     "gsd": gsd,
+    "traversal": traversal_verification,
     "ersd": ersd,
     "greedy_drafts": greedy_drafts,
     "self_speculative": self_speculative,

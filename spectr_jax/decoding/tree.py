@@ -88,6 +88,15 @@ class Tree:
         return tuple(int(self.sibling_rank[above]) for above in np.flatnonzero(self.ancestors[node])[1:])
 
     @functools.cached_property
+    def paths(self) -> np.ndarray:
+        """[N + 1, height] int32: the nodes on the way to each node, without the root and padded with 0."""
+        paths = np.zeros((self.size + 1, self.height), np.int32)
+        for node in range(1, self.size + 1):
+            paths[node] = paths[self.parent[node]]
+            paths[node, self.depth[node] - 1] = node
+        return paths
+
+    @functools.cached_property
     def inner(self) -> np.ndarray:
         """[I] nodes that have children, the root first: the draft model runs on these."""
         return np.unique(self.parent[1:])

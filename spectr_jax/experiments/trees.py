@@ -201,19 +201,23 @@ def _shapes(
     """The trees that a method is measured on at one size, by what they are.
 
     For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree by the acceptance of the
-    plan; for distinct ones fixed shapes and the optimal tree by R, or by another method's R where it has none.
+    plan, or another's where that is unknown; for distinct ones fixed shapes and the optimal tree by R, or by another
+    method's.
     """
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
-    if name in acceptance.carriers:
-        length = config.draft_length
+    carriers = acceptance.carriers
+    if carriers and get_method(name).plan.drafts == "iid":
+        length, table = config.draft_length, carriers.get(name, next(iter(carriers.values())))
         given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
         given = [branching for branching in given if below < tree_lib.prefix_tree(*branching).size <= size]
         if size >= 2 * length:
             given.insert(0, (size // length, *[1] * (length - 1)))
-        best = tree_search.best_prefix_trees(acceptance.carriers[name], size, length)[0].branching
+        best = tree_search.best_prefix_trees(table, size, length)[0].branching
         return {
-            f"({_spelled(branching)}){', best' if branching == best else ''}": tree_lib.prefix_tree(*branching)
+            f"({_spelled(branching)}){', best' if branching == best and name in carriers else ''}": tree_lib.prefix_tree(
+                *branching
+            )
             for branching in dict.fromkeys([*given, best])
         }
     if name in acceptance.R:

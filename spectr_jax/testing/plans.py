@@ -221,8 +221,8 @@ def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str, le
         worst = int(np.abs(seen - law).argmax())
         _fail(
             plan,
-            f"`select` does not draw from `law` {where}: {_text(seen)} in {counts.sum():,} draws, it is {_text(law)}, off "
-            f"by {abs(seen[worst] - law[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
+            f"`select` does not draw from `law` {where}: {_text(seen)} in {counts.sum():,} draws, `law` gives {_text(law)}, "
+            f"off by {abs(seen[worst] - law[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
         )
 
 

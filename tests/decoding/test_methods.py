@@ -36,6 +36,8 @@ METHODS = {
     "gbv K=3 L=3": ("gbv", {"num_drafts": 3, "draft_length": 3}),
     "gsd specinfer": ("gsd", {"tree": "specinfer:8"}),
     "gsd wide": ("gsd", {"tree": "4,2"}),
+    "traversal specinfer": ("traversal", {"tree": "specinfer:8"}),
+    "traversal wide": ("traversal", {"tree": "4,2"}),
     "ersd specinfer": ("ersd", {"tree": "specinfer:8"}),
     "ersd wide": ("ersd", {"tree": "4,2"}),
     "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
@@ -48,7 +50,15 @@ every_method = pytest.mark.parametrize(
 )
 
 # These see a shaped law in all tests, the others the plain one: the policy acts before any method does.
-SHAPED = ("spectr K=2 L=5", "otm K=3 L=2", "otm_block tree 2,2,1", "otm_layer wide", "gsd wide", "ersd wide")
+SHAPED = (
+    "spectr K=2 L=5",
+    "otm K=3 L=2",
+    "otm_block tree 2,2,1",
+    "otm_layer wide",
+    "gsd wide",
+    "traversal wide",
+    "ersd wide",
+)
 
 
 def _method(case):
@@ -236,6 +246,7 @@ PERFECT = {
     "otm_block": ("otm_block", {"tree": "2,2,1,1"}),
     "otm_layer": ("otm_layer", {"tree": "2,2,1,1"}),
     "gsd": ("gsd", {"tree": "2,2,1,1"}),
+    "traversal": ("traversal", {"tree": "2,2,1,1"}),
     "ersd": ("ersd", {"tree": "2,2,1,1"}),
 }
 

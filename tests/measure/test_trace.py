@@ -22,7 +22,12 @@ def _record(method):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("otm_block", {"tree": "2,2,1"}), ("gsd", {"tree": "3,1"}), ("speculative", {"draft_length": 2})],
+    [
+        ("otm_block", {"tree": "2,2,1"}),
+        ("otm_layer", {"tree": "2,2,1"}),
+        ("gsd", {"tree": "3,1"}),
+        ("speculative", {"draft_length": 2}),
+    ],
 )
 def test_calls_are_what_happened(name, options):
     method = get_method(name, **options)
@@ -58,7 +63,7 @@ def test_calls_are_what_happened(name, options):
                 assert call.q[node] == pytest.approx(TARGET[at], rel=1e-4)
                 assert call.p[node] == pytest.approx(DRAFT[at], rel=1e-4)
     assert origins == {"accepted", "correction", "bonus"} and cut  # The cases are not vacuous.
-    assert bool(repeated) == (name == "otm_block")
+    assert bool(repeated) == (name in ("otm_block", "otm_layer"))
 
 
 def test_the_baseline_has_no_drafts():
