@@ -124,8 +124,8 @@ def trees_config() -> ml_collections.ConfigDict:
             **decoding_config(),
             "draft": "embedded:2m",
             "methods": (  # Compared at each N, on the trees that they can draft.
-                *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm", "gbv"),
-                *("otm_block", "otm_layer", "gsd", "traversal", "ersd", "greedy_drafts"),
+                *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+", "spectr++", "otm"),
+                *("gbv", "gbv_conditional", "otm_block", "otm_layer", "gsd", "traversal", "ersd", "greedy_drafts"),
             ),
             "sizes": (8, 16, 32, 64),  # N, drafted tokens a call.
             "draft_length": 8,  # L of i.i.d. chains, and the most levels of the trees that are searched.
@@ -176,7 +176,7 @@ def auto_config() -> ml_collections.ConfigDict:
             "experiment": "auto",
             **decoding_config(),
             "draft": "embedded:2m",
-            "methods": ("speculative", "block", "spectr", "otm", "otm_block", "gbv", "gsd", "ersd"),
+            "methods": ("speculative", "block", "spectr", "otm", "otm_block", "gbv_conditional", "gsd", "ersd"),
             "num_drafts": (1, 2, 4, 8),  # K; the widest prefix trees too.
             "draft_lengths": (1, 2, 3, 4, 6, 8),  # L; the highest trees too.
             "size": 64,  # The most nodes of a tree.

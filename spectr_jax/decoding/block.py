@@ -1,12 +1,12 @@
 r"""Phase 3 of a call (select), on whole paths: block verification along the path of the winners.
 
-Token by token, a call ends at the first rejection. Block verification (Sun et al., 2024, arXiv 2403.10444) accepts a prefix
-of one chain jointly, and is never worse. A plan that names a winner among several drafts, of a known distribution g, extends
-it to many drafts: given the node and the number k of live drafts, the next token on the path of winners is distributed
-as g, so the
-argument for one chain holds step by step with g in place of the draft distribution. With one chain it is block verification;
-with the highest ratio q / p as the winner it is greedy multi-path block verification (Thomas and Pal, 2026, arXiv
-2602.16961); with the winner of the optimal plan (`transport.otm`) it is `otm_block`, which at depth 1 is that plan.
+Token by token, a call ends at the first rejection. Block verification (Sun et al., 2024, arXiv 2403.10444) accepts a
+prefix of one chain jointly, and is never worse. A plan that names a winner among several drafts, of a known distribution
+g, extends it to many drafts: given the node and the number k of live drafts, the next token on the path of winners is
+distributed as g, so the argument for one chain holds step by step with g in place of the draft distribution. With one
+chain it is block verification; with the winner of the optimal plan (`transport.otm`) it is `otm_block`, which at depth 1
+is that plan. Greedy multi-path block verification (`decoding/multipath.py`) knows less: g is not given the number of live
+drafts.
 
 Let $\rho_i$ (`run`) be the probability that the first i tokens of the path are accepted whole, $\rho_0 = 1$, and w the
 winner at depth i, where q and g are the distributions at that node:
@@ -21,7 +21,8 @@ At the end of the path, of length L, all of it and a bonus token are emitted wit
 tokens and a draw from $r_\tau$, normalised.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ class _Walk(NamedTuple):
     tokens: jax.Array
     path: jax.Array
     drafts: jax.Array
+    known: Any  # What `win` knows of the path so far.
 
 
 def select(
@@ -56,6 +58,34 @@ def select(
     logits: jax.Array,
 ) -> Selection:
     """As `selection.select`, for a plan that names a winner and whose drafts are i.i.d. Consumes `key`."""
+
+    def win(known, *given):
+        return plan.win(*given), known
+
+    return along_winners(key, win, (), plan, tree, policy, length, tokens, p, logits)
+
+
+def along_winners(
+    key: jax.Array,
+    win: Callable,
+    known: Any,
+    plan: Plan,
+    tree: Tree,
+    policy: Policy,
+    length: jax.Array,
+    tokens: jax.Array,
+    p: jax.Array,
+    logits: jax.Array,
+) -> Selection:
+    """Block verification along a path of winners, whoever names them. Consumes `key`.
+
+    Args:
+      key: as in `selection.select`.
+      win: of (known, key, p, q, drafts, valid), returns a `Winner` and what is known at the next node. Its law g is that of
+        the winner's token given all that was known on the path so far.
+      known: arrays, what is known at the root.
+      plan: i.i.d., and so on: as in `selection.select`.
+    """
     has_children = jnp.asarray(tree.children_table[:, 0] >= 0)
 
     def step(walk: _Walk) -> _Walk:
@@ -63,7 +93,8 @@ def select(
         drafts = tokens[children]
         q = probabilities(logits[walk.node], policy)
         accept_key, _, win_key = jax.random.split(jax.random.fold_in(key, length + walk.depth), 3)
-        winner, g = plan.win(win_key, draft_law(tree, p, children[jnp.argmax(valid)], q), q, drafts, valid)
+        law = draft_law(tree, p, children[jnp.argmax(valid)], q)
+        (winner, g), known = win(walk.known, win_key, law, q, drafts, valid)
 
         residual = jnp.maximum(walk.run * q - g, 0)
         mass = jnp.sum(residual)
@@ -82,6 +113,7 @@ def select(
             walk.tokens.at[walk.depth].set(token),
             walk.path.at[walk.depth].set(node),
             walk.drafts.at[walk.depth].set(jnp.sum(valid)),
+            known,
         )
 
     zero = jnp.zeros((), jnp.int32)
@@ -96,6 +128,7 @@ def select(
         tokens=jnp.zeros(tree.height + 1, jnp.int32),
         path=jnp.zeros(tree.height + 1, jnp.int32),
         drafts=jnp.zeros(tree.height + 1, jnp.int32),
+        known=known,
     )
     # Once run is 0 no longer prefix can be accepted.
     end = jax.lax.while_loop(lambda walk: jnp.any(walk.live & has_children) & (walk.run > 0), step, start)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from spectr_jax import transport
 from spectr_jax.decoding import block as block_walk
-from spectr_jax.decoding import drafting, layer, selection, traversal
+from spectr_jax.decoding import drafting, layer, multipath, selection, traversal
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError, unknown
@@ -126,9 +126,15 @@ def otm_layer(
     return _iid("otm_layer", "otm", num_drafts, draft_length, tree, walk=layer.Walk(competitions))
 
 
-def gbv(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
-    """Greedy multi-path block verification (Thomas and Pal, 2026): the winner is the draft of the highest ratio q / p."""
-    return _iid("gbv", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
+def gbv(*, num_drafts: int = NUM_DRAFTS, draft_length: int = DRAFT_LENGTH) -> Method:
+    """Greedy multi-path block verification of K i.i.d. chains of L drafts (Thomas and Pal, 2026;
+    `decoding/multipath.py`)."""
+    return _iid("gbv", "greedy_multipath", num_drafts, draft_length, None, walk=multipath.select)
+
+
+def gbv_conditional(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+    """As `gbv`, on any prefix tree: the winner's distribution is given how many drafts are live, which that one is not."""
+    return _iid("gbv_conditional", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
 
 
 def gsd(*, tree: Tree | str = "4,2,1,1") -> Method:
@@ -187,6 +193,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "otm_block": otm_block,
     "otm_layer": otm_layer,
     "gbv": gbv,
+    "gbv_conditional": gbv_conditional,
     "gsd": gsd,
     "traversal": traversal_verification,
     "ersd": ersd,

@@ -4,8 +4,8 @@ With tokens sorted by q / p ascending and P the prefix sums of p, the winner's l
 
 $$g_j = P_j^k - P_{j-1}^k,$$
 
-as in the `otm` plan without the moves between cells. It is exact, but accepts less at one node; its use is greedy
-multi-path block verification (`gbv`).
+as in the `otm` plan without the moves between cells. It is exact, but accepts less at one node; its use is block
+verification along the path of winners (`gbv_conditional`; `gbv` at the root).
 """
 
 import jax

@@ -34,6 +34,7 @@ METHODS = {
     "otm_layer uneven": ("otm_layer", {"tree": UNEVEN, "competitions": 1}),
     "otm_layer wide": ("otm_layer", {"tree": "4,2", "competitions": 3}),
     "gbv K=3 L=3": ("gbv", {"num_drafts": 3, "draft_length": 3}),
+    "gbv_conditional tree 2,2,1": ("gbv_conditional", {"tree": "2,2,1"}),
     "gsd specinfer": ("gsd", {"tree": "specinfer:8"}),
     "gsd wide": ("gsd", {"tree": "4,2"}),
     "traversal specinfer": ("traversal", {"tree": "specinfer:8"}),
@@ -146,6 +147,7 @@ DRAW_FOR_DRAW = {
     "otm, one chain": (("speculative", {"draft_length": 4}), ("otm", {"num_drafts": 1, "draft_length": 4})),
     "otm_block, one chain": (("block", {"draft_length": 4}), ("otm_block", {"num_drafts": 1, "draft_length": 4})),
     "gbv, one chain": (("block", {"draft_length": 4}), ("gbv", {"num_drafts": 1, "draft_length": 4})),
+    "gbv_conditional, one chain": (("block", {"draft_length": 4}), ("gbv_conditional", {"tree": "1,1,1,1"})),
     "otm_block, one level": (("otm", {"tree": "4"}), ("otm_block", {"tree": "4"})),
 }
 

@@ -156,7 +156,7 @@ def test_acceptance_along_a_chain_is_a_product():
 
 def test_carriers_of_iid_drafts():
     """All plans on the same drafts, in one run."""
-    methods = tuple(map(get_method, ("spectr", "otm", "gbv")))
+    methods = tuple(map(get_method, ("spectr", "otm", "gbv_conditional")))
     counts = _observed("otm", batch(3), observe_drafts(methods, "carriers"))
     assert observe_drafts(methods, "carriers") is observe_drafts(methods, "carriers")
     counts = {method.plan.name: counts[method.name] for method in methods}

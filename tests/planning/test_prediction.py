@@ -26,7 +26,7 @@ def _everywhere(law):
 
 @pytest.fixture(scope="module")
 def winners():
-    observe = observe_drafts((get_method("otm_block"), get_method("gbv")))
+    observe = observe_drafts((get_method("otm_block"), get_method("gbv_conditional")))
     observed = _decode(get_method("otm", tree=batch(4)), observe).observed
     return {name: shares(np.asarray(counts, float).sum(axis=0)) for name, counts in observed.items()}
 
@@ -59,10 +59,10 @@ def test_a_chain_is_the_sum_over_its_paths(length):
 
 def test_what_is_seen_of_one_draft_is_its_law(winners):
     np.testing.assert_allclose(winners["otm_block"][1, :, :2], _chain_winners()[1], atol=0.01)
-    np.testing.assert_allclose(winners["gbv"][1, :, :2], _chain_winners()[1], atol=0.01)
+    np.testing.assert_allclose(winners["gbv_conditional"][1, :, :2], _chain_winners()[1], atol=0.01)
 
 
-@pytest.mark.parametrize("name", ["otm_block", "gbv"])
+@pytest.mark.parametrize("name", ["otm_block", "gbv_conditional"])
 @pytest.mark.parametrize("branching", [(1, 1, 1), (2, 1, 1), (2, 2), (4,)])
 def test_trees_emit_what_is_predicted(winners, name, branching):
     """Before the limit cuts what a call emits: by Wald's identity the mean over calls is that of one call."""
@@ -85,9 +85,9 @@ def test_drafts_that_were_not_measured_are_refused(winners):
 def test_what_predicts_a_method_follows_from_what_it_is():
     """Its drafts and its walk, whatever its name."""
     kinds = {name: prediction.statistic(get_method(name)) for name in METHODS}
-    unknown = {"baseline", "greedy_drafts", "self_speculative", "otm_layer", "traversal"}
+    unknown = {"baseline", "greedy_drafts", "self_speculative", "otm_layer", "traversal", "gbv"}
     assert {name for name, kind in kinds.items() if kind is None} == unknown
-    assert {name for name, kind in kinds.items() if kind == "winners"} == {"block", "otm_block", "gbv"}
+    assert {name for name, kind in kinds.items() if kind == "winners"} == {"block", "otm_block", "gbv_conditional"}
     assert {name for name, kind in kinds.items() if kind == "children"} == {"gsd", "ersd"}
     other = Method("other", batch(2), get_method("otm").plan, lambda *_: None)
     assert prediction.statistic(other) is None
