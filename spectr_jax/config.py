@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import ml_collections
+from ml_collections.config_dict import placeholder
 
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.models.transformer import LADDER
@@ -96,6 +97,7 @@ def decoding_config() -> dict[str, Any]:
         "max_new_tokens": 64,
         "seeds": (0, 1, 2),
         "temperature": 1.0,
+        "draft_temperature": placeholder(float),  # Of the drafts; None for `temperature`.
         "top_k": 0,
         "top_p": 1.0,
     }
@@ -199,9 +201,8 @@ def check_fields(config: ml_collections.ConfigDict, defaults: ml_collections.Con
                 raise UserError(f"config field {prefix + name!r} is {value!r}; it must hold {', '.join(default)}")
             check_fields(value, default, f"{prefix}{name}.")
         elif not _same_kind(value, default):
-            raise UserError(
-                f"config field {prefix + name!r} is {value!r}; give a {type(default).__name__}, such as {default!r}"
-            )
+            kind = "number, or None" if default is None else f"{type(default).__name__}, such as {default!r}"
+            raise UserError(f"config field {prefix + name!r} is {value!r}; give a {kind}")
 
 
 def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
@@ -226,6 +227,8 @@ def config_hash(config: ml_collections.ConfigDict) -> str:
 
 
 def _same_kind(value: Any, default: Any) -> bool:
+    if default is None:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     if isinstance(default, float):

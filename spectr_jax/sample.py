@@ -8,6 +8,7 @@ Accepted drafts are green, corrections red, bonus tokens blue. Speeds are median
 in which the method and the baseline take turns. The models are part of the package; nothing is downloaded.
 """
 
+import dataclasses
 import io
 import pathlib
 import shlex
@@ -39,6 +40,7 @@ _DTYPE = flags.DEFINE_string(
 )
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens to add to a prompt.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy decoding.")
+_DRAFT_TEMPERATURE = flags.DEFINE_float("draft_temperature", None, "Temperature of the drafts. (default: --temperature)")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens that hold this probability.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1)
@@ -55,7 +57,9 @@ def main():
     from spectr_jax.sampling.session import open_session
 
     policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
-    check_policy(policy)
+    own = policy if _DRAFT_TEMPERATURE.value is None else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
+    for each in (policy, own):
+        check_policy(each)
     dtype = _DTYPE.value or ("int8" if _TARGET.value.startswith("embedded:") else "float32")
     check_dtype(dtype)
     method = _method()
@@ -63,7 +67,7 @@ def main():
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
-    session = open_session(method, _TARGET.value, _DRAFT.value, dtype, _NEW.value, policy)
+    session = open_session(method, _TARGET.value, _DRAFT.value, dtype, _NEW.value, policy, own)
     _show(session, prompts, html)
 
 

@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
     Attributes:
       tree: the draft tree.
-      policy: turns logits into distributions.
+      policy: turns the target's logits into distributions.
       key: for random numbers in `observe`; not used elsewhere.
       length: [] int32, tokens of the sequence before the call.
       tokens: [N + 1] by node, the last committed one first.
@@ -102,6 +102,7 @@ def generate(
     policy: Policy | None = None,
     observe: Callable[[Call], Any] | None = None,
     mesh: Mesh | None = None,
+    draft_policy: Policy | None = None,
 ) -> Generation:
     """Continues prompts with sequences of the target's distribution.
 
@@ -126,32 +127,53 @@ def generate(
         copy of the
         models each (`sharding.replicate` them once where there are many calls); B is a multiple of their number. The texts
         are the same without it. Several processes give the same arguments.
+      draft_policy: how the draft model's logits become the distributions that drafts are drawn from; `policy` by default.
+        Any is exact. Its EOS is not used.
 
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad key, policy or mesh, a missing draft.
     """
-    return _generate(*_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh))
+    models, texts = (target, draft), (prompts, prompt_lengths)
+    return _generate(*_prepared(key, method, *models, *texts, max_new_tokens, policy, observe, mesh, draft_policy))
 
 
-def lower(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy=None, observe=None, mesh=None):
+def lower(
+    key,
+    method,
+    target,
+    draft,
+    prompts,
+    prompt_lengths,
+    max_new_tokens,
+    policy=None,
+    observe=None,
+    mesh=None,
+    draft_policy=None,
+):
     """The program of the same call of `generate`, lowered but not run: a `jax.stages.Lowered`."""
-    return _generate.lower(
-        *_prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh)
-    )
+    models, texts = (target, draft), (prompts, prompt_lengths)
+    return _generate.lower(*_prepared(key, method, *models, *texts, max_new_tokens, policy, observe, mesh, draft_policy))
 
 
-def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh) -> tuple:
+def _prepared(
+    key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy
+) -> tuple:
     """The arguments of `_generate`, checked."""
     policy = policy or Policy()
+    policies = policy, draft_policy or policy
     checks.check_method(method)
     tokens, lengths = checks.checked_prompts(prompts, prompt_lengths)
     drafts = draft is not None and method.tree.size and not method.exit_layer
     models = freeze(target), freeze(draft) if drafts else None
     checks.check_request(method, *models, tokens, lengths, max_new_tokens)
     checks.check_key(key, len(tokens))
-    check_policy(policy)
-    policy = dataclasses.replace(
-        policy, temperature=jnp.asarray(policy.temperature, jnp.float32), eos=jnp.asarray(policy.eos, jnp.int32)
+    for each in policies:
+        check_policy(each)
+    policies = tuple(
+        dataclasses.replace(
+            each, temperature=jnp.asarray(each.temperature, jnp.float32), eos=jnp.asarray(each.eos, jnp.int32)
+        )
+        for each in policies
     )
     # One program serves prompts of many lengths.
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
@@ -161,21 +183,24 @@ def _prepared(key, method, target, draft, prompts, prompt_lengths, max_new_token
         if len(tokens) % mesh.size:
             raise UserError(f"{len(tokens)} prompts do not divide over {mesh.size} devices; give a multiple")
         models = sharding.replicate(mesh, models)
-    return method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policy
+    return method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policies
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(method: Method, max_new_tokens: int, observe, mesh: Mesh | None, target, draft, key, prompts, lengths, policy):
+def _generate(
+    method: Method, max_new_tokens: int, observe, mesh: Mesh | None, target, draft, key, prompts, lengths, policies
+):
     """`decode` of all texts, or on each device of its share of them."""
 
-    def run(keys_B, target, draft, prompts_BxT, lengths_B, policy):
-        return decode(keys_B, method, target, draft, prompts_BxT, lengths_B, max_new_tokens, policy, observe)
+    def run(keys_B, target, draft, prompts_BxT, lengths_B, policies):
+        policy, own = policies
+        return decode(keys_B, method, target, draft, prompts_BxT, lengths_B, max_new_tokens, policy, observe, own)
 
     if mesh is not None:
         rows, copy = sharding.ROWS, PartitionSpec()
         specs = (rows, copy, copy, rows, rows, copy)
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
-    return run(_text_keys(key, len(prompts)), target, draft, prompts, lengths, policy)
+    return run(_text_keys(key, len(prompts)), target, draft, prompts, lengths, policies)
 
 
 def decode(
@@ -188,6 +213,7 @@ def decode(
     max_new_tokens: int,
     policy: Policy | None = None,
     observe: Callable[[Call], Any] | None = None,
+    draft_policy: Policy | None = None,
 ) -> Generation:
     """What `generate` computes, as a pure function, to stand inside a `jax.jit` of your own.
 
@@ -210,6 +236,7 @@ def decode(
       max_new_tokens: static; the contexts of the models are at least T + max_new_tokens.
       policy: its temperature may be traced.
       observe: static.
+      draft_policy: as in `generate`; likewise.
 
     Returns:
       Texts with tokens [B, T + max_new_tokens]: those of `generate` for the same key and prompts.
@@ -220,13 +247,13 @@ def decode(
     limits_B = prompt_lengths + max_new_tokens
 
     def step(loop: _Loop) -> _Loop:
-        after, seen = call(loop, method, large, small, keys_B, limits_B, policy)
+        after, seen = call(loop, method, large, small, keys_B, limits_B, policy, draft_policy)
         return after._replace(observed=_add_observed(loop, observe, seen))
 
     start = prefill(method, large, small, prompts_BxT, prompt_lengths, max_new_tokens)
     if observe is not None:
         seen = jax.eval_shape(
-            lambda: _observe_texts(observe, call(start, method, large, small, keys_B, limits_B, policy)[1])
+            lambda: _observe_texts(observe, call(start, method, large, small, keys_B, limits_B, policy, draft_policy)[1])
         )
         start = start._replace(observed=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), seen))
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
@@ -281,7 +308,9 @@ def _add_observed(loop: _Loop, observe, call: Call):
     return jax.tree.map(add, loop.observed, _observe_texts(observe, call))
 
 
-def call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy) -> tuple[_Loop, Call]:
+def call(
+    loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy, draft_policy: Policy | None = None
+) -> tuple[_Loop, Call]:
     """One serial call of the target, for all sequences; finished ones do not change."""
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -292,7 +321,7 @@ def call(loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: P
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     with jax.named_scope("draft"):
-        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, policy)
+        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
     with jax.named_scope("score"):
         logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
     with jax.named_scope("select"):

@@ -13,7 +13,7 @@ from spectr_jax.errors import UserError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The sampling policy, applied to draft and target alike.
+    """The sampling policy, applied to draft and target alike unless the draft has its own.
 
     Attributes:
       temperature: traced; 0 is greedy (all mass on the most probable token).

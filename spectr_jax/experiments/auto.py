@@ -116,8 +116,10 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
     check_fields(config, auto_config())
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths", "size", "tries")
-    if config.temperature == 0:
-        raise UserError("temperature=0.0 has no acceptance to measure; give a positive one, such as 1.0")
+    if config.temperature == 0 and not config.draft_temperature:
+        raise UserError(
+            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
+        )
     for name in config.methods:
         if statistic(get_method(name)) is None:
             raise UserError(
@@ -284,7 +286,7 @@ def markdown(result: dict[str, Any]) -> str:
         "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted over measured tokens/s.",
         "Those that were tried took turns on each seed; tokens/s and `x baseline` are medians over the seeds.",
         f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch {config['batch_size']}, "
-        f"{config['dtype']}, temperature {config['temperature']}; tokens/s with the call on the prompt, over the batch. In "
+        f"{config['dtype']}, {report.temperatures(config)}; tokens/s with the call on the prompt, over the batch. In "
         "a batch, sequences end at different times, which the prediction ignores.",
         report.made_by(result),
     ]

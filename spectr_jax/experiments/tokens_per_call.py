@@ -129,7 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     notes = [
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, temperature {config['temperature']}; {report.over_seeds(config['seeds'])}; "
+        f"each, batch {config['batch_size']}, {report.temperatures(config)}; {report.over_seeds(config['seeds'])}; "
         "tokens/s over the batch, x baseline in the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; a figure to look at, not "
         "to match, where models or data differ; at temperature 1 only.",

@@ -109,8 +109,10 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         tree_search.branching_of(tree)
         if tree.size > max(config.sizes):
             raise UserError(f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}")
-    if config.temperature == 0:
-        raise UserError("temperature=0.0 has no acceptance to measure; give a positive one, such as 1.0")
+    if config.temperature == 0 and not config.draft_temperature:
+        raise UserError(
+            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
+        )
     for name in config.methods:
         if not get_method(name).tree.size or all(on_tree(name, tree_lib.chain(size)) is None for size in config.sizes):
             raise UserError(f"methods has {name!r}, which drafts nothing, or no tree of N={max(config.sizes)}; leave it out")
@@ -334,7 +336,7 @@ def markdown(result: dict[str, Any]) -> str:
     notes = [
         f"**Which should I use?** {result['answer']}",
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, temperature {config['temperature']}; {report.over_seeds(config['seeds'])}; "
+        f"each, batch {config['batch_size']}, {report.temperatures(config)}; {report.over_seeds(config['seeds'])}; "
         "x baseline against baseline runs just before and after.",
         "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
         "drafts without replacement by child index, for i.i.d. ones by the number of drafts that carry the accepted token.",

@@ -1,5 +1,6 @@
 """What the tables share: prompts, and one method decoding all of them."""
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -63,12 +64,15 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple or hide some"
         )
-    check_policy(Policy(config.temperature, config.top_k, config.top_p))
+    for policy in policies_of(config, -1):
+        check_policy(policy)
 
 
-def policy_of(config: ml_collections.ConfigDict, eos: int) -> Policy:
-    """The sampling policy of the config; the token `eos` ends a sequence."""
-    return Policy(config.temperature, config.top_k, config.top_p, eos)
+def policies_of(config: ml_collections.ConfigDict, eos: int) -> tuple[Policy, Policy]:
+    """The sampling policies of target and drafts; the token `eos` ends a sequence."""
+    policy = Policy(config.temperature, config.top_k, config.top_p, eos)
+    own = config.draft_temperature
+    return policy, policy if own is None else dataclasses.replace(policy, temperature=own)
 
 
 def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
@@ -163,9 +167,9 @@ def _on_batch(
 
     def on_batch(batch: int):
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), _indices(config, batch))
-        new, policy = config.max_new_tokens, policy_of(config, target.tokenizer.eos)
-        texts = prompts.tokens[batch], prompts.lengths[batch]
-        return function(keys, program.method, *models, *texts, new, policy, observe=program.observe, mesh=mesh)
+        (policy, own), new = policies_of(config, target.tokenizer.eos), config.max_new_tokens
+        texts, options = (prompts.tokens[batch], prompts.lengths[batch]), {"observe": program.observe, "mesh": mesh}
+        return function(keys, program.method, *models, *texts, new, policy, draft_policy=own, **options)
 
     return on_batch
 

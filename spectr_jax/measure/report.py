@@ -49,6 +49,12 @@ def over_seeds(seeds: Sequence[int]) -> str:
     return f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
 
 
+def temperatures(config: dict[str, Any]) -> str:
+    """A description of the temperatures of a config's target and drafts."""
+    own = config.get("draft_temperature")
+    return f"temperature {config['temperature']}" + ("" if own is None else f", of the drafts {own}")
+
+
 def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -> None:
     """Writes a table as NAME.json and, with its notes, as the Markdown `text` in NAME.md, and prints that."""
     workdir.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ class Session(NamedTuple):
     draft_model: Frozen | None
     max_new_tokens: int
     policy: Policy
+    draft_policy: Policy | None
 
 
 class Token(NamedTuple):
@@ -70,7 +71,15 @@ class Speed(NamedTuple):
     ratio: float
 
 
-def open_session(method: Method, target: str, draft: str, dtype: str, max_new_tokens: int, policy: Policy) -> Session:
+def open_session(
+    method: Method,
+    target: str,
+    draft: str,
+    dtype: str,
+    max_new_tokens: int,
+    policy: Policy,
+    draft_policy: Policy | None = None,
+) -> Session:
     """Loads the models; the draft only for a method that drafts with it.
 
     Raises:
@@ -82,7 +91,7 @@ def open_session(method: Method, target: str, draft: str, dtype: str, max_new_to
         loaded, drafts = load(target, dtype), None
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
-    return Session(method, loaded, drafts, *frozen, max_new_tokens, policy)
+    return Session(method, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy)
 
 
 def encode(session: Session, prompt: str) -> list[int]:
@@ -152,11 +161,11 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
 
 
 def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy) -> Generation:
-    models = session.target_model, session.draft_model
+    models, new = (session.target_model, session.draft_model), session.max_new_tokens
     prompts, lengths = np.array([prompt]), np.array([len(prompt)])
     # The capacity goes by the padded prompt, so that one program serves many lengths.
     observe = recorder(-(-len(prompt) // BUCKET) * BUCKET + session.max_new_tokens)
-    return generate(key, method, *models, prompts, lengths, session.max_new_tokens, policy, observe)
+    return generate(key, method, *models, prompts, lengths, new, policy, observe, draft_policy=session.draft_policy)
 
 
 def shortened(text: str, characters: int = 40) -> str:

@@ -46,7 +46,8 @@ def check_method(method: Method) -> None:
 def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_square.LEAST) -> None:
     """Chi-square test of 200,000 whole outputs against the exact distribution of the target under `policy`, which has `eos`.
 
-    `least` is the p-value that is too small to be chance.
+    Half of them are drafted at the target's temperature, half at twice that. `least` is the p-value that is too small to
+    be chance.
 
     Raises:
       AssertionError: they are not drawn from it.
@@ -57,7 +58,8 @@ def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_squ
     counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)
     for chunk in range(GENERATIONS // BATCH):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(11), chunk), BATCH)
-        result = _texts(method, keys, prompts, lengths, policy)
+        own = policy.temperature * (1 + chunk % 2)
+        result = _texts(method, keys, prompts, lengths, policy, draft_temperature=own)
         new, ends = (np.asarray(part) for part in (result.tokens, result.lengths))
         new, ends = new[:, len(PROMPT) : len(PROMPT) + LENGTH], ends - len(PROMPT)
         if new.min() < 0 or new.max() >= VOCAB:
@@ -81,13 +83,16 @@ def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_squ
 def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
     """At temperature 0 every sequence is the target's likeliest, token for token, on tables and prompts of that seed.
 
+    The drafts are greedy for even seeds, and at temperature 1 for odd ones.
+
     Raises:
       AssertionError: one is not.
     """
     table = random_table(seed, VOCAB)
     prompts, lengths = _ragged_prompts(seed)
     greedy = dataclasses.replace(policy, temperature=0.0)
-    result = _texts(method, _keys(seed), prompts, lengths, greedy, table, perturbed(table, seed + 1, 0.8))
+    tables = table, perturbed(table, seed + 1, 0.8)
+    result = _texts(method, _keys(seed), prompts, lengths, greedy, *tables, draft_temperature=seed % 2)
     texts, ends = _likeliest(table, prompts, lengths)
     wrong = np.flatnonzero((np.asarray(result.tokens) != texts).any(axis=1) | (np.asarray(result.lengths) != ends))
     if len(wrong):
@@ -183,10 +188,14 @@ def count_compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def _texts(method: Method, keys, prompts, lengths, policy: Policy, table=TARGET, draft=DRAFT) -> Generation:
+def _texts(
+    method: Method, keys, prompts, lengths, policy: Policy, table=TARGET, draft=DRAFT, draft_temperature=None
+) -> Generation:
     """`BATCH` sequences of up to `LENGTH` new tokens; one program for all that is checked of a method under a policy."""
     exits = (draft,) * max(1, method.exit_layer)  # Self-speculation drafts with the target's earlier layers.
-    return generate(keys, method, TableModel(table, exits=exits), TableModel(draft), prompts, lengths, LENGTH, policy)
+    models = TableModel(table, exits=exits), TableModel(draft)
+    own = None if draft_temperature is None else dataclasses.replace(policy, temperature=float(draft_temperature))
+    return generate(keys, method, *models, prompts, lengths, LENGTH, policy, draft_policy=own)
 
 
 def _keys(seed: int) -> jax.Array:

@@ -142,6 +142,27 @@ def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+def test_drafts_have_a_policy_of_their_own():
+    """By default it is the target's; another one changes what is drafted, and not what the target follows."""
+    method, models = _method("gsd wide"), _models()
+    prompts, lengths = _ragged_prompts(5, rows=64)
+
+    def drafted(call):
+        return {"entropy": -jax.numpy.sum(jax.scipy.special.xlogy(call.p[0], call.p[0])), "q": call.policy.temperature}
+
+    def run(policy, own):
+        made = generate(jax.random.key(3), method, *models, prompts, lengths, 9, policy, observe=drafted, draft_policy=own)
+        return made, np.sum(made.observed["entropy"]) / np.sum(made.target_calls)
+
+    shaped, sharp = Policy(0.7, top_k=3), Policy(0.05)
+    (first, entropy), (second, _), (_, sharper) = run(shaped, None), run(shaped, shaped), run(shaped, sharp)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert sharper < 0.3 < 0.6 < entropy
+    with pytest.raises(UserError, match=r"temperature=-1\.0"):
+        run(shaped, Policy(-1.0))
+
+
 DRAW_FOR_DRAW = {
     "spectr, one chain": (("speculative", {"draft_length": 4}), ("spectr", {"num_drafts": 1, "draft_length": 4})),
     "otm, one chain": (("speculative", {"draft_length": 4}), ("otm", {"num_drafts": 1, "draft_length": 4})),
