@@ -2,9 +2,8 @@
 
     python scripts/dev/compare_optimum.py [--workdir=results/layer]
 
-Writes results/layer/optimum.md and .json: expected tokens of one call on random pairs of table models, by a linear program for the
-optimum (`planning.optimum`) and by simulation for the verifiers.
-"""
+Writes results/layer/optimum.md and .json: expected tokens of one call on random pairs of table models, by a linear program
+for the optimum (`planning.optimum`) and by simulation for the verifiers. """
 
 import pathlib
 import time
@@ -75,8 +74,8 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"# Share of the optimum over all lossless verifiers\n\n{report.markdown_table(header, cells)}\n\n"
         f"Mean over {result['pairs']} random pairs of table models with {result['vocabulary']} tokens; {result['calls']:,} "
-        "simulated calls for each pair and verifier (standard error of an entry below 0.1 %), the optimum by linear program. A "
-        "dash: the method cannot draft that tree.\n\n"
+        "simulated calls for each pair and verifier (standard error of an entry below 0.1 %), the optimum by linear "
+        "program. A dash: the method cannot draft that tree.\n\n"
         f"{report.made_by(result)}\n"
     )
 

@@ -15,7 +15,7 @@ $$w_{vt} = \pi(v, t) \min\left(1, \frac{w_v q_v(t)}{b_v g_v(t)}\right), \qquad R
 
 Then, from the deepest layer up, with S the sum of w and r that of all R of a layer: stop there with probability
 r / (r + 1 - S), at a node drawn by the sum of its R, and emit the path to it and a token drawn from R. The sweep is that of
-layer verification; the competition is ours. The proof is in docs/otm_layer.md.
+layer verification (Cha et al., 2026); the competition is ours. The proof is in docs/otm_layer.md.
 
 pi is the mean of `competitions` drawn competitions: exact for any number of them, since the mean of a share is right and the
 shares sum to 1. With one chain this is block verification (Sun et al., 2024), on one level it accepts as `otm` does.
