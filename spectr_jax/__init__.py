@@ -39,6 +39,7 @@ Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`,
 
 .. include:: ../README.md
 .. include:: ../docs/which_method.md
+.. include:: ../docs/otm_layer.md
 .. include:: ../docs/speed.md
 .. include:: ../docs/training.md
 .. include:: ../docs/architecture.md

@@ -14,6 +14,7 @@ import pytest
 
 from spectr_jax import decoding, transport
 from spectr_jax.config import auto_config, eval_config, trees_config
+from spectr_jax.decoding import layer, multipath, traversal
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.measure.acceptance import PairAcceptance
@@ -117,6 +118,20 @@ def test_distinct_drafts_on_chains_only_are_measured(monkeypatch, toy, tmp_path)
 def test_whole_paths_need_a_winner():
     with pytest.raises(UserError, match="method 'bad' decides on whole paths, and its plan 'kseq' names no winner"):
         decoding.Method("bad", decoding.tree.parse("2,1"), transport.get("kseq"), decoding.block.select)
+
+
+@pytest.mark.parametrize(
+    ("tree", "plan", "walk", "message"),
+    [
+        ("1,2", "greedy_multipath", multipath.select, "chooses one of K chains, and its tree is none"),
+        ("2,1", "race", multipath.select, "has a walk for drafts by 'iid', and its plan 'race' draws them by 'race'"),
+        ("2,2", "recursive_without_replacement", layer.Walk(), "has a walk for drafts by 'iid', and its plan 'recursive_w"),
+        ("2,2", "race", traversal.select, "has a walk for drafts by 'without_replacement', and its plan 'race'"),
+    ],
+)
+def test_walks_refuse_drafts_that_they_are_not_exact_for(tree, plan, walk, message):
+    with pytest.raises(UserError, match=f"method 'bad' {message}"):
+        decoding.Method("bad", decoding.tree.parse(tree), transport.get(plan), walk)
 
 
 def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):

@@ -116,20 +116,7 @@ def along_winners(
             known,
         )
 
-    zero = jnp.zeros((), jnp.int32)
-    start = _Walk(
-        depth=zero,
-        node=zero,
-        live=jnp.arange(tree.size + 1) == 0,
-        run=jnp.ones((), p.dtype),
-        uniform=jnp.zeros((), p.dtype),
-        tau=zero,
-        residual=jnp.zeros(logits.shape[-1], p.dtype),
-        tokens=jnp.zeros(tree.height + 1, jnp.int32),
-        path=jnp.zeros(tree.height + 1, jnp.int32),
-        drafts=jnp.zeros(tree.height + 1, jnp.int32),
-        known=known,
-    )
+    start = _start(tree, known, p.dtype, logits.shape[-1])
     # Once run is 0 no longer prefix can be accepted.
     end = jax.lax.while_loop(lambda walk: jnp.any(walk.live & has_children) & (walk.run > 0), step, start)
     whole = end.uniform < end.run
@@ -138,3 +125,20 @@ def along_winners(
     _, residual_key, _ = jax.random.split(jax.random.fold_in(key, length + last), 3)
     chosen = end.tokens.at[last].set(draw(residual_key, weights))
     return Selection(chosen, last + 1, end.path[: tree.height], end.drafts)
+
+
+def _start(tree: Tree, known: Any, dtype, vocab_size: int) -> _Walk:
+    zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros(tree.height + 1, jnp.int32)
+    return _Walk(
+        depth=zero,
+        node=zero,
+        live=jnp.arange(tree.size + 1) == 0,
+        run=jnp.ones((), dtype),
+        uniform=jnp.zeros((), dtype),
+        tau=zero,
+        residual=jnp.zeros(vocab_size, dtype),
+        tokens=by_depth,
+        path=by_depth,
+        drafts=by_depth,
+        known=known,
+    )

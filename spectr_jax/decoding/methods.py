@@ -2,7 +2,7 @@
 
 A new method is a function here with its options as keyword arguments, and a line in `METHODS`; in a program of your own, a
 call of `register`. Where a method drafts `num_drafts` i.i.d. chains of `draft_length` tokens, `tree` gives another shape, as
-in `tree.parse`.
+in `tree.parse`; but for `gbv`, which takes chains only.
 """
 
 import dataclasses
@@ -30,7 +30,9 @@ class Method:
       name: as registered.
       tree: the shape that is drafted; empty for none.
       plan: how one token is chosen among drafts.
-      walk: how the tokens of a call follow from the plan: `selection.select`, token by token, or `block.select`.
+      walk: how the tokens of a call are chosen: `selection.select`, token by token by the plan, or by whole paths
+        `block.select`, `multipath.select`, `layer.Walk()` or `traversal.select`; the last three need of the plan only that
+        its drafting rule is theirs.
       exit_layer: self-speculation: the draft is so many of the target's first layers; 0 for a draft model.
     """
 
@@ -41,16 +43,31 @@ class Method:
     exit_layer: int = 0
 
     def __post_init__(self):
-        if self.walk is block_walk.select and (self.plan.winner is None or self.plan.drafts != "iid"):
-            raise UserError(
-                f"method {self.name!r} decides on whole paths, and its plan {self.plan.name!r} names no winner among i.i.d. "
-                "drafts; give a plan with `win`, such as 'otm'"
-            )
+        _check_walk(self)
 
     @property
     def rule(self) -> Callable:
         """How the children of a node are drawn, as the plan demands."""
         return drafting.RULES[self.plan.drafts]
+
+
+def _check_walk(method: Method) -> None:
+    """Raises `UserError` where the walk is not exact for the plan's drafts or the tree."""
+    plan, tree, walk = method.plan, method.tree, method.walk
+    if walk is block_walk.select and (plan.winner is None or plan.drafts != "iid"):
+        raise UserError(
+            f"method {method.name!r} decides on whole paths, and its plan {plan.name!r} names no winner among i.i.d. "
+            "drafts; give a plan with `win`, such as 'otm'"
+        )
+    rules = {multipath.select: "iid", traversal.select: "without_replacement"}
+    rule = "iid" if isinstance(walk, layer.Walk) else rules.get(walk, plan.drafts)
+    if plan.drafts != rule:
+        raise UserError(
+            f"method {method.name!r} has a walk for drafts by {rule!r}, and its plan {plan.name!r} draws them by "
+            f"{plan.drafts!r}; give a plan of that rule"
+        )
+    if walk is multipath.select and tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
+        raise UserError(f"method {method.name!r} chooses one of K chains, and its tree is none of K chains; give num_drafts")
 
 
 def baseline() -> Method:

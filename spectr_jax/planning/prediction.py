@@ -37,8 +37,8 @@ def statistic(method: Method) -> str | None:
 
     For i.i.d. drafts `CARRIERS`, how many of k carry the token, or, for a walk that decides on whole paths, `WINNERS`, the
     ratio of the winner too. For distinct drafts, drawn one after the other, `CHILDREN`, the acceptance by child index.
-    Nothing where the first k of many drafts are not k drafts, for a walk that is not ours, without drafts, and where the
-    target drafts for itself.
+    Nothing where the first k of many drafts are not k drafts, for other walks (`measure.replay` compares them), without
+    drafts, and where the target drafts for itself.
     """
     if not method.tree.size or method.exit_layer:
         return None
