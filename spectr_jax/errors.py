@@ -23,6 +23,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     """Returns the error for an unknown `name`; it suggests the nearest of the `known` ones."""
     known = sorted(known)
     near = difflib.get_close_matches(str(name), known, n=1)
+    near = near or [each for each in known if difflib.get_close_matches(str(name), each.split("_"), n=1)]
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
 

@@ -100,7 +100,8 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give more text or a smaller vocab_size"
+            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give more text or a smaller vocabulary, "
+            "--config.model.vocab_size (of pack: --vocab_size)"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, model.getvalue())

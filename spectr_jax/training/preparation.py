@@ -53,7 +53,10 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     if not config.early_exit.weight >= 0:
         raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
     if config.init and not weight_files(expanded(config.init)):
-        raise UserError(f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote")
+        raise UserError(
+            f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote, such as "
+            "spectr_jax/embedded/draft_6m"
+        )
     _check_optimizer(config)
 
 
@@ -179,12 +182,14 @@ def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, cor
         print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
         sample = sample_sentences(corpus, config.data.tokenizer_sentences, config.seed)
         train_tokenizer(sample, shared, config.model.vocab_size)
+    elif hosts.is_first() and not own.exists():
+        print(f"using the tokenizer that is there: {shared}")
     hosts.wait_for_all("the tokenizer is there")
     tokenizer = Tokenizer(shared)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
-            f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is {config.model.vocab_size}; "
-            "change one of them"
+            f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is {config.model.vocab_size}; give "
+            f"model.vocab_size={tokenizer.vocab_size}, or as data.tokenizer one that is not there yet"
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; restore it")
@@ -200,7 +205,8 @@ def _check_packed(config: ml_collections.ConfigDict, rows: PackedRows, tokenizer
             "again with that --length, or change the model"
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
+        found = "is not the tokenizer" if tokenizer.exists() else "is not there, and should be the tokenizer"
         raise UserError(
-            f"{str(tokenizer)!r} is not the tokenizer that {config.data.train!r} was packed with; give data.tokenizer="
+            f"{str(tokenizer)!r} {found} that {config.data.train!r} was packed with; give data.tokenizer="
             f"{str(pathlib.Path(config.data.train.removeprefix(PACKED_PREFIX)) / 'tokenizer.model')!r}"
         )

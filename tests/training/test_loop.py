@@ -26,6 +26,7 @@ from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
+from spectr_jax.training.preparation import open_tokenizer
 from spectr_jax.training.programs import make_programs
 from spectr_jax.training.step import StepOptions, eval_step, init_state, summed_loss, train_step
 
@@ -247,6 +248,18 @@ def test_unknown_fields(config, tmp_path):
         train(wrong, tmp_path)
 
 
+def test_a_shared_tokenizer_is_trained_once_and_said_to_be_used(config, corpus, tmp_path, capsys):
+    shared, sentences = tmp_path / "tokenizer.model", open_sentences(str(corpus / "train.txt"))
+    for name, said in (
+        ("one", "training a tokenizer of 320 pieces"),
+        ("two", "using the tokenizer that is there"),
+        ("two", ""),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        open_tokenizer(config(**{"data.tokenizer": str(shared)}), tmp_path / name, sentences)
+        assert capsys.readouterr().out == (f"{said}: {shared}\n" if said else "")
+
+
 def test_a_packed_corpus_trains_with_its_own_tokenizer_alone(config, corpus, losses, tmp_path):
     sentences = open_sentences(str(corpus / "train.txt"))
     tokenizer = train_tokenizer(sentences, tmp_path / "tokenizer.model", 320)
@@ -260,7 +273,9 @@ def test_a_packed_corpus_trains_with_its_own_tokenizer_alone(config, corpus, los
     other = tmp_path / "other.model"
     train_tokenizer(list(sentences)[:300], other, 320)
     for tokenizer_path in (other, tmp_path / "none.model", ""):
-        with pytest.raises(UserError, match=r"is not the tokenizer that .* was packed with; give data.tokenizer="):
+        with pytest.raises(
+            UserError, match=r"is not (there, and should be )?the tokenizer that .* was packed with; give data.tokenizer="
+        ):
             train(config(**{**packed, "data.tokenizer": str(tokenizer_path)}), tmp_path / "refused")
     with pytest.raises(UserError, match=r"has rows of 32 tokens, model.context is 24"):
         train(config(**packed, **{"model.context": 24}), tmp_path / "refused")
