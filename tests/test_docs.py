@@ -6,6 +6,9 @@ import re
 
 import pytest
 
+from spectr_jax.decoding import METHODS
+from spectr_jax.transport import PLANS
+
 yaml = pytest.importorskip("yaml")  # Comes with ml_collections.
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -115,6 +118,13 @@ def test_github_runs_the_test_command():
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands == ["scripts/test.sh"] and (ROOT / commands[0]).exists()
     assert workflow[True]  # YAML 1.1 takes the key `on` for a truth value.
+
+
+@pytest.mark.parametrize(("heading", "named"), [("Methods", METHODS), ("Plans", PLANS)])
+def test_the_tables_of_the_architecture_have_all(heading, named):
+    section = (ROOT / "docs/architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(named)
 
 
 def test_the_first_page_has_all_rooms():

@@ -40,8 +40,10 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/prepare_lm1b.py": ("data_dir",),
     "scripts/dev/compile_for.py": ("workdir",),
     "scripts/train_ladder.py": ("workdir",),
+    "scripts/dev/compare_verifiers.py": ("workdir",),
+    "scripts/dev/compare_optimum.py": ("workdir",),
 }
-TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE, LADDER = PROGRAMS
+TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE, LADDER, VERIFIERS, OPTIMUM = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
 CASES = [
@@ -133,6 +135,9 @@ CASES = [
     (STEPS, "--batch_sizes=0,1,1,1", "--batch_sizes=0,1,1,1 is not one number for each of draft_2m"),
     (STEPS, "--dtype=half", "model.dtype='half' is not known"),
     (CHAOS, "--kills=50 --steps=20", "--steps=20 is too few for --kills=50; give 60 or more"),
+    (VERIFIERS, "--tree=4xx", "tree '4xx' is not known"),
+    (VERIFIERS, "--methods=spektr", "unknown method 'spektr'; did you mean 'spectr'?"),
+    (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
     (PEERS, "--trees=x", "tree 'x' is not known"),
     (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),

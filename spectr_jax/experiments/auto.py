@@ -116,10 +116,7 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
     check_fields(config, auto_config())
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths", "size", "tries")
-    if config.temperature == 0 and not config.draft_temperature:
-        raise UserError(
-            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
-        )
+    measurement.check_has_acceptance(config)
     for name in config.methods:
         if statistic(get_method(name)) is None:
             raise UserError(

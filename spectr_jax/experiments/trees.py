@@ -109,10 +109,7 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         tree_search.branching_of(tree)
         if tree.size > max(config.sizes):
             raise UserError(f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}")
-    if config.temperature == 0 and not config.draft_temperature:
-        raise UserError(
-            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
-        )
+    measurement.check_has_acceptance(config)
     for name in config.methods:
         if not get_method(name).tree.size or all(on_tree(name, tree_lib.chain(size)) is None for size in config.sizes):
             raise UserError(f"methods has {name!r}, which drafts nothing, or no tree of N={max(config.sizes)}; leave it out")

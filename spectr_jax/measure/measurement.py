@@ -68,6 +68,14 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
         check_policy(policy)
 
 
+def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` where target and drafts are greedy: one draft is then as good as many."""
+    if config.temperature == 0 and not config.draft_temperature:
+        raise UserError(
+            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
+        )
+
+
 def policies_of(config: ml_collections.ConfigDict, eos: int) -> tuple[Policy, Policy]:
     """The sampling policies of target and drafts; the token `eos` ends a sequence."""
     policy = Policy(config.temperature, config.top_k, config.top_p, eos)

@@ -7,12 +7,14 @@ import pytest
 
 from spectr_jax.decoding import Policy, generate, get_method, selection
 from spectr_jax.decoding.generate import BUCKET
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.testing import methods as checks
 from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
+from spectr_jax.transport import otm
 
 UNEVEN = Tree((0, 0, 1, 1, 2))
 METHODS = {
@@ -242,10 +244,14 @@ def test_expected_accepted_tokens_of_block_verification():
     def emitted(call):
         return {"emitted": jnp.float32(call.chosen.emitted)}
 
-    for name in ("speculative", "block"):
-        method = get_method(name, draft_length=2)
+    for name in ("speculative", "block", "otm_layer", "traversal"):
+        method = on_tree(name, chain(2))
         result = generate(jax.random.key(0), method, *_models(), prompts, lengths, 1, observe=emitted)
         seen[name] = float(np.mean(np.asarray(result.observed["emitted"])))
+    # On one level it accepts as the plan does.
+    result = generate(jax.random.key(0), get_method("otm_layer", tree="3"), *_models(), prompts, lengths, 1, observe=emitted)
+    level = float(np.mean(np.asarray(result.observed["emitted"])))
+    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.01)
     p1, q1 = DRAFT[PROMPT], TARGET[PROMPT]
     token, block = 0.0, 0.0
     for x in range(VOCAB):
@@ -257,7 +263,8 @@ def test_expected_accepted_tokens_of_block_verification():
         one = (1 - whole) * rest / (rest + 1 - run) if rest else 0.0
         block += p1[x] * (2 * whole + one)
     assert seen["speculative"] == pytest.approx(1 + token, abs=0.01)
-    assert seen["block"] == pytest.approx(1 + block, abs=0.01)
+    for name in ("block", "otm_layer", "traversal"):  # On one chain the same.
+        assert seen[name] == pytest.approx(1 + block, abs=0.01)
     assert block > token + 0.02
 
 
