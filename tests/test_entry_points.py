@@ -42,8 +42,26 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/train_ladder.py": ("workdir",),
     "scripts/dev/compare_verifiers.py": ("workdir",),
     "scripts/dev/compare_optimum.py": ("workdir",),
+    "scripts/dev/compare_trees.py": ("workdir",),
 }
-TRAIN, EVAL, FIGURES, PACK, EXPORT, SAMPLE, SELECT, STEPS, CHAOS, PEERS, LM1B, COMPILE, LADDER, VERIFIERS, OPTIMUM = PROGRAMS
+(
+    TRAIN,
+    EVAL,
+    FIGURES,
+    PACK,
+    EXPORT,
+    SAMPLE,
+    SELECT,
+    STEPS,
+    CHAOS,
+    PEERS,
+    LM1B,
+    COMPILE,
+    LADDER,
+    VERIFIERS,
+    OPTIMUM,
+    SHAPES,
+) = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
 CASES = [
@@ -137,6 +155,8 @@ CASES = [
     (CHAOS, "--kills=50 --steps=20", "--steps=20 is too few for --kills=50; give 60 or more"),
     (VERIFIERS, "--tree=4xx", "tree '4xx' is not known"),
     (VERIFIERS, "--methods=spektr", "unknown method 'spektr'; did you mean 'spectr'?"),
+    (SHAPES, "--methods=ersd", "method 'ersd' drafts by the rule 'race'; replay methods of i.i.d. drafts"),
+    (SHAPES, "--methods=gbv --tree=2,2", "--methods has 'gbv', which can draft none of the trees; leave it out"),
     (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
     (PEERS, "--trees=x", "tree 'x' is not known"),
     (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),

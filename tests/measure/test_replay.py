@@ -59,7 +59,7 @@ def _emitted(call):
 
 
 def test_what_cannot_be_replayed_is_refused():
-    with pytest.raises(UserError, match="'ersd' drafts by 'race'"):
+    with pytest.raises(UserError, match="'ersd' drafts by the rule 'race'"):
         replay.observe_replays((get_method("ersd"),))
-    with pytest.raises(UserError, match="'gsd' drafts by 'without_replacement', 'otm' by 'iid'"):
+    with pytest.raises(UserError, match="'gsd' drafts by the rule 'without_replacement'"):
         replay.observe_replays((get_method("otm"), get_method("gsd")))
