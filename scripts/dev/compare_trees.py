@@ -100,9 +100,10 @@ def markdown(result: dict[str, Any]) -> str:
         f"# Tokens per call by tree: {settings['draft']} drafts for {settings['target']}\n\n"
         f"{report.markdown_table(['nodes', 'tree', *(f'`{name}`' for name in rows)], cells)}\n\n"
         f"{settings['num_prompts']} prompts, up to {settings['max_new_tokens']} new tokens, "
-        f"{report.temperatures(settings)}, {settings['dtype']}; ± the standard error (bootstrap over prompts). KxL: K chains of L drafts; a dash: the method "
-        "cannot draft that tree. i.i.d. verifiers saw the same calls and drafts, so their differences are more certain than "
-        f"their standard errors say; `gsd` and `traversal` saw others.\n\n{report.made_by(result)}\n"
+        f"{report.temperatures(settings)}, {settings['dtype']}; ± the standard error (bootstrap over prompts). KxL: K "
+        "chains of L drafts; a dash: the method cannot draft that tree. i.i.d. verifiers saw the same calls and drafts, so "
+        "their differences are more certain than their standard errors say; `gsd` and `traversal` saw others.\n\n"
+        f"{report.made_by(result)}\n"
     )
 
 

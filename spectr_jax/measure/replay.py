@@ -53,8 +53,8 @@ def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, j
     for method in methods:
         if method.plan.drafts not in ("iid", "without_replacement") or method.plan.drafts != methods[0].plan.drafts:
             raise UserError(
-                f"method {method.name!r} drafts by the rule {method.plan.drafts!r}; replay methods of i.i.d. drafts, or ones "
-                "of drafts without replacement"
+                f"method {method.name!r} drafts by the rule {method.plan.drafts!r}; replay methods of i.i.d. drafts, or "
+                "ones of drafts without replacement"
             )
 
     def emitted(call: Call, method: Method, key: jax.Array) -> jax.Array:
