@@ -155,7 +155,7 @@ CASES = [
     (CHAOS, "--kills=50 --steps=20", "--steps=20 is too few for --kills=50; give 60 or more"),
     (VERIFIERS, "--tree=4xx", "tree '4xx' is not known"),
     (VERIFIERS, "--methods=spektr", "unknown method 'spektr'; did you mean 'spectr'?"),
-    (SHAPES, "--methods=ersd", "method 'ersd' drafts by the rule 'race'; replay methods of i.i.d. drafts"),
+    (SHAPES, "--methods=ersd", "method 'ersd' drafts by the rule 'race'; replay methods that draft"),
     (SHAPES, "--methods=gbv --tree=2,2", "--methods has 'gbv', which can draft none of the trees; leave it out"),
     (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
     (PEERS, "--trees=x", "tree 'x' is not known"),

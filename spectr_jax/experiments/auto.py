@@ -6,13 +6,11 @@ prediction.
 """
 
 import dataclasses
-import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import ml_collections
 import numpy as np
 import tqdm
@@ -20,24 +18,20 @@ import tqdm
 from spectr_jax.config import auto_config, check_fields, check_positive
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import cannot_branch, on_tree, options_for
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained
+from spectr_jax.experiments.call_parts import Times, call_time, counted, measure_times, on_chains
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.acceptance import observe_drafts, observe_nodes, shares
 from spectr_jax.measure.bench import Bench
-from spectr_jax.measure.call_times import PHASES, Timer, call_seconds, phase_timers, timed_once, token_timer
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Program
-from spectr_jax.models.frozen import freeze
+from spectr_jax.measure.replay import can_be_replayed, covering, observe_replays
 from spectr_jax.planning import prediction, tree_search
 from spectr_jax.planning.prediction import CARRIERS, CHILDREN, statistic
 
 NAME = "auto"
-STARTED = "speculative"
-"""The method that tells what starting a sequence with a draft costs."""
 
 
 class Acceptance(NamedTuple):
@@ -46,25 +40,12 @@ class Acceptance(NamedTuple):
     Attributes:
       tables: by method, what `prediction.predictor` takes for it.
       tokens: a text has, on average.
+      replayed: by method that has no such table, tokens per call by shape, from the calls that it was replayed on.
     """
 
     tables: dict[str, np.ndarray]
     tokens: float
-
-
-class Times(NamedTuple):
-    """Seconds on this machine, functions of a number of tokens or drafts; `select` by method, for a chosen token.
-
-    `together`: the time of the parts inside a call over their time alone. `start`: the time to start a sequence,
-    without and with drafts.
-    """
-
-    target: Callable[[int], float]
-    together: float
-    start: tuple[float, float]
-    first_level: Callable[[int], float]
-    level: Callable[[int], float]
-    select: dict[str, Callable[[int], float]]
+    replayed: dict[str, dict[str, float]]
 
 
 class Candidate(NamedTuple):
@@ -101,7 +82,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "predicted": [_row(each) for each in found],
         **acceptance_shown(acceptance),
         "together": times.together,
-        "target_ms": {str(count): times.target(count) * 1e3 for count in _counts(config.size)},
+        "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
         **report.about(config, started),
     }
@@ -118,21 +99,21 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
     check_positive(config, "num_drafts", "draft_lengths", "size", "tries")
     measurement.check_has_acceptance(config)
     for name in config.methods:
-        if statistic(get_method(name)) is None:
+        if statistic(get_method(name)) is None and not can_be_replayed(get_method(name)):
             raise UserError(
-                f"methods has {name!r}, which has no prediction; leave it out: predicted are a draft model's drafts, i.i.d. "
-                "ones chosen token by token or by blocks, or ones without replacement, token by token"
+                f"methods has {name!r}, which has no prediction; leave it out: predicted are methods of a draft model whose "
+                "drafts are i.i.d. or without replacement"
             )
-        if _on_chains(name, 1) is None:
+        if on_chains(name, 1) is None:
             raise UserError(f"methods has {name!r}, which takes no tree and no draft_length to search; leave it out")
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
     """What batch trees show of the plans of the config's methods; i.i.d. drafts show it of all plans in one run: the first k
-    of them are k drafts, for every k."""
+    of them are k drafts, for every k. Other methods are replayed on chains."""
     config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
-    methods = {name: get_method(name) for name in config.methods}
+    methods = {name: get_method(name) for name in config.methods if statistic(get_method(name)) is not None}
     iid = tuple(method for method in methods.values() if statistic(method) != CHILDREN)
     programs = {
         # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
@@ -154,7 +135,31 @@ def measure_acceptance(bench: Bench) -> Acceptance:
             tables[program.method.name] = np.array(R)
         else:
             tables |= {name: shares(counts) for name, counts in observed.items()}
-    return Acceptance(tables, next(iter(seen.values())).tokens / bench.prompts.real)
+    replayed = {name: _replayed(bench, name) for name in config.methods if name not in methods}
+    if not seen:  # The length of a text is that of any method.
+        seen = {"": bench.measured("the baseline", Program(get_method("baseline"), None), config.seeds[0])}
+    return Acceptance(tables, next(iter(seen.values())).tokens / bench.prompts.real, replayed)
+
+
+def _replayed(bench: Bench, name: str) -> dict[str, float]:
+    """Tokens per call of a method on K chains of L, from a batch of prompts decoded token by token with its own drafts."""
+    methods = {
+        shape: method
+        for shape, tree in _chains(bench.config).items()
+        if tree.size <= bench.config.size and (method := on_tree(name, tree)) is not None
+    }
+    whole = covering(method.tree for method in methods.values())
+    walked = Method(name, whole, get_method(name).plan)
+    program = Program(walked, bench.drafts[0], observe_replays(tuple(methods.values())))
+    observed = bench.measured(f"{name} replayed", program, bench.config.seeds[0], batches=1).observed
+    return dict(zip(methods, (np.array(observed["emitted"]) / observed["calls"]).tolist(), strict=True))
+
+
+def _chains(config: ml_collections.ConfigDict) -> dict[str, Tree]:
+    """K chains of L, for K > 1 and the L of the config, by their numbers of children."""
+    numbers = [number for number in config.num_drafts if number > 1]
+    shapes = [(number, *[1] * (length - 1)) for number in numbers for length in config.draft_lengths]
+    return {",".join(map(str, branching)): tree_lib.prefix_tree(*branching) for branching in shapes}
 
 
 def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
@@ -164,45 +169,6 @@ def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]
         "acceptance_by_child": {name: table.tolist() for name, (kind, table) in tables.items() if kind == CHILDREN},
         "acceptance_by_drafts": {name: (1 - t[1:, 0]).tolist() for name, (kind, t) in tables.items() if kind == CARRIERS},
     }
-
-
-def measure_times(bench: Bench) -> Times:
-    """Call times of the target, and of drafting and selection by phases of calls on few chains."""
-    config, journal, target, draft = bench.config, bench.journal, bench.target, bench.drafts[0]
-    batch, context = config.batch_size, config.prompt_tokens + config.max_new_tokens // 2
-    widths, counts = sorted(set(config.num_drafts)), _counts(config.size)
-
-    def calls() -> list[float]:
-        seconds = call_seconds(target.model, batch, counts, context)
-        return [seconds(count) for count in counts]
-
-    target_seconds = _between(counts, journal.value("calls of the target", calls))
-
-    def phases(width: int, length: int, **options) -> Callable[[], dict[str, Timer]]:
-        method = get_method("spectr", num_drafts=width, draft_length=length)
-        return functools.partial(phase_timers, method, target.model, draft.model, batch, context, **options)
-
-    lengths = {(width, length): phases(width, length, phases=("draft",)) for width in widths for length in (1, 4)}
-    drafting = timed_once(journal, "drafting", lengths)
-    first = [drafting[width, 1]["draft"] for width in widths]
-    level = [max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths]
-    choosing = {
-        (name, width): functools.partial(token_timer, method, target.model.vocab_size, batch)
-        for name in dict.fromkeys([*config.methods, STARTED])
-        for width in ([1] if cannot_branch(name) else widths)
-        if (method := _on_chains(name, width)) is not None
-    }
-    chosen, select = timed_once(journal, "selection", choosing), {}
-    for name in dict.fromkeys(method for method, _ in choosing):
-        measured = {width: seconds for (method, width), seconds in chosen.items() if method == name}
-        select[name] = _between(list(measured), list(measured.values()))
-    started = get_method("baseline"), get_method(STARTED, draft_length=1)
-    texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
-    whole = timed_once(journal, "whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
-    together = whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES)
-    times = Times(target_seconds, together, (0.0, 0.0), _between(widths, first), _between(widths, level), select)
-    start = [max(0.0, whole[at] - _call(times, STARTED, method.tree, 1)) for at, method in enumerate(started)]
-    return times._replace(start=(start[0], start[1]))
 
 
 def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times) -> Iterator[Candidate]:
@@ -225,6 +191,10 @@ def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times:
             method = on_tree(name, tree)
             if method is not None:
                 yield _candidate(config, acceptance, times, name, shape, method, tokens(tree))
+    for name, replayed in acceptance.replayed.items():
+        for shape, expected in replayed.items():
+            method = get_method(name, **(options_for(name, tree_lib.parse(shape)) or {}))
+            yield _candidate(config, acceptance, times, name, shape, method, expected)
 
 
 def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
@@ -292,34 +262,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _candidate(config, acceptance: Acceptance, times: Times, name: str, shape: str, method: Method, expected: float):
     calls = acceptance.tokens / expected
-    seconds = times.start[bool(method.tree.size)] + calls * _call(times, name, method.tree, expected)
+    seconds = times.start[bool(method.tree.size)] + calls * call_time(times, name, method.tree, expected)
     return Candidate(name, shape, method, expected, config.batch_size * acceptance.tokens / seconds)
-
-
-def _call(times: Times, name: str, tree: Tree, expected: float) -> float:
-    """Seconds of a call that emits `expected` tokens."""
-    if not tree.size:
-        return times.target(1)
-    widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
-    # The first level costs what its children cost; the others what their parents do.
-    drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
-    select = expected * times.select[name](max(len(tree.levels[1]), widths[-1]))
-    return times.together * (drafting + times.target(tree.size + 1) + select)
-
-
-def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Timer:
-    """The time of sequences of one new token."""
-    models = freeze(target.model), freeze(draft.model)
-    prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
-    lengths = np.full(config.batch_size, prompts.shape[1])
-
-    def one(seed: int) -> float:
-        started = time.perf_counter()
-        jax.block_until_ready(generate(jax.random.key(seed), method, *models, prompts, lengths, 1))
-        return time.perf_counter() - started
-
-    one(0)
-    return lambda: float(np.median([one(seed) for seed in range(1, 12)]))
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
@@ -374,18 +318,3 @@ def _options(candidate: Candidate) -> str:
     if "tree" in options:
         return f'tree="{candidate.shape}"' if candidate.shape[0].isdigit() else f"tree=Tree({options['tree'].parents})"
     return ", ".join(f"{option}={value}" for option, value in options.items())
-
-
-def _on_chains(name: str, width: int) -> Method | None:
-    """On chains to time its walk on."""
-    return on_tree(name, tree_lib.iid_chains(width, 4))
-
-
-def _counts(size: int) -> list[int]:
-    """Numbers of tokens to measure calls on, up to `size` nodes and the root."""
-    return [*(count for count in (1, 2, 3, 5, 9, 17, 33, 65, 129) if count <= size), size + 1]
-
-
-def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
-    """Interpolates between measured numbers; beyond the last, in proportion to the number."""
-    return lambda number: float(np.interp(number, numbers, seconds)) * max(1.0, number / numbers[-1])

@@ -55,13 +55,13 @@ class Bench(NamedTuple):
             method, self.target, draft, self.prompts, self.config, seed, batches=batches, observe=observe, done=done
         )
 
-    def measured(self, name: str, program: Program, seed: int) -> Measurement:
+    def measured(self, name: str, program: Program, seed: int, batches: int | None = None) -> Measurement:
         """What `run` returns, from the journal's entry `name` or written to it."""
         if self.bar is not None:
             self.bar.set_description(name)
             if name in self.journal:
                 self.bar.update(len(self.prompts.tokens))
-        return self.journal.measurement(name, functools.partial(self.run, program, seed))
+        return self.journal.measurement(name, functools.partial(self.run, program, seed, batches))
 
 
 def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:

@@ -37,6 +37,11 @@ def part_of(whole: Tree, part: Tree) -> np.ndarray:
     return np.array([places[path] for path in paths], np.int32)
 
 
+def can_be_replayed(method: Method) -> bool:
+    """Whether parts of its drafted trees are drafted trees: of a draft model, i.i.d. or without replacement."""
+    return bool(method.tree.size) and not method.exit_layer and method.plan.drafts in ("iid", "without_replacement")
+
+
 @functools.cache
 def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, jax.Array]]:
     """An `observe` for `generate` with a method that drafts by the same rule on a `covering` tree.
@@ -51,10 +56,10 @@ def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, j
       UserError: a method whose drafts are not drawn so that the first of them are drafts.
     """
     for method in methods:
-        if method.plan.drafts not in ("iid", "without_replacement") or method.plan.drafts != methods[0].plan.drafts:
+        if not can_be_replayed(method) or method.plan.drafts != methods[0].plan.drafts:
             raise UserError(
-                f"method {method.name!r} drafts by the rule {method.plan.drafts!r}; replay methods of i.i.d. drafts, or "
-                "ones of drafts without replacement"
+                f"method {method.name!r} drafts by the rule {method.plan.drafts!r}; replay methods that draft, all "
+                "with i.i.d. drafts or all without replacement"
             )
 
     def emitted(call: Call, method: Method, key: jax.Array) -> jax.Array:

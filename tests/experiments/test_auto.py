@@ -11,10 +11,11 @@ from spectr_jax.config import auto_config
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import Tree, chain, prefix_tree
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import auto
+from spectr_jax.experiments import auto, call_parts
 from spectr_jax.measure import bench, measurement
 from spectr_jax.measure.journal import Journal
 from spectr_jax.measure.measurement import Measurement
+from spectr_jax.planning import tree_search
 
 
 def _config(folder, **changes):
@@ -44,9 +45,9 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
     calls, phases, tokens, decoded = [], [], [], []
     measure = _stopping(measurement.measure, decoded, 1, 8)  # The eighth is the last try of all.
     monkeypatch.setattr(bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure}))
-    monkeypatch.setattr(auto, "call_seconds", _stopping(auto.call_seconds, calls))
-    monkeypatch.setattr(auto, "phase_timers", _stopping(auto.phase_timers, phases))
-    monkeypatch.setattr(auto, "token_timer", _stopping(auto.token_timer, tokens, 1))
+    monkeypatch.setattr(call_parts, "call_seconds", _stopping(call_parts.call_seconds, calls))
+    monkeypatch.setattr(call_parts, "phase_timers", _stopping(call_parts.phase_timers, phases))
+    monkeypatch.setattr(call_parts, "token_timer", _stopping(call_parts.token_timer, tokens, 1))
     config = _config(toy.folder, methods=("block",), seeds=(0, 1))
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
@@ -75,8 +76,8 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
 def _given(target, accepted=0.8, level=1.0):
     """Acceptance `accepted` of one draft, and of two no more; a machine where a call on n tokens takes `target(n)`."""
     carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
-    acceptance = auto.Acceptance({"speculative": carriers}, 60.0)
-    times = auto.Times(target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {"speculative": lambda _: 0.0})
+    acceptance = auto.Acceptance({"speculative": carriers}, 60.0, {})
+    times = call_parts.Times(target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {"speculative": lambda _: 0.0})
     return acceptance, times
 
 
@@ -93,6 +94,27 @@ def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path)
     assert free[0].tokens_per_second == pytest.approx(free[0].tokens_per_call / 104)
     dear = _found(lambda count: 100.0 * count, tmp_path)
     assert dear[0].shape == "-" and dear[0].tokens_per_second == pytest.approx(1 / 100)
+
+
+def test_methods_without_a_table_are_replayed(toy, tmp_path):
+    config = _config(
+        toy.folder, methods=("otm_layer", "gbv", "traversal"), draft_lengths=(1, 2), num_drafts=(1, 2, 3), size=4
+    )
+    target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))
+    table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config))
+    acceptance = auto.measure_acceptance(table)
+    shapes = ["2", "2,1", "3"]  # Three chains of two have more than four nodes.
+    assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(config.methods, shapes)
+    times = call_parts.Times(
+        lambda _: 100.0, 1.0, (0.0, 0.0), *[lambda _: 0.0] * 2, dict.fromkeys(config.methods, lambda _: 0.0)
+    )
+    found = {(each.name, each.shape): each for each in auto.candidates(config, acceptance, times)}
+    assert len(found) == 1 + 3 * 3
+    for (name, shape), each in found.items():
+        tree = each.method.tree
+        assert each.method.name == name and 1 <= each.tokens_per_call <= tree.height + 1
+        assert not tree.size or ",".join(map(str, tree_search.branching_of(tree))) == shape
+    assert found["otm_layer", "2,1"].tokens_per_call > 1
 
 
 def test_the_best_of_each_method_is_tried_and_then_the_best_of_the_rest(tmp_path):
