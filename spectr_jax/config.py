@@ -112,7 +112,7 @@ def eval_config() -> ml_collections.ConfigDict:
             "drafts": ("embedded:2m",),
             "num_drafts": (1, 2, 4, 8),
             "draft_lengths": (4, 8),
-            "methods": ("spectr", "otm", "otm_block"),  # For K > 1; at K = 1 speculative decoding, and those of one chain.
+            "methods": ("spectr", "otm", "otm_block", "otm_layer"),  # For K > 1; at K = 1 speculative decoding.
             "optimal_acceptance": True,  # Tell alpha* too, which takes a second program a row, and a seed's time.
         }
     )
@@ -149,7 +149,7 @@ def latency_config() -> ml_collections.ConfigDict:
             "batch_sizes": (1, 2, 4, 8),
             "runs": 1_000,
             "draft": "random:draft_6m",  # For the phases, which take `lengths` as lengths of drafts.
-            "methods": ("spectr", "otm_block"),
+            "methods": ("spectr", "otm_block", "otm_layer"),
             "num_drafts": 8,
             "phase_batch_sizes": (1, 8),
         }
@@ -178,7 +178,7 @@ def auto_config() -> ml_collections.ConfigDict:
             "experiment": "auto",
             **decoding_config(),
             "draft": "embedded:2m",
-            "methods": ("speculative", "block", "spectr", "otm", "otm_block", "gbv_conditional", "gsd", "ersd"),
+            "methods": ("speculative", "block", "spectr", "otm", "otm_block", "otm_layer", "gbv_conditional", "gsd", "ersd"),
             "num_drafts": (1, 2, 4, 8),  # K; the widest prefix trees too.
             "draft_lengths": (1, 2, 3, 4, 6, 8),  # L; the highest trees too.
             "size": 64,  # The most nodes of a tree.
