@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law, live_children, marked
+from spectr_jax.decoding.selection import Selection, draft_law, drawable, live_children, marked
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.base import Plan, draw, or_else
 
@@ -86,11 +86,12 @@ def along_winners(
       known: arrays, what is known at the root.
       plan: i.i.d., and so on: as in `selection.select`.
     """
-    has_children = jnp.asarray(tree.children_table[:, 0] >= 0)
+    usable = drawable(tree, tokens, p)
+    has_children = jnp.zeros(tree.size + 1, bool).at[jnp.asarray(tree.parent[1:])].max(usable[1:])
 
     def step(walk: _Walk) -> _Walk:
         children, valid = live_children(tree, plan, walk.node, walk.live, walk.depth)
-        drafts = tokens[children]
+        drafts, valid = tokens[children], valid & usable[children]
         q = probabilities(logits[walk.node], policy)
         accept_key, _, win_key = jax.random.split(jax.random.fold_in(key, length + walk.depth), 3)
         law = draft_law(tree, p, children[jnp.argmax(valid)], q)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law, in_turn
+from spectr_jax.decoding.selection import Selection, draft_law, drawable, in_turn
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import Plan, draw, or_else
@@ -55,7 +55,8 @@ class _Drafted(NamedTuple):
     def laws(self, node, child) -> tuple[jax.Array, jax.Array]:
         """p and q [V] at a node; `child` is a draft of it, or 0 for none, where p is undefined."""
         q = probabilities(self.logits[node], self.policy)
-        return draft_law(self.tree, self.p, child, q), q
+        p = draft_law(self.tree, self.p, child, q)
+        return jnp.where(p > 0, p, 0), q
 
 
 class _Scores(NamedTuple):
@@ -160,7 +161,8 @@ def _compete(key, drafted: _Drafted, scores: _Scores, competitions: int) -> _Sco
     parents_D = scores.first[parent[drafts_D]]
     stands_W = (nodes_W >= 0) & (scores.first[nodes_W] == nodes_W)
     score_W = jnp.where(stands_W, scores.score[nodes_W], 0)
-    belongs_WxD = (parents_D == nodes_W[:, None]) & (drafts_D >= 0) & (score_W > 0)[:, None]
+    usable_D = (drafts_D >= 0) & drawable(tree, drafted.tokens, drafted.p)[drafts_D]
+    belongs_WxD = (parents_D == nodes_W[:, None]) & usable_D & (score_W > 0)[:, None]
     k_W = jnp.sum(belongs_WxD, axis=1, dtype=jnp.int32)
     child_W = jnp.where(k_W > 0, drafts_D[jnp.argmax(belongs_WxD, axis=1)], 0)
     competing_W = jnp.where(k_W > 0, score_W, 0)

@@ -138,6 +138,15 @@ def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array,
     return children, children >= 0
 
 
+def drawable(tree: Tree, tokens, p) -> jax.Array:
+    """[N + 1] bool: whether each node's token can be drawn from the draft distribution at its parent; not where that is
+    none, as of logits that are NaN."""
+    if not tree.size:
+        return jnp.ones(1, bool)
+    rows = jnp.asarray(tree.inner_rank)[jnp.asarray(tree.parent[1:])]
+    return jnp.concatenate([jnp.ones(1, bool), p[rows, tokens[1:]] > 0])
+
+
 def draft_law(tree: Tree, p, child, otherwise) -> jax.Array:
     """The draft distribution [V] that node `child` was drawn from; undefined if there is no child.
 

@@ -24,7 +24,8 @@ def select(key, p, q, drafts, valid) -> Choice:
     rest = p.at[jnp.where(valid & (index < last), drafts, len(p))].set(0, mode="drop")
     total, draft = jnp.sum(rest), drafts[last]
     uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    accepted = (last >= 0) & (uniforms[last] * rest[draft] < q[draft] * total)
+    # Divided first: a product with the little that is left may be 0 in float32.
+    accepted = (last >= 0) & (uniforms[last] * (rest[draft] / total) < q[draft])
     residual = jnp.where((last >= 0) & (total > 0), or_else(jnp.maximum(q - rest / total, 0), q), q)
     token = jnp.where(accepted, draft, draw(residual_key, residual))
     return Choice(token, jnp.any(valid & (drafts == token)))

@@ -43,9 +43,10 @@ def reject_in_turn(key, p, q, drafts, valid, next_law: Callable) -> Choice:
     def attempt(carry, this):
         law, left, chosen = carry
         draft, usable, uniform = this
-        mass, total = jnp.sum(law), jnp.sum(left)
-        accepted = usable & (uniform * law[draft] * total < left[draft] * mass)
-        rest = or_else(jnp.maximum(left / total - law / mass, 0), left)
+        # Normalised first: a product of what little is left and of another mass may be 0 in float32.
+        given, wanted = law / jnp.sum(law), left / jnp.sum(left)
+        accepted = usable & (uniform * given[draft] < wanted[draft])
+        rest = or_else(jnp.maximum(wanted - given, 0), left)
         return (
             jnp.where(usable, next_law(law, draft), law),
             jnp.where(usable, rest, left),

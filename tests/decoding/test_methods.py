@@ -209,6 +209,44 @@ def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
     assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), law.ravel()) > 1e-4
 
 
+NOWHERE = {"at the root": (slice(None), slice(None)), "below it": (2, (1, 3))}
+
+
+@pytest.mark.parametrize("where", NOWHERE)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("otm_block", {"tree": "3,1"}),
+        ("gbv", {"num_drafts": 3, "draft_length": 2}),
+        ("otm_layer", {"tree": "3,1", "competitions": 4}),
+        ("traversal", {"tree": "3,1"}),
+    ],
+)
+@pytest.mark.optimized
+def test_drafts_of_no_distribution_are_not_used(name, options, where):
+    """Logits that are all -inf make a p that is NaN: what was drawn from it is no draft."""
+    V, texts = 5, 40_000
+    draft = np.tile([0.4, 0.3, 0.15, 0.1, 0.05], (V, V, 1))
+    draft[NOWHERE[where]] = 0
+    models = TableModel(np.full((V, V, V), 0.2)), TableModel(draft)
+    result = generate(
+        jax.random.key(0), get_method(name, **options), *models, np.tile([1, 2], (texts, 1)), np.full(texts, 2), 2
+    )
+    first, second = np.asarray(result.tokens)[:, 2:4].T
+    assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), np.full(V * V, 1 / V**2)) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["gsd", "greedy_drafts", "traversal"])
+def test_what_is_left_of_a_confident_draft_may_be_next_to_nothing(name):
+    """Behind the likeliest token, at a temperature of 0.053, is a mass of 1e-37, whose products are 0 in float32."""
+    V, texts = 5, 20_000
+    models = TableModel(np.full((V, V, V), 0.2)), TableModel(np.tile([1, 0.01, 0.0099, 0.0098, 0.0097], (V, V, 1)))
+    prompts, lengths = np.tile([1, 2], (texts, 1)), np.full(texts, 2)
+    method, own = get_method(name, tree="3"), Policy(0.053)
+    result = generate(jax.random.key(0), method, *models, prompts, lengths, 1, draft_policy=own)
+    assert chi_square.p_value(np.bincount(np.asarray(result.tokens)[:, 2], minlength=V), np.full(V, 0.2)) > 1e-4
+
+
 def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
     prompts, lengths = _ragged_prompts(8, rows=64)
     other = perturbed(TARGET, 2, 3.0)
