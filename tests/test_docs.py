@@ -128,7 +128,7 @@ def test_the_tables_of_the_architecture_have_all(heading, named):
 
 
 def test_the_first_page_has_all_rooms():
-    rooms = {path.parent.name for path in MODULES} - {"spectr_jax"}
+    rooms = {path.relative_to(ROOT / "spectr_jax").parts[0] for path in MODULES if path.parent.name != "spectr_jax"}
     named = re.findall(r"^\| `spectr_jax\.(\w+)` \|", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)
     assert set(named) == rooms
 

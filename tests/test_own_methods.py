@@ -14,7 +14,7 @@ import pytest
 
 from spectr_jax import decoding, transport
 from spectr_jax.config import auto_config, eval_config, trees_config
-from spectr_jax.decoding import layer, multipath, traversal
+from spectr_jax.decoding.walks import block, layer, multipath, traversal
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.measure.acceptance import PairAcceptance
@@ -117,7 +117,7 @@ def test_distinct_drafts_on_chains_only_are_measured(monkeypatch, toy, tmp_path)
 
 def test_whole_paths_need_a_winner():
     with pytest.raises(UserError, match="method 'bad' decides on whole paths, and its plan 'kseq' names no winner"):
-        decoding.Method("bad", decoding.tree.parse("2,1"), transport.get("kseq"), decoding.block.select)
+        decoding.Method("bad", decoding.tree.parse("2,1"), transport.get("kseq"), block.select)
 
 
 @pytest.mark.parametrize(

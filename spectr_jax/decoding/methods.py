@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from spectr_jax import transport
-from spectr_jax.decoding import block as block_walk
-from spectr_jax.decoding import drafting, layer, multipath, selection, traversal
+from spectr_jax.decoding import drafting, selection
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.walks import block as block_walk
+from spectr_jax.decoding.walks import layer, multipath, traversal
 from spectr_jax.errors import UserError, unknown
 
 Shape: TypeAlias = Tree | str | None
@@ -127,7 +128,7 @@ def otm(*, num_drafts: int | None = None, draft_length: int | None = None, tree:
 
 
 def otm_block(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
-    """As `otm`, with block verification along the path of the plan's winners (`decoding/block.py`)."""
+    """As `otm`, with block verification along the path of the plan's winners (`decoding/walks/block.py`)."""
     return _iid("otm_block", "otm", num_drafts, draft_length, tree, walk=block_walk.select)
 
 
@@ -138,14 +139,14 @@ def otm_layer(
     tree: Shape = None,
     competitions: int = layer.COMPETITIONS,
 ) -> Method:
-    """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/layer.py`)."""
+    """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/walks/layer.py`)."""
     trees.checked(competitions=competitions)
     return _iid("otm_layer", "otm", num_drafts, draft_length, tree, walk=layer.Walk(competitions))
 
 
 def gbv(*, num_drafts: int = NUM_DRAFTS, draft_length: int = DRAFT_LENGTH) -> Method:
     """Greedy multi-path block verification of K i.i.d. chains of L drafts (Thomas and Pal, 2026;
-    `decoding/multipath.py`)."""
+    `decoding/walks/multipath.py`)."""
     return _iid("gbv", "greedy_multipath", num_drafts, draft_length, None, walk=multipath.select)
 
 

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.decoding import block, selection
+from spectr_jax.decoding import selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.walks import block
 from spectr_jax.errors import UserError
 from spectr_jax.planning import tree_search
 

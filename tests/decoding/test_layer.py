@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import Policy, get_method, layer
+from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.tree import Tree, parse
+from spectr_jax.decoding.walks import layer
 from spectr_jax.models.table import perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import otm

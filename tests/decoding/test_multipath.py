@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import multipath
+from spectr_jax.decoding.walks import multipath
 from spectr_jax.testing.methods import DRAFT, TARGET
 
 VOCAB, LENGTH = 3, 2

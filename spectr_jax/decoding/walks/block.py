@@ -5,8 +5,8 @@ prefix of one chain jointly, and is never worse. A plan that names a winner amon
 g, extends it to many drafts: given the node and the number k of live drafts, the next token on the path of winners is
 distributed as g, so the argument for one chain holds step by step with g in place of the draft distribution. With one
 chain it is block verification; with the winner of the optimal plan (`transport.otm`) it is `otm_block`, which at depth 1
-is that plan. Greedy multi-path block verification (`decoding/multipath.py`) knows less: g is not given the number of live
-drafts.
+is that plan. Greedy multi-path block verification (`decoding/walks/multipath.py`) knows less: g is not given the number of
+live drafts.
 
 Let $\rho_i$ (`run`) be the probability that the first i tokens of the path are accepted whole, $\rho_0 = 1$, and w the
 winner at depth i, where q and g are the distributions at that node:

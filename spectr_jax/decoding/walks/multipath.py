@@ -1,10 +1,10 @@
 r"""Phase 3 of a call (select): greedy multi-path block verification, GBV (Thomas and Pal, 2026, arXiv 2602.16961).
 
-Of K i.i.d. chains one is chosen, and block verification (`decoding/block.py`) decides how much of it to keep. The chosen
-one is the largest in the order of dictionaries, where at each node tokens are ranked by q / p: among the chains that agree
-with it so far, its next token has the highest ratio. Let u be the draft probability of the path so far and a that of all
-paths of its length that rank below it. With P the prefix sums of p in the order of the ratios, the next token c of the
-chosen chain has the distribution
+Of K i.i.d. chains one is chosen, and block verification (`decoding/walks/block.py`) decides how much of it to keep. The
+chosen one is the largest in the order of dictionaries, where at each node tokens are ranked by q / p: among the chains
+that agree with it so far, its next token has the highest ratio. Let u be the draft probability of the path so far and a
+that of all paths of its length that rank below it. With P the prefix sums of p in the order of the ratios, the next token
+c of the chosen chain has the distribution
 
 $$g_c = \frac{(a + u P_c)^K - (a + u P_{c-1})^K}{(a + u)^K - a^K}.$$
 
@@ -20,10 +20,10 @@ with j from 0 to K - 1: sums of positive numbers, which lose nothing however imp
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.decoding.block import along_winners
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.selection import Selection
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.walks.block import along_winners
 from spectr_jax.transport.base import Plan
 from spectr_jax.transport.otm import cumulative
 from spectr_jax.transport.winner import Winner
