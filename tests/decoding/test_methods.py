@@ -276,7 +276,7 @@ def test_block_verification_accepts_more_of_the_same_drafts():
 @pytest.mark.optimized
 def test_expected_accepted_tokens_of_block_verification():
     """Two drafts, by enumeration: token by token, and by Sun et al. (2024)."""
-    prompts, lengths = np.tile(PROMPT, (100_000, 1)), np.full(100_000, 2)
+    prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
     seen = {}
 
     def emitted(call):
@@ -289,7 +289,7 @@ def test_expected_accepted_tokens_of_block_verification():
     # On one level it accepts as the plan does.
     result = generate(jax.random.key(0), get_method("otm_layer", tree="3"), *_models(), prompts, lengths, 1, observe=emitted)
     level = float(np.mean(np.asarray(result.observed["emitted"])))
-    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.01)
+    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.015)
     p1, q1 = DRAFT[PROMPT], TARGET[PROMPT]
     token, block = 0.0, 0.0
     for x in range(VOCAB):
@@ -300,9 +300,9 @@ def test_expected_accepted_tokens_of_block_verification():
         rest = np.maximum(run * q2 - p2, 0).sum()
         one = (1 - whole) * rest / (rest + 1 - run) if rest else 0.0
         block += p1[x] * (2 * whole + one)
-    assert seen["speculative"] == pytest.approx(1 + token, abs=0.01)
+    assert seen["speculative"] == pytest.approx(1 + token, abs=0.015)
     for name in ("block", "otm_layer", "traversal"):  # On one chain the same.
-        assert seen[name] == pytest.approx(1 + block, abs=0.01)
+        assert seen[name] == pytest.approx(1 + block, abs=0.015)
     assert block > token + 0.02
 
 

@@ -97,9 +97,7 @@ def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path)
 
 
 def test_methods_without_a_table_are_replayed(toy, tmp_path):
-    config = _config(
-        toy.folder, methods=("otm_layer", "gbv", "traversal"), draft_lengths=(1, 2), num_drafts=(1, 2, 3), size=4
-    )
+    config = _config(toy.folder, methods=("otm_layer", "traversal"), draft_lengths=(1, 2), num_drafts=(1, 2, 3), size=4)
     target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))
     table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config))
     acceptance = auto.measure_acceptance(table)
@@ -109,7 +107,7 @@ def test_methods_without_a_table_are_replayed(toy, tmp_path):
         lambda _: 100.0, 1.0, (0.0, 0.0), *[lambda _: 0.0] * 2, dict.fromkeys(config.methods, lambda _: 0.0)
     )
     found = {(each.name, each.shape): each for each in auto.candidates(config, acceptance, times)}
-    assert len(found) == 1 + 3 * 3
+    assert len(found) == 1 + 2 * 3
     for (name, shape), each in found.items():
         tree = each.method.tree
         assert each.method.name == name and 1 <= each.tokens_per_call <= tree.height + 1
