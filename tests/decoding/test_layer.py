@@ -16,6 +16,8 @@ from spectr_jax.transport import otm
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(40)
 UNEVEN = Tree((0, 0, 1, 1, 2))
+EARLY_LEAF = Tree((0, 0, 0, 2, 3))
+"""A node of the first layer has no drafts, others of it have."""
 
 
 def _win_probabilities(contests):
@@ -99,7 +101,16 @@ def _laws(seed, V, noise):
 
 @pytest.mark.parametrize(
     ("tree", "V", "noise"),
-    [("2,1", 3, 1.0), ("3,1", 2, 2.0), ("2,2", 2, 1.0), ("2,1,1", 2, 1.5), ("1,2", 3, 1.0), (UNEVEN, 2, 1.0), ("3", 3, 2.0)],
+    [
+        ("2,1", 3, 1.0),
+        ("3,1", 2, 2.0),
+        ("2,2", 2, 1.0),
+        ("2,1,1", 2, 1.5),
+        ("1,2", 3, 1.0),
+        (UNEVEN, 2, 1.0),
+        (EARLY_LEAF, 2, 1.0),
+        ("3", 3, 2.0),
+    ],
 )
 def test_the_recipe_is_exact(tree, V, noise):
     """All drafted trees, weighted by their probability: outputs, continued by the target, have its distribution."""
@@ -136,7 +147,7 @@ def _continued(q_of, path, length):
         ("2,1,1", (3, 0, 1, 1, 2, 0)),
         ("1,2", (3, 1, 0)),
         (UNEVEN, (2, 1, 0, 3, 3)),
-        (Tree((0, 0, 0, 2, 3)), (1, 1, 2, 3, 0)),
+        (EARLY_LEAF, (1, 1, 2, 3, 0)),
         ("4", (1, 2, 2, 0)),
     ],
 )
