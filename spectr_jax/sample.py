@@ -26,7 +26,9 @@ _METHOD = flags.DEFINE_string(
     "method", None, "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or --num_drafts)"
 )
 _TREE = flags.DEFINE_string(
-    "tree", None, "The draft tree: children per node by level, as 4,2,1; chain:8, batch:8, specinfer:16."
+    "tree",
+    None,
+    "The draft tree: children per node by level, as 4,2,1; 8x4 for 8 chains of 4; chain:8, batch:8, specinfer:16.",
 )
 _NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Drafted continuations (K); not with --tree.")
 _DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted continuation (L).")

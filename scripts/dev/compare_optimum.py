@@ -3,7 +3,8 @@
     python scripts/dev/compare_optimum.py [--workdir=results/layer]
 
 Writes results/layer/optimum.md and .json: expected tokens of one call on random pairs of table models, by a linear program
-for the optimum (`planning.optimum`) and by simulation for the verifiers."""
+for the optimum (`planning.optimum`) and by simulation for the verifiers.
+"""
 
 import pathlib
 import time

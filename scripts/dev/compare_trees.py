@@ -21,7 +21,7 @@ from spectr_jax.config import eval_config
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
-from spectr_jax.decoding.tree import Tree, parse, prefix_tree
+from spectr_jax.decoding.tree import Tree, parse
 from spectr_jax.errors import UserError
 from spectr_jax.figures.base import Figure, Series, plot
 from spectr_jax.files import write_json, write_whole
@@ -42,7 +42,7 @@ _METHODS = flags.DEFINE_list(
     ["spectr", "otm", "otm_block", "gbv", "gbv_conditional", "otm_layer", "gsd", "traversal"],
     "Of i.i.d. drafts, or of ones without replacement.",
 )
-_TREES = flags.DEFINE_multi_string("tree", list(TREES), "KxL for K chains of L drafts, or children by level, such as 4,2,1.")
+_TREES = flags.DEFINE_multi_string("tree", list(TREES), "As in `tree.parse`: 8x4, 4,2,1, chain:8.")
 _TARGET = flags.DEFINE_string("target", "embedded:20m", "The target model.")
 _DRAFT = flags.DEFINE_string("draft", "embedded:2m", "The draft model.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Precision of both.")
@@ -51,14 +51,6 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 32, "The most tokens to add to a p
 _BATCH = flags.DEFINE_integer("batch_size", 16, "Sequences at once.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of target and drafts.")
 _DRAFT_TEMPERATURE = flags.DEFINE_float("draft_temperature", None, "Of the drafts, if not the same.")
-
-
-def tree_of(spec: str) -> Tree:
-    """The tree of a spec, where 4x8 stands for four chains of eight."""
-    chains, by, length = spec.partition("x")
-    if by and chains.isdecimal() and length.isdecimal() and int(chains) and int(length):
-        return prefix_tree(int(chains), *[1] * (int(length) - 1))
-    return parse(spec)
 
 
 def measured(name: str, trees: dict[str, Tree], target, draft, prompts, config) -> dict[str, Any]:
@@ -92,10 +84,10 @@ def markdown(result: dict[str, Any]) -> str:
     """The table and its provenance."""
     settings, rows = result["settings"], {row["method"]: row for row in result["rows"]}
     cells = []
-    for spec in sorted(settings["trees"], key=lambda spec: tree_of(spec).size):
+    for spec in sorted(settings["trees"], key=lambda spec: parse(spec).size):
         found = {name: per_call(row["tokens"][spec], row["calls"]) for name, row in rows.items() if spec in row["tokens"]}
         shown = (f"{found[name][0]:.2f} ± {found[name][1]:.2f}" if name in found else "-" for name in rows)
-        cells.append([str(tree_of(spec).size), f"({spec})", *shown])
+        cells.append([str(parse(spec).size), f"({spec})", *shown])
     return (
         f"# Tokens per call by tree: {settings['draft']} drafts for {settings['target']}\n\n"
         f"{report.markdown_table(['nodes', 'tree', *(f'`{name}`' for name in rows)], cells)}\n\n"
@@ -109,10 +101,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 def figure(result: dict[str, Any]) -> Figure:
     """For each size the best tree of at most that many nodes."""
-    series, sizes = [], sorted({tree_of(spec).size for spec in result["settings"]["trees"]})
+    series, sizes = [], sorted({parse(spec).size for spec in result["settings"]["trees"]})
     for row in result["rows"]:
         points = {spec: per_call(tokens, row["calls"]) for spec, tokens in row["tokens"].items()}
-        best = [max((points[spec] for spec in points if tree_of(spec).size <= size), default=None) for size in sizes]
+        best = [max((points[spec] for spec in points if parse(spec).size <= size), default=None) for size in sizes]
         known = [(size, point) for size, point in zip(sizes, best, strict=True) if point is not None]
         series.append(Series(row["method"], [size for size, _ in known], [point[0] for _, point in known]))
     caption = f"The best tree of at most N nodes; {result['settings']['draft']} drafts for {result['settings']['target']}"
@@ -125,7 +117,7 @@ def main():
     config.max_new_tokens, config.temperature = _NEW.value, _TEMPERATURE.value
     config.draft_temperature = _DRAFT_TEMPERATURE.value
     measurement.check_decoding(config)
-    trees = {spec: tree_of(spec) for spec in _TREES.value}
+    trees = {spec: parse(spec) for spec in _TREES.value}
     for name in _METHODS.value:
         if all(on_tree(name, tree) is None for tree in trees.values()):
             raise UserError(f"--methods has {name!r}, which can draft none of the trees; leave it out")

@@ -21,7 +21,7 @@ from spectr_jax import cli
 from spectr_jax.config import eval_config
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
-from spectr_jax.decoding.tree import Tree, iid_chains, parse
+from spectr_jax.decoding.tree import parse
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.loading import load_pair
 from spectr_jax.measure import measurement, report
@@ -33,7 +33,7 @@ _METHODS = flags.DEFINE_list(
 _TREES = flags.DEFINE_multi_string(
     "tree",
     ["2x4", "2x8", "4x4", "4x8", "8x4", "8x8"],
-    "KxL for K chains of L drafts, or as in `tree.parse`: 4,2,1 or batch:8.",
+    "As in `tree.parse`: 8x4, 4,2,1, chain:8.",
 )
 _TARGET = flags.DEFINE_string("target", "embedded:20m", "The target model.")
 _DRAFTS = flags.DEFINE_list("drafts", ["embedded:2m"], "The draft models.")
@@ -59,12 +59,6 @@ def counts(method, target, draft, prompts, config, seeds: int) -> tuple[list[lis
             tokens[at, seed] = np.asarray(made.lengths - lengths)[: at.stop - at.start]
             calls[at, seed] = np.asarray(made.target_calls)[: at.stop - at.start]
     return tokens.tolist(), calls.tolist()
-
-
-def tree_of(spec: str) -> Tree:
-    """The tree of a spec, where 4x8 stands for four chains of eight."""
-    chains, by, length = spec.partition("x")
-    return iid_chains(int(chains), int(length)) if by and chains.isdecimal() and length.isdecimal() else parse(spec)
 
 
 def gain(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
@@ -109,7 +103,7 @@ def main():
     config.max_new_tokens, config.temperature = _NEW.value, _TEMPERATURE.value
     config.draft_temperature = _DRAFT_TEMPERATURE.value
     measurement.check_decoding(config)
-    methods = {(name, shape): on_tree(name, tree_of(shape)) for shape in _TREES.value for name in _METHODS.value}
+    methods = {(name, shape): on_tree(name, parse(shape)) for shape in _TREES.value for name in _METHODS.value}
     target, drafts = load_pair(_TARGET.value, tuple(_DRAFTS.value), _DTYPE.value)
     prompts = measurement.read_prompts(config, target.tokenizer)
     measurement.check_contexts(config, prompts, [target, *drafts])

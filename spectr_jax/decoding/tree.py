@@ -166,14 +166,17 @@ SHAPES = {"chain": chain, "batch": batch, "specinfer": specinfer}
 
 
 def parse(spec: "Tree | str") -> Tree:
-    """The tree that a string names: `4,2,1` (a prefix tree), `chain:8`, `batch:8`, `specinfer:16`; a `Tree` is returned
-    as it is.
+    """The tree that a string names: `4,2,1` (a prefix tree), `8x4` (K x L, K chains of L), `chain:8`, `batch:8`,
+    `specinfer:16`; a `Tree` is returned as it is.
 
     Raises:
       UserError: the string names no tree.
     """
     if isinstance(spec, Tree):
         return spec
+    chains, _, length = str(spec).partition("x")
+    if chains.isdecimal() and length.isdecimal():
+        return iid_chains(int(chains), int(length))
     name, _, number = str(spec).rpartition(":")
     numbers = [int(part) for part in number.split(",") if part.strip().isdecimal()]
     if len(numbers) == number.count(",") + 1:
@@ -182,7 +185,7 @@ def parse(spec: "Tree | str") -> Tree:
         if name in SHAPES and len(numbers) == 1:
             return SHAPES[name](*numbers)
     known = ", ".join(f"{name}:8" for name in SHAPES)
-    raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of {known}")
+    raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of 8x4, {known}")
 
 
 def checked(**values: int) -> None:

@@ -6,7 +6,8 @@ that follows s has the target's distribution, whether it is a draft or not, so w
 $$a_{\text{root}} = 1, \qquad \sum_t a_{st}(x) \le a_s(x), \qquad M(st) \le q(t \mid s) \ M(s),$$
 
 and any such a can be completed to a lossless verifier. Its expected tokens are $1 + \sum_s M(s)$ without the root. Drafted
-trees with the same set of sequences count as one. For tiny trees and vocabularies: there are $V^N$ drafted trees."""
+trees with the same set of sequences count as one. For tiny trees and vocabularies: there are $V^N$ drafted trees.
+"""
 
 import itertools
 from collections.abc import Callable

@@ -47,10 +47,11 @@ def test_irregular():
 
 def test_parse():
     shapes = {"4,2,1": tree.prefix_tree(4, 2, 1), "chain:3": tree.chain(3), "batch:5": tree.batch(5), "3": tree.batch(3)}
+    shapes |= {"4x2": tree.iid_chains(4, 2), "1x3": tree.chain(3)}
     for spec, shape in shapes.items():
         assert tree.parse(spec) == shape
     assert tree.parse(tree.chain(2)) == tree.chain(2)
-    for spec in ("", "star:3", "chain:3,2", "4;2"):
+    for spec in ("", "star:3", "chain:3,2", "4;2", "4x", "x2", "4xx2", "2x2,1"):
         with pytest.raises(UserError, match="is not known; give the children of each level"):
             tree.parse(spec)
 

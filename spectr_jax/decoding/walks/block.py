@@ -91,8 +91,7 @@ def along_winners(
 
     def step(walk: _Walk) -> _Walk:
         children, valid = live_children(tree, plan, walk.node, walk.live, walk.depth)
-        drafts, valid = tokens[children], valid & usable[children]
-        q = probabilities(logits[walk.node], policy)
+        drafts, valid, q = tokens[children], valid & usable[children], probabilities(logits[walk.node], policy)
         accept_key, _, win_key = jax.random.split(jax.random.fold_in(key, length + walk.depth), 3)
         law = draft_law(tree, p, children[jnp.argmax(valid)], q)
         (winner, g), known = win(walk.known, win_key, law, q, drafts, valid)

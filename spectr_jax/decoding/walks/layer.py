@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law, drawable, in_turn
+from spectr_jax.decoding.selection import Selection, draft_law, drawable, ending_at, in_turn
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import Plan, draw, or_else
@@ -314,9 +314,4 @@ def _sweep(key, drafted: _Drafted, scores: _Scores) -> Selection:
     p, q = drafted.laws(node, scores.child[node])
     g = _winner_law(p, q, scores.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
-    path = jnp.asarray(tree.paths)[node]
-    last = depth[node]
-    chosen = jnp.append(drafted.tokens[path], 0).at[last].set(draw(token_key, or_else(left, q)))
-    on_path = jnp.arange(tree.height + 1) <= last
-    above = scores.first[jnp.concatenate([jnp.zeros(1, jnp.int32), path])]
-    return Selection(chosen, last + 1, path, jnp.where(on_path, scores.drafts[above], 0))
+    return ending_at(tree, drafted.tokens, node, draw(token_key, or_else(left, q)), scores.drafts[scores.first])

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law
+from spectr_jax.decoding.selection import Selection, draft_law, ending_at
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.base import Plan, draw, or_else
 
@@ -96,12 +96,8 @@ def select(
     start = _State(jnp.int32(0), jnp.zeros((), bool), rows[:, 0], rows, rows)
     last = jax.lax.while_loop(lambda state: ~state.accepted, step, start)
     node = nodes[last.visit - 1]
-    depth, path = depths[node], jnp.asarray(tree.paths)[node]
-    chosen = jnp.append(tokens[path], 0).at[depth].set(draw(token_key, last.q[depth]))
-    on_path = jnp.arange(tree.height + 1) <= depth
     children = jnp.asarray(np.sum(tree.children_table >= 0, axis=1, dtype=np.int32))
-    above = jnp.concatenate([jnp.zeros(1, jnp.int32), path])
-    return Selection(chosen, depth + 1, path, jnp.where(on_path, children[above], 0))
+    return ending_at(tree, tokens, node, draw(token_key, last.q[depths[node]]), children)
 
 
 def _normal(weights: jax.Array) -> jax.Array:
