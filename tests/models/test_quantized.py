@@ -13,7 +13,7 @@ from spectr_jax.loading import load
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 
-SHAPE = TransformerConfig(layers=2, width=64, mlp=256, heads=4, vocab_size=29, context=48)
+SHAPE = TransformerConfig(layers=1, width=64, mlp=256, heads=4, vocab_size=29, context=48)
 
 
 @pytest.fixture(scope="module")
