@@ -1,5 +1,6 @@
 """`otm_layer` against the distribution of its output given the drafts, computed here in float64 by quadrature."""
 
+import functools
 import itertools
 
 import jax
@@ -137,11 +138,21 @@ def _continued(q_of, path, length):
     return np.stack([q[token] * _continued(q_of, (*path, token), length) for token in range(len(q))])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _walks(method, keys, tokens, p, logits):
+    """One program for all tokens on a tree."""
+
+    def one(key):
+        return method.walk(key, method.plan, method.tree, Policy(), 7, tokens, p, logits)
+
+    return jax.lax.map(one, keys, batch_size=500)
+
+
 @pytest.mark.parametrize(
     ("tree", "tokens"),
     [
-        ("2,1", (1, 1, 2, 0)),
-        ("2,1", (1, 2, 0, 3)),
+        pytest.param("2,1", (1, 1, 2, 0), marks=pytest.mark.xdist_group("layer")),
+        pytest.param("2,1", (1, 2, 0, 3), marks=pytest.mark.xdist_group("layer")),
         ("3,1", (1, 2, 1, 3, 0, 0)),
         ("2,2", (2, 2, 1, 3, 1, 0)),
         ("2,1,1", (3, 0, 1, 1, 2, 0)),
@@ -151,7 +162,6 @@ def _continued(q_of, path, length):
         ("4", (1, 2, 2, 0)),
     ],
 )
-@pytest.mark.optimized
 def test_outputs_given_the_drafts(tree, tokens):
     """A walk on the same drafted tree, 5,000 times, with so many competitions that their shares are the probabilities."""
     tree, V, texts = parse(tree), 4, 5_000
@@ -162,14 +172,7 @@ def test_outputs_given_the_drafts(tree, tokens):
     p = jnp.float32([p_of(spelled[node]) for node in tree.inner])
     logits = jnp.log(jnp.float32([q_of(path) for path in spelled]))
 
-    @jax.jit
-    def walk(keys):
-        def one(key):
-            return method.walk(key, method.plan, tree, Policy(), 7, jnp.int32(tokens), p, logits)
-
-        return jax.lax.map(one, keys, batch_size=500)
-
-    chosen = walk(jax.random.split(jax.random.key(3), texts))
+    chosen = _walks(method, jax.random.split(jax.random.key(3), texts), jnp.int32(tokens), p, logits)
     law = _outputs(tree, tokens, p_of, q_of)
     assert sum(law.values()) == pytest.approx(1, abs=1e-9)
     numbers = {output: index for index, output in enumerate(law)}
