@@ -169,9 +169,7 @@ def test_decode_stands_in_a_jit_of_ones_own(count_compilations):
     @jax.jit
     def twice(keys, target, draft, prompts, lengths, temperature):
         policy = Policy(temperature=temperature, eos=7)
-        return [
-            (out := decode(key, method, target, draft, prompts, lengths, 8, policy), 2 * out.lengths) for key in keys
-        ]
+        return [(out := decode(key, method, target, draft, prompts, lengths, 8, policy), 2 * out.lengths) for key in keys]
 
     keys = single, several
     for key, (ours, doubled) in zip(keys, twice(keys, target, draft, prompts, lengths, 1.0), strict=True):
