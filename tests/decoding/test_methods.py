@@ -260,7 +260,6 @@ def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
     assert calls[3] < calls[0] < calls[2]
 
 
-@pytest.mark.optimized
 def test_block_verification_accepts_more_of_the_same_drafts():
     """The first call has the same drafts: with at most L + 1 tokens to go, fewer calls mean that it emitted more."""
     prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
