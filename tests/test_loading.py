@@ -18,7 +18,7 @@ from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load, load_pair, register_loader
 from spectr_jax.measure import measurement
-from spectr_jax.models.gpt2 import save_gpt2
+from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 from spectr_jax.models.weights import save_weights
@@ -79,7 +79,7 @@ def test_a_loader_of_ones_own(monkeypatch):
     assert load("mine:x", "int8").model.head.kernel[...].dtype == jnp.int8
     with pytest.raises(UserError, match="a TableModel has no int8 products; give float32 or bfloat16"):
         load("mine:table", "int8")
-    with pytest.raises(UserError, match=r"no model at 'mein:x'; give embedded:NAME, random:NAME, hf:NAME, mine:NAME"):
+    with pytest.raises(UserError, match=r"no model at 'mein:x'; give embedded:NAME, .*gguf:NAME, mine:NAME"):
         load("mein:x")
     for prefix, message in (("mine", "prefix 'mine' is there already"), ("a:b", "prefix 'a:b' is not of letters")):
         with pytest.raises(UserError, match=message):
@@ -155,10 +155,10 @@ def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
         ("embedded:9m", "unknown embedded model '9m'; .*known: draft_20m, draft_2m, draft_6m"),
         ("~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
         ("hf:~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
-        ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a GPT-2, or its name"),
+        ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a model, or its name"),
         (
             "nowhere",
-            r"no model at 'nowhere'; give embedded:NAME, random:NAME, hf:NAME, a .* file or .*embedded:draft_6m",
+            r"no model at 'nowhere'; give embedded:NAME, random:NAME, hf:NAME, gguf:NAME, a .* file or .*embedded:draft_6m",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
     folder = tmp_path / "mixed"
     shutil.copytree(gpt2_pair / "target", folder)
     config = json.loads((folder / "config.json").read_text())
-    for eos in (50256, [0, 1]):
+    for eos in (50256, [0, 290]):
         (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
         with pytest.raises(UserError, match=re.escape(f"has eos_token_id={eos}, no token of its vocabulary")):
             load(f"hf:{folder}")

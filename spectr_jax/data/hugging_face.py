@@ -1,8 +1,10 @@
-"""Tokenizers in Hugging Face's files: those of GPT-2's family are read, our SentencePiece models are written."""
+"""Tokenizers in Hugging Face's files and in GGUF files are read, and our SentencePiece models are written as the former."""
 
 import functools
+import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
@@ -13,32 +15,28 @@ from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 class HuggingFaceTokenizer(AnyTokenizer):
-    """The tokenizer of a model folder."""
+    """A tokenizer of Hugging Face's library, with what its model adds: BOS, EOS and a chat template."""
 
-    def __init__(self, folder: pathlib.Path, bos: int, eos: int):
-        """Reads tokenizer.json, or the older vocab.json and merges.txt, of `folder`; `bos` and `eos` are the model's.
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        bos: int,
+        eos: int | tuple[int, ...],
+        *,
+        adds_bos: bool = True,
+        template: str | None = None,
+    ):
+        """Wraps `tokenizer`; `bos` and `eos` are the model's, `template` is in Jinja.
 
-        Raises:
-          UserError: neither is there, or it cannot be read.
+        With `adds_bos` a prompt begins with BOS; without it, only one of no tokens does.
         """
         self.bos, self.eos = bos, eos
-        try:
-            if (folder / FILE).exists():
-                self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / FILE))
-            else:
-                old = [str(folder / name) for name in OLD_FILES if (folder / name).exists()]
-                if len(old) < len(OLD_FILES):
-                    raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
-                self._tokenizer = tokenizers.Tokenizer(models.BPE.from_file(*old))
-                self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-                self._tokenizer.decoder = decoders.ByteLevel()
-        except Exception as error:  # The library raises bare exceptions.
-            raise UserError(
-                f"{str(folder)!r} has no tokenizer that can be read ({error}); save the model's own there"
-            ) from error
+        self.template = template
+        self._tokenizer, self._adds_bos = tokenizer, adds_bos
 
     @property
     def vocab_size(self) -> int:
@@ -54,17 +52,109 @@ class HuggingFaceTokenizer(AnyTokenizer):
         """The tokens of `text`, without BOS and EOS."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def prompt(self, text: str) -> list[int]:
+        """See `AnyTokenizer.prompt`."""
+        tokens = self.encode(text)
+        return [self.bos, *tokens] if self._adds_bos or not tokens else tokens
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the model's answer begins.
+
+        Args:
+          messages: such as `[{"role": "user", "content": "Why is the sky blue?"}]`.
+
+        Raises:
+          UserError: the model has no chat template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise UserError("the model has no chat template; give an instructed one, or decode without chat")
+        import jinja2.sandbox  # Imported late, for those who do not chat.
+
+        def refuse(message):
+            raise jinja2.TemplateError(message)
+
+        names = {"bos_token": self.bos, "eos_token": self.eos if isinstance(self.eos, int) else self.eos[0]}
+        tokens = {name: self._tokenizer.id_to_token(token) for name, token in names.items()}
+        house = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        house.globals["raise_exception"] = refuse
+        house.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        try:
+            text = house.from_string(self.template).render(messages=messages, add_generation_prompt=True, **tokens)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the model's chat template refuses these messages ({error}); change them") from error
+        return self.encode(text)
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, without BOS and EOS."""
-        return self._tokenizer.decode([int(token) for token in tokens if token not in (self.bos, self.eos)])
+        return self._tokenizer.decode([int(token) for token in tokens if token != self.bos and not self.ends(int(token))])
 
     def piece(self, token: int) -> str:
         """See `AnyTokenizer.piece`."""
         name = self._tokenizer.id_to_token(int(token)) or f"<{int(token)}>"
-        if token in (self.bos, self.eos):
+        if token == self.bos or self.ends(int(token)):
             return name
         text = name.replace(SPACE, " ") if name.startswith(SPACE) else self._tokenizer.decode([int(token)])
         return name if "\ufffd" in text or not text else text
+
+
+def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
+    """Reads tokenizer.json, or the older vocab.json and merges.txt, of a model's folder.
+
+    Raises:
+      UserError: neither is there, or it cannot be read.
+    """
+    try:
+        if (folder / FILE).exists():
+            return tokenizers.Tokenizer.from_file(str(folder / FILE))
+        old = [str(folder / name) for name in OLD_FILES if (folder / name).exists()]
+        if len(old) < len(OLD_FILES):
+            raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
+        made = tokenizers.Tokenizer(models.BPE.from_file(*old))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        return made
+    except Exception as error:  # The library raises bare exceptions.
+        raise UserError(f"{str(folder)!r} has no tokenizer to be read ({error}); save the model's own there") from error
+
+
+def read_template(folder: pathlib.Path) -> str | None:
+    """The chat template of a model's folder; None if it has none. The default one, where there are several."""
+    if (folder / TEMPLATE).exists():
+        return (folder / TEMPLATE).read_text()
+    try:
+        given = json.loads((folder / SETTINGS).read_text()).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if isinstance(given, list):
+        given = {each.get("name"): each.get("template") for each in given}.get("default")
+    return given if isinstance(given, str) else None
+
+
+def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, int | tuple[int, ...]]:
+    """BOS and EOS of a model's folder: from generation_config.json, where it has one, or from its config.
+
+    Raises:
+      UserError: one is missing, or no token of its vocabulary.
+    """
+    try:
+        own = json.loads((folder / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        own = {}
+    given = {name: own.get(name, config.get(name)) for name in ("eos_token_id", "bos_token_id")}
+    ends = given["eos_token_id"] if isinstance(given["eos_token_id"], list) else [given["eos_token_id"]]
+    bos = ends[0] if given["bos_token_id"] is None and ends else given["bos_token_id"]  # Qwen's have none.
+    for name, tokens in (("bos", [bos]), ("eos", ends)):
+        if not tokens or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            raise UserError(
+                f"{str(folder)!r} has {name}_token_id={given[f'{name}_token_id']}, no token of its vocabulary; mend its "
+                "config.json"
+            )
+    return bos, ends[0] if len(ends) == 1 else tuple(ends)
+
+
+def adds_bos(tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
+    """Whether the model's own program puts BOS before a text."""
+    return tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
 
 
 def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> None:

@@ -25,7 +25,8 @@ class AnyTokenizer(Protocol):
     """What decoding needs of a tokenizer: ours below, or another program's; inherit from it for `prompts` and `texts`."""
 
     bos: int
-    eos: int
+    eos: int | tuple[int, ...]
+    """The token that ends a sequence; several, where any of them does."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -48,10 +49,18 @@ class AnyTokenizer(Protocol):
         its name."""
         ...
 
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt: BOS, and those of `text`."""
+        return [self.bos, *self.encode(text)]
+
+    def ends(self, token: int) -> bool:
+        """Whether `token` ends a sequence."""
+        return token in (self.eos if isinstance(self.eos, tuple) else (self.eos,))
+
     def prompts(self, texts: str | Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as `generate` takes them, of one string or several: tokens [B, T] and lengths [B], both int32.
 
-        BOS comes first; behind the end of a shorter prompt is BOS too, which is not looked at.
+        Each as `prompt` gives it; behind the end of a shorter one is BOS, which is not looked at.
 
         Raises:
           UserError: there are none, or one is no string.
@@ -60,7 +69,7 @@ class AnyTokenizer(Protocol):
         for text in several:
             if not isinstance(text, str):
                 raise UserError(f"prompt {text!r} is no string; give strings, or tokens to `generate` itself")
-        encoded = [[self.bos, *self.encode(text)] for text in several]
+        encoded = [self.prompt(text) for text in several]
         if not encoded:
             raise UserError("no prompts; give at least one string, which may be empty")
         lengths = np.array([len(tokens) for tokens in encoded], np.int32)

@@ -1,8 +1,8 @@
 """Decoding: how the tokens of a call are drafted, scored, chosen and committed."""
 
 from spectr_jax.decoding import generate
-from spectr_jax.decoding.generate import Call, Generation, decode
+from spectr_jax.decoding.generate import Call, Generation, decode, stream
 from spectr_jax.decoding.methods import METHODS, Method, get_method, register
 from spectr_jax.decoding.policy import Policy
 
-__all__ = ["METHODS", "Call", "Generation", "Method", "Policy", "decode", "generate", "get_method", "register"]
+__all__ = ["METHODS", "Call", "Generation", "Method", "Policy", "decode", "generate", "get_method", "register", "stream"]

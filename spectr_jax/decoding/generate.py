@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,18 +20,17 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from spectr_jax import sharding
-from spectr_jax.decoding import checks, drafting, scoring, selection
+from spectr_jax.decoding import checks
+from spectr_jax.decoding.loop import PIECE, Call, Loop, add_observed, call, observe_texts, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
-from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
-from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.frozen import Frozen, Loaded, freeze
 
 BUCKET = 16
-"""Prompts are padded to a multiple of so many tokens."""
+"""Prompts are padded to a multiple of so many tokens; those longer than `PIECE` to a multiple of that."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,42 +52,6 @@ class Generation:
     target_calls: jax.Array
     emitted_per_call: jax.Array
     observed: Any = None
-
-
-class Call(NamedTuple):
-    """What `observe` is given of one call, for one sequence.
-
-    Attributes:
-      tree: the draft tree.
-      policy: turns the target's logits into distributions.
-      key: for random numbers in `observe`; not used elsewhere.
-      length: [] int32, tokens of the sequence before the call.
-      tokens: [N + 1] by node, the last committed one first.
-      p: [I, V] draft distributions at the inner nodes.
-      logits: [N + 1, V] of the target at each node.
-      chosen: the tokens, the path and the numbers of drafts.
-    """
-
-    tree: Tree
-    policy: Policy
-    key: jax.Array
-    length: jax.Array
-    tokens: jax.Array
-    p: jax.Array
-    logits: jax.Array
-    chosen: selection.Selection
-
-
-class _Loop(NamedTuple):
-    step: jax.Array
-    text: jax.Array
-    lengths: jax.Array
-    done: jax.Array
-    target_cache: Cache
-    draft_cache: Any
-    calls: jax.Array
-    histogram: jax.Array
-    observed: Any
 
 
 def generate(
@@ -116,8 +79,8 @@ def generate(
       target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
         it is decoded with often.
       draft: likewise, with the same vocabulary; None for a method that drafts nothing.
-      prompts: [B, T] int32, BOS first, padded at the end; here up to a multiple of `BUCKET`. `tokenizer.prompts` makes them
-        of strings.
+      prompts: [B, T] int32, BOS first, padded at the end, which is done here up to a multiple of `BUCKET`.
+        `tokenizer.prompts` makes them of strings.
       prompt_lengths: [B] int32, at least 1.
       max_new_tokens: static limit of the continuation.
       policy: temperature 1 by default.
@@ -176,7 +139,8 @@ def _prepared(
         for each in policies
     )
     # One program serves prompts of many lengths.
-    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % BUCKET)))
+    bucket = BUCKET if tokens.shape[1] <= PIECE else PIECE
+    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % bucket)))
     if mesh is not None:
         if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
             raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
@@ -242,18 +206,17 @@ def decode(
       Texts with tokens [B, T + max_new_tokens]: those of `generate` for the same key and prompts.
     """
     keys_B, prompts_BxT, policy = _text_keys(key, len(prompts)), prompts, policy or Policy()
-    large = target.merge()
-    small = EarlyExit(large, method.exit_layer) if method.exit_layer else draft.merge() if draft else None
+    large, small = _merged(method, target, draft)
     limits_B = prompt_lengths + max_new_tokens
 
-    def step(loop: _Loop) -> _Loop:
+    def step(loop: Loop) -> Loop:
         after, seen = call(loop, method, large, small, keys_B, limits_B, policy, draft_policy)
-        return after._replace(observed=_add_observed(loop, observe, seen))
+        return after._replace(observed=add_observed(loop, observe, seen))
 
     start = prefill(method, large, small, prompts_BxT, prompt_lengths, max_new_tokens)
     if observe is not None:
         seen = jax.eval_shape(
-            lambda: _observe_texts(observe, call(start, method, large, small, keys_B, limits_B, policy, draft_policy)[1])
+            lambda: observe_texts(observe, call(start, method, large, small, keys_B, limits_B, policy, draft_policy)[1])
         )
         start = start._replace(observed=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), seen))
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
@@ -262,122 +225,85 @@ def decode(
     return Generation(tokens_BxT, end.lengths, end.calls, end.histogram, end.observed)
 
 
-def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> _Loop:
-    """Runs both models on the prompts. Cache rows beyond the end of a shorter prompt are pending, and overwritten later."""
-    B, T = prompts_BxT.shape
-    tree = method.tree
-    most = T + max_new_tokens
-    own_cache = tree.size and not method.exit_layer
-
-    def run(model, nodes, committed_B):
-        cache = model.init_cache(B, most + nodes)
-        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        _, cache = model.extend(prompts_BxT, positions, jnp.broadcast_to(np.tri(T, dtype=bool), (B, T, T)), cache)
-        return dataclasses.replace(cache, lengths=committed_B)
-
-    return _Loop(
-        step=jnp.zeros((), jnp.int32),
-        text=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
-        lengths=lengths_B,
-        done=jnp.zeros(B, bool),
-        target_cache=run(target, tree.size + drafting.RECALLED, lengths_B - 1),
-        draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if own_cache else None,
-        calls=jnp.zeros(B, jnp.int32),
-        histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
-        observed=None,
-    )
-
-
-def _observe_texts(observe, call: Call):
-    def one(*parts):
-        return observe(Call(call.tree, call.policy, *parts))
-
-    # Sums of truth values are counts.
-    return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, jax.vmap(one)(*call[2:]))
-
-
-def _add_observed(loop: _Loop, observe, call: Call):
-    """The sums with this call's values added, for sequences that are not done."""
-    if observe is None:
-        return None
-
-    def add(total, new):
-        done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
-        return total + jnp.where(done, 0, new)
-
-    return jax.tree.map(add, loop.observed, _observe_texts(observe, call))
-
-
-def call(
-    loop: _Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy, draft_policy: Policy | None = None
-) -> tuple[_Loop, Call]:
-    """One serial call of the target, for all sequences; finished ones do not change."""
-    tree = method.tree
-    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    if method.plan.drafts == "race":
-        # A race belongs to a place in the text, not to a call: one decides draft and target, whatever the draft.
-        draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
-    else:
-        draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
-
-    with jax.named_scope("draft"):
-        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
-    with jax.named_scope("score"):
-        logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
-    with jax.named_scope("select"):
-        chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
-            loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
-        )
-    with jax.named_scope("commit"):
-        after = _commit(loop, tree, chosen, target_cache, draft_cache, limits_B, policy.eos)
-    spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
-    return after, Call(tree, policy, spare_keys, loop.lengths, tokens_BxN, p, logits, chosen)
-
-
-def _draft(loop: _Loop, method: Method, target, draft, keys_B, policy: Policy):
-    """Tokens [B, N + 1], draft distributions [B, I, V], and the caches of target and draft."""
-    if not method.tree.size:
-        tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
-        return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
-    cache = loop.draft_cache
-    if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
-        cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
-    drafts = drafting.draft(keys_B, draft, method.rule, method.tree, policy, loop.text, loop.lengths, cache)
+def _merged(method: Method, target: Frozen, draft: Frozen | None) -> tuple[Any, Any]:
+    """The models of target and draft."""
+    large = target.merge()
     if method.exit_layer:
-        return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
-    return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
+        return large, EarlyExit(large, method.exit_layer)
+    return large, draft.merge() if draft else None
 
 
-def _commit(
-    loop: _Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, eos: int | jax.Array
-) -> _Loop:
-    """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
-    emitted, ended = _cut(chosen, eos, limits_B - loop.lengths)
-    emitted = jnp.where(loop.done, 0, emitted)
-    lengths = loop.lengths + emitted
-    if draft_cache is not None:
-        draft_cache = drafting.commit(draft_cache, tree, chosen.path, loop.lengths, lengths)
-    return _Loop(
-        step=loop.step + 1,
-        text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
-            loop.text, chosen.tokens, loop.lengths
-        ),
-        lengths=lengths,
-        done=loop.done | ended | (lengths >= limits_B),
-        target_cache=scoring.commit(target_cache, chosen.path, lengths),
-        draft_cache=draft_cache,
-        calls=loop.calls + ~loop.done,
-        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(jnp.where(loop.done, 0, 1)),
-        observed=loop.observed,
-    )
+class Step(NamedTuple):
+    """What one call of the target adds to a sequence.
+
+    Attributes:
+      tokens: the new ones.
+      observed: what `observe` returned.
+    """
+
+    tokens: list[int]
+    observed: Any
 
 
-def _cut(chosen: selection.Selection, eos: int | jax.Array, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
-    emitted = jnp.minimum(chosen.emitted, room_B)
-    is_eos = (chosen.tokens == eos) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
-    ended = jnp.any(is_eos, axis=1)
-    return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted).astype(jnp.int32), ended  # int64 with x64.
+def stream(
+    key: jax.Array,
+    method: Method,
+    target: Model | Frozen | Loaded,
+    draft: Model | Frozen | Loaded | None,
+    prompt: ArrayLike,
+    max_new_tokens: int,
+    policy: Policy | None = None,
+    observe: Callable[[Call], Any] | None = None,
+    draft_policy: Policy | None = None,
+) -> Iterator[Step]:
+    """Continues one prompt and yields the tokens of each call of the target as they are there.
+
+        for step in stream(key, method, target, draft, tokenizer.prompt("The committee"), 64, Policy(eos=tokenizer.eos)):
+            print(tokenizer.decode(step.tokens))
+
+    Together they are those of `generate` for the prompt and the key. The second prompt of a length compiles nothing.
+
+    Args:
+      key: [] typed key; consumed.
+      method: as in `generate`, like the other arguments that are not here.
+      prompt: [T] tokens.
+      observe: a function of one `Call`; what it returns comes with the call's tokens. Static.
+
+    Raises:
+      UserError: what `generate` refuses; at once, not at the first token.
+    """
+    if getattr(key, "shape", ()) != ():
+        raise UserError(f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)")
+    text = np.asarray(prompt)[None], np.array([np.size(prompt)])
+    prepared = _prepared(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy)
+    _, _, _, _, *models, _, padded, lengths, policies = prepared
+    return _steps(key, method, models, padded, lengths, max_new_tokens, policies, observe)
+
+
+def _steps(key, method: Method, models, prompts, lengths, max_new_tokens: int, policies, observe) -> Iterator[Step]:
+    loop = _begin(method, max_new_tokens, *models, prompts, lengths)
+    before = int(lengths[0])
+    while not bool(loop.done[0]):
+        loop, new, observed = _advance(method, max_new_tokens, observe, *models, key, loop, lengths, policies)
+        after = int(loop.lengths[0])
+        yield Step(np.asarray(new)[: after - before].tolist(), observed)
+        before = after
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begin(method: Method, max_new_tokens: int, target, draft, prompts, lengths) -> Loop:
+    return prefill(method, *_merged(method, target, draft), prompts, lengths, max_new_tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+def _advance(method: Method, max_new_tokens: int, observe, target, draft, key, loop: Loop, lengths, policies):
+    """One call: the loop, the tokens from where it was [height + 1], and what is observed."""
+    large, small = _merged(method, target, draft)
+    limits = lengths + max_new_tokens
+    after, seen = call(loop, method, large, small, _text_keys(key, 1), limits, *policies)
+    new = jax.lax.dynamic_slice_in_dim(after.text[0], loop.lengths[0], method.tree.height + 1)
+    observed = None if observe is None else jax.tree.map(lambda leaf: leaf[0], observe_texts(observe, seen))
+    return after, new, observed
 
 
 def _text_keys(key: jax.Array, texts: int) -> jax.Array:

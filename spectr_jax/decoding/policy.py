@@ -19,13 +19,13 @@ class Policy:
       temperature: traced; 0 is greedy (all mass on the most probable token).
       top_k: keep the k most probable tokens (and ties of the last); 0 keeps all. Static.
       top_p: then keep the fewest most probable tokens that hold this mass (and ties); 1 keeps all. Static.
-      eos: the token that ends a sequence; -1 for none. Traced.
+      eos: the token that ends a sequence, or several of them; -1 for none. Traced.
     """
 
     temperature: float | jax.Array = 1.0
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
-    eos: int | jax.Array = -1
+    eos: int | tuple[int, ...] | jax.Array = -1
 
 
 def check_policy(policy: Policy) -> None:
@@ -37,8 +37,13 @@ def check_policy(policy: Policy) -> None:
     if not 0.0 < policy.top_p <= 1.0:
         raise UserError(f"top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
     eos = np.asarray(policy.eos)
-    if eos.shape != () or eos.dtype.kind not in "iu" or not -1 <= int(eos) < 2**31:
-        raise UserError(f"eos={policy.eos!r} is not one token; give its number, such as tokenizer.eos, or -1 for none")
+    if eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu" or np.any((eos < -1) | (eos >= 2**31)):
+        raise UserError(f"eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none")
+
+
+def ends(tokens: jax.Array, policy: Policy) -> jax.Array:
+    """Which of the tokens [...] end a sequence."""
+    return jnp.any(tokens[..., None] == jnp.ravel(jnp.asarray(policy.eos)), axis=-1)
 
 
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:

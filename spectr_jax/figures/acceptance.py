@@ -201,7 +201,7 @@ def _accepted(plan, keys, laws, valid, draws: int) -> jax.Array:
 
 
 def _next_token_law(trained: Trained, prompt: str) -> np.ndarray:
-    tokens = np.array([[trained.tokenizer.bos, *trained.tokenizer.encode(prompt)]], np.int32)
+    tokens = np.array([trained.tokenizer.prompt(prompt)], np.int32)
     length = tokens.shape[1]
     if length > trained.model.context:
         raise UserError(f"the prompt has {length} tokens and {trained.name!r} a context of {trained.model.context}; cut it")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding import Call, Method
-from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.policy import ends, probabilities
 from spectr_jax.planning.prediction import RATIOS, WINNERS, ratio_cell, statistic
 from spectr_jax.transport import Plan, otm
 
@@ -100,7 +100,7 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
       kl: KL(target, draft) at the root, in bits.
     """
     chosen, depth = call.chosen, jnp.arange(call.tree.height)
-    is_eos = chosen.tokens[:-1] == call.policy.eos
+    is_eos = ends(chosen.tokens[:-1], call.policy)
     ended = jnp.cumsum(is_eos) - is_eos > 0
     accepted = (depth < chosen.emitted - 1) & ~ended
     counts = jnp.zeros(call.tree.size + 1).at[chosen.path].add(accepted).at[0].set(1)

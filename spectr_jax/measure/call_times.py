@@ -17,7 +17,7 @@ import numpy as np
 import tqdm
 
 from spectr_jax.decoding import Method, Policy, drafting, scoring, selection
-from spectr_jax.decoding.generate import call, prefill
+from spectr_jax.decoding.loop import call, prefill
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal

@@ -76,15 +76,16 @@ def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def policies_of(config: ml_collections.ConfigDict, eos: int) -> tuple[Policy, Policy]:
-    """The sampling policies of target and drafts; the token `eos` ends a sequence."""
+def policies_of(config: ml_collections.ConfigDict, eos: int | tuple[int, ...]) -> tuple[Policy, Policy]:
+    """The sampling policies of target and drafts; `eos` ends a sequence."""
     policy = Policy(config.temperature, config.top_k, config.top_p, eos)
     own = config.draft_temperature
     return policy, policy if own is None else dataclasses.replace(policy, temperature=own)
 
 
 def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
-    """The first `num_prompts` prompts: BOS and the first pieces of each sentence, in full batches.
+    """The first `num_prompts` prompts: BOS and the first pieces of each sentence, `prompt_tokens` of them (one
+    more where prompts begin without BOS), in full batches.
 
     Raises:
       UserError: there are fewer.
@@ -98,9 +99,9 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> 
     tokens, lengths = np.full(shape, PAD, np.int32), np.ones(shape[0], np.int32)
     tokens[:, 0] = tokenizer.bos  # Rows that fill the last batch are a bare BOS, and are not counted.
     for index in range(config.num_prompts):
-        pieces = tokenizer.encode(sentences[index])[: config.prompt_tokens]
-        tokens[index, 1 : len(pieces) + 1] = pieces
-        lengths[index] = len(pieces) + 1
+        pieces = tokenizer.prompt(sentences[index])[: config.prompt_tokens + 1]
+        tokens[index, : len(pieces)] = pieces
+        lengths[index] = len(pieces)
     split = (batches, config.batch_size)
     return Prompts(tokens.reshape(*split, -1), lengths.reshape(split), config.num_prompts)
 

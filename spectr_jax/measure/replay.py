@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding import Call, Method
+from spectr_jax.decoding.policy import ends
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.planning.tree_search import tree_of
@@ -68,7 +69,7 @@ def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, j
         p = call.p[call.tree.inner_rank[nodes[tree.inner]]]
         given = call.length, call.tokens[nodes], p, call.logits[nodes]
         chosen = method.walk(key, method.plan, tree, call.policy, *given)
-        is_eos = (chosen.tokens == call.policy.eos) & (jnp.arange(len(chosen.tokens)) < chosen.emitted)
+        is_eos = ends(chosen.tokens, call.policy) & (jnp.arange(len(chosen.tokens)) < chosen.emitted)
         return jnp.where(jnp.any(is_eos), jnp.argmax(is_eos) + 1, chosen.emitted).astype(jnp.int32)
 
     def observe(call: Call) -> dict[str, jax.Array]:

@@ -6,20 +6,25 @@ model exactly,
 whatever the method; `configs/quality.py` measures how far that is from the original model.
 """
 
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.transformer import Transformer, pair_lone_row
+from spectr_jax.models.dense import pair_lone_row
+from spectr_jax.models.llama import Llama
+from spectr_jax.models.transformer import Transformer
 
 LARGEST = 127
+Decoder = TypeVar("Decoder", Transformer, Llama)
 
 
 class Int8Linear(nnx.Module):
     """A linear layer with an int8 kernel [outputs, inputs]; raises `UserError` if that of `linear` is of integers."""
 
-    def __init__(self, linear: nnx.Linear):
+    def __init__(self, linear: Any):
         if not jnp.issubdtype(linear.kernel.dtype, jnp.floating):
             raise UserError(f"a kernel of {linear.kernel.dtype} cannot be quantized; give a model in float32 or bfloat16")
         kernel = jnp.asarray(linear.kernel[...], jnp.float32)
@@ -29,17 +34,35 @@ class Int8Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Float32 [..., outputs] of float32 [..., inputs]."""
-        rows = x.reshape(-1, x.shape[-1])
-        if jax.default_backend() == "gpu":  # XLA (jax 0.11) fails there on a transpose fused with a conversion to int8.
-            rows = jax.lax.optimization_barrier(rows)
-        whole, scale = quantized(rows)
-        product = jax.lax.dot_general(
-            pair_lone_row(whole), self.kernel[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
-        )
-        result = product[: len(whole)].astype(jnp.float32) * scale * self.scale[...]
-        if self.bias is not None:
-            result += self.bias[...]
-        return result.reshape(*x.shape[:-1], -1)
+        result = _product(x, self.kernel[...], self.scale[...])
+        return result if self.bias is None else result + self.bias[...]
+
+
+class Int8Embed(nnx.Module):
+    """An embedding that is the head too: int8 rows [V, E] with a scale for each token."""
+
+    def __init__(self, embed: nnx.Embed):
+        whole, scale = quantized(jnp.asarray(embed.embedding[...], jnp.float32))
+        self.kernel, self.scale = nnx.Param(whole), nnx.Param(scale[:, 0])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Float32 [..., E] of tokens [...]."""
+        return self.kernel[...][tokens].astype(jnp.float32) * self.scale[...][tokens][..., None]
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits [..., V] of float32 [..., E]."""
+        return _product(x, self.kernel[...], self.scale[...])
+
+
+def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """Float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales [outputs]."""
+    rows = x.reshape(-1, x.shape[-1])
+    if jax.default_backend() == "gpu":  # XLA (jax 0.11) fails there on a transpose fused with a conversion to int8.
+        rows = jax.lax.optimization_barrier(rows)
+    whole, row_scale = quantized(rows)
+    product = jax.lax.dot_general(pair_lone_row(whole), kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    result = product[: len(whole)].astype(jnp.float32) * row_scale * scale
+    return result.reshape(*x.shape[:-1], -1)
 
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -48,17 +71,19 @@ def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
 
-def quantize(model: Transformer) -> Transformer:
-    """A copy of a float32 model with int8 products; embeddings, norms and cache stay float32.
+def quantize(model: Decoder) -> Decoder:
+    """A copy of a float32 model with int8 products; norms, the cache, and an embedding that is not the head stay float32.
 
     Raises:
-      UserError: the model is quantized already, or no transformer.
+      UserError: the model is quantized already, or no decoder of ours.
     """
-    if not isinstance(model, Transformer):
+    if not isinstance(model, (Transformer, Llama)):
         raise UserError(f"a {type(model).__name__} has no int8 products; give float32 or bfloat16")
-    copy: Transformer = nnx.clone(model)
-    for block in copy.blocks:
-        for name in ("qkv", "out", "up", "down"):
-            setattr(block, name, Int8Linear(getattr(block, name)))
-    copy.head = Int8Linear(copy.head)  # type: ignore[assignment]
+    copy: Any = nnx.clone(model)
+    for module in (copy, *copy.blocks):
+        for name, part in list(vars(module).items()):
+            if isinstance(part, (nnx.Linear, Int8Linear)):
+                setattr(module, name, Int8Linear(part))
+    if copy.head is None:
+        copy.embed = Int8Embed(copy.embed)
     return copy

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.dense import dense_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,61 +67,6 @@ def sinusoidal_table(length: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-@jax.custom_vjp
-def _dense(x, kernel):
-    rows = x.reshape(-1, x.shape[-1])
-    return _matmul(pair_lone_row(rows), kernel)[: len(rows)].reshape(*x.shape[:-1], -1)
-
-
-def pair_lone_row(rows: jax.Array) -> jax.Array:
-    """`rows` [R, C]; on a CPU, a single row of bfloat16 or int8 is repeated.
-
-    XLA's CPU library has products of bfloat16 and int8 of two rows on; for one row XLA converts the kernel, eight times
-    slower.
-    """
-    lone = len(rows) == 1 and rows.dtype != jnp.float32 and jax.default_backend() == "cpu"
-    return jnp.concatenate([rows, rows]) if lone else rows
-
-
-def _matmul(x, kernel):
-    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-
-
-def _dense_backward(residuals, g):
-    x, kernel = residuals
-    g = g.astype(x.dtype)
-    x_transposed, kernel_transposed = _transposed(x.reshape(-1, x.shape[-1])), _transposed(kernel)
-    x_gradient, kernel_gradient = _matmul(g, kernel_transposed), _matmul(x_transposed, g.reshape(-1, g.shape[-1]))
-    return x_gradient.astype(x.dtype), kernel_gradient.astype(kernel.dtype)
-
-
-def _transposed(x: jax.Array) -> jax.Array:
-    """The transpose of `x` [R, C], in memory on a CPU: XLA's products of transposed factors run at half the speed there."""
-    if jax.default_backend() != "cpu":
-        return x.T
-    return jax.lax.optimization_barrier(with_layout_constraint(x.T, Layout((0, 1))))
-
-
-_dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backward)
-
-
-def _dot_general(x, kernel, *_, **__):
-    """One function for all layers: graphdefs are equal, and share a program, only where their functions are the same."""
-    return _dense(x, kernel)
-
-
-def _linear(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> nnx.Linear:
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=use_bias,
-        dtype=dtype,
-        kernel_init=kernel_init or nnx.initializers.xavier_uniform(),
-        dot_general=_dot_general,
-        rngs=rngs,
-    )
-
-
 def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)
 
@@ -131,7 +76,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
-        linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
+        linear = functools.partial(dense_layer, dtype=dtype, rngs=rngs)
         self.heads = config.heads
         self.dtype = dtype
         self.norm_attention = _norm(config, rngs)
@@ -182,7 +127,7 @@ class Transformer(nnx.Module):
         if config.learned_positions:
             self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.context, config.width)))
         self.norm = _norm(config, rngs)
-        self.head = _linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
+        self.head = dense_layer(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     @property

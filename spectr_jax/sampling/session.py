@@ -100,7 +100,7 @@ def encode(session: Session, prompt: str) -> list[int]:
     Raises:
       UserError: it leaves no room for the new tokens in the context of a model.
     """
-    tokens = [session.target.tokenizer.bos, *session.target.tokenizer.encode(prompt)]
+    tokens = session.target.tokenizer.prompt(prompt)
     for trained in (session.target, session.draft):
         if trained and len(tokens) + session.max_new_tokens > trained.model.context:
             raise UserError(
@@ -131,7 +131,7 @@ def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[in
     shown = tokenizer.decode(prompt)
     for count, token in enumerate(new, start=1):
         text = tokenizer.decode([*prompt, *new[:count]])
-        if token == tokenizer.eos:
+        if tokenizer.ends(token):
             yield tokenizer.piece(token)
         elif text.endswith(PARTIAL) and count < len(new):
             yield ""

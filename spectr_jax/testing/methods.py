@@ -52,7 +52,7 @@ def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_squ
     Raises:
       AssertionError: they are not drawn from it.
     """
-    law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))
+    law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
     prompts, lengths = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)), np.full(BATCH, len(PROMPT))
     digits = VOCAB ** np.arange(LENGTH)
     counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)

@@ -1,5 +1,6 @@
 """Tokenizers in Hugging Face's files: ours written, those of GPT-2's family read."""
 
+import json
 import random
 
 import numpy as np
@@ -7,7 +8,14 @@ import pytest
 import tokenizers
 import transformers
 
-from spectr_jax.data.hugging_face import HuggingFaceTokenizer, save_tokenizer
+from spectr_jax.data.hugging_face import (
+    HuggingFaceTokenizer,
+    adds_bos,
+    controls,
+    read_template,
+    read_tokenizer,
+    save_tokenizer,
+)
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.loading import EMBEDDED
@@ -49,7 +57,7 @@ def _texts():
 
 
 def test_our_tokenizer_splits_texts_alike_there(ours, written):
-    theirs = HuggingFaceTokenizer(written, BOS, EOS)
+    theirs = HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS)
     auto = transformers.AutoTokenizer.from_pretrained(written)
     assert (auto.bos_token_id, auto.eos_token_id, auto.pad_token_id) == (1, 2, 0)
     for text in _texts():
@@ -61,15 +69,15 @@ def test_our_tokenizer_splits_texts_alike_there(ours, written):
 
 
 def test_a_vocabulary_is_the_same_in_either_form(ours, written, byte_pairs):
-    assert HuggingFaceTokenizer(written, BOS, EOS).vocabulary == ours.vocabulary
-    new, old = (HuggingFaceTokenizer(byte_pairs / form, 0, 0) for form in ("new", "old"))
+    assert HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS).vocabulary == ours.vocabulary
+    new, old = (HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0) for form in ("new", "old"))
     assert new.vocabulary == old.vocabulary != ours.vocabulary
     assert new.vocab_size == old.vocab_size > 256
 
 
 def test_byte_pairs_split_and_join(byte_pairs):
     for form in ("new", "old"):
-        tokenizer = HuggingFaceTokenizer(byte_pairs / form, 0, 0)
+        tokenizer = HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0)
         for text in ("Sentence 7 of many", " again", "日本 😀", ""):
             assert tokenizer.decode([0, *tokenizer.encode(text), 0]) == text
         pieces = [tokenizer.piece(token) for token in tokenizer.encode("Sentence 7 again")]
@@ -78,7 +86,7 @@ def test_byte_pairs_split_and_join(byte_pairs):
 
 
 def test_pieces_look_as_in_the_text(ours, written):
-    theirs = HuggingFaceTokenizer(written, BOS, EOS)
+    theirs = HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS)
     tokens = ours.encode("The committee will meet \\ again")
     for tokenizer in (ours, theirs):
         assert "".join(map(tokenizer.piece, tokens)) == " The committee will meet \\ again"
@@ -88,7 +96,7 @@ def test_pieces_look_as_in_the_text(ours, written):
 
 def test_strings_to_prompts_and_back(ours, byte_pairs):
     """In both kinds: BOS first and behind the shorter ones; what is behind a length is not part of a text."""
-    for tokenizer in (ours, HuggingFaceTokenizer(byte_pairs / "new", 0, 5)):
+    for tokenizer in (ours, HuggingFaceTokenizer(read_tokenizer(byte_pairs / "new"), 0, 5)):
         texts = ["Sentence 7 of many", "again", ""]
         tokens, lengths = tokenizer.prompts(texts)
         assert tokens.dtype == lengths.dtype == np.int32 and tokens.shape == (3, max(lengths))
@@ -104,8 +112,79 @@ def test_strings_to_prompts_and_back(ours, byte_pairs):
 
 
 def test_a_folder_without_a_tokenizer(byte_pairs, tmp_path):
-    with pytest.raises(UserError, match=r"has no tokenizer that can be read \(no tokenizer\.json, and not both of vocab"):
-        HuggingFaceTokenizer(tmp_path, 0, 0)
+    with pytest.raises(UserError, match=r"has no tokenizer to be read \(no tokenizer\.json, and not both of vocab"):
+        read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="has no tokenizer that can be read"):
-        HuggingFaceTokenizer(tmp_path, 0, 0)
+    with pytest.raises(UserError, match="has no tokenizer to be read"):
+        read_tokenizer(tmp_path)
+
+
+def _special(tokens=("<|end|>", "<|user|>", "<|stop|>")):
+    """Byte pairs with control tokens of ids 0, 1, 2."""
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(SENTENCES, vocab_size=290, special_tokens=list(tokens))
+    return tokenizers.Tokenizer.from_str(made.to_str())
+
+
+def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
+    """Its template, with a system message, conditions, BOS and the beginning of the answer."""
+    template = (
+        "{{ bos_token }}{% for message in messages %}\n    {% if loop.first and message.role != 'system' %}<|user|>system"
+        "{% endif %}{{ '<|user|>' + message['role'] + '\\n' + message['content'] | trim + '<|stop|>' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>assistant{% endif %}"
+    )
+    special = _special()
+    ours = HuggingFaceTokenizer(special, 0, (2, 0), template=template)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=special, bos_token="<|end|>", eos_token="<|stop|>")
+    theirs.chat_template = template
+    for messages in (
+        [{"role": "user", "content": " Sentence 7? "}],
+        [{"role": "system", "content": "Many"}, {"role": "user", "content": "again"}],
+    ):
+        tokens = ours.chat(messages)
+        assert tokens == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert tokens[0] == 0 and 1 in tokens and 2 in tokens
+    refusing = HuggingFaceTokenizer(special, 0, 2, template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match=r"chat template refuses these messages \(roles must alternate\)"):
+        refusing.chat([{"role": "user", "content": ""}])
+    with pytest.raises(UserError, match="the model has no chat template"):
+        HuggingFaceTokenizer(special, 0, 2).chat([])
+
+
+def test_where_a_template_is_found(tmp_path):
+    assert read_template(tmp_path) is None
+    settings = tmp_path / "tokenizer_config.json"
+    for given, found in (
+        ({"chat_template": "one"}, "one"),
+        ({"chat_template": [{"name": "tool", "template": "no"}, {"name": "default", "template": "two"}]}, "two"),
+        ({}, None),
+    ):
+        settings.write_text(json.dumps(given))
+        assert read_template(tmp_path) == found
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert read_template(tmp_path) == "three"
+
+
+def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
+    special = _special()
+    tokenizer = HuggingFaceTokenizer(special, 1, (2, 0), adds_bos=False)
+    words = tokenizer.encode("Sentence 7")
+    assert tokenizer.prompt("Sentence 7") == words and tokenizer.prompt("") == [1]
+    assert [tokenizer.ends(token) for token in (0, 1, 2)] == [True, False, True]
+    assert tokenizer.decode([1, *words, 0, 2]) == "Sentence 7" and tokenizer.piece(2) == "<|stop|>"
+    tokens, lengths = tokenizer.prompts(["Sentence 7", ""])
+    assert lengths.tolist() == [len(words), 1] and tokens[1, 0] == 1
+    assert not adds_bos(special, 1)
+    special.post_processor = tokenizers.processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
+    assert adds_bos(special, 1)
+
+
+def test_controls_of_a_folder(tmp_path):
+    assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
+    assert controls(tmp_path, {"eos_token_id": 2}, 9) == (2, 2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, (7, 8))
+    with pytest.raises(UserError, match=r"has eos_token_id=\[7, 8\], no token of its vocabulary"):
+        controls(tmp_path, {"bos_token_id": 1}, 8)
+    with pytest.raises(UserError, match="has bos_token_id=True, no token"):
+        controls(tmp_path, {"bos_token_id": True}, 9)

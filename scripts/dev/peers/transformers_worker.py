@@ -23,7 +23,7 @@ CALLS = {"target": 0}
 
 
 def load(target: str, draft: str, device: str, threads: int) -> dict:
-    """Loads both models to `device`, "cpu" or "cuda"; their GPT-2 checkpoints are ours, see spectr_jax/models/gpt2.py."""
+    """Loads both models, written by `spectr_jax.models.formats.gpt2`, to `device`: "cpu" or "cuda"."""
     torch.set_num_threads(threads)
     for name, folder in (("target", target), ("draft", draft)):
         MODELS[name] = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)

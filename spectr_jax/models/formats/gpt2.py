@@ -5,9 +5,7 @@ gets biases
 of zero, and the bias of its head, which GPT-2 lacks, becomes one more channel per head (`_with_bias_channel`).
 """
 
-import json
 import math
-import os
 import pathlib
 from typing import Any
 
@@ -15,16 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.flax
 import safetensors.numpy
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.files import write_json
+from spectr_jax.models.formats.folder import Folder, check_sizes, read_json, refuse, save
 from spectr_jax.models.transformer import Transformer, TransformerConfig, sinusoidal_table
 from spectr_jax.models.weights import from_arrays
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "transformer."
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # Which is JAX's gelu.
 EXPECTED = {
@@ -110,23 +106,13 @@ def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, 
     config, tensors = gpt2_config(model.config), gpt2_tensors(model)
     if np.any(bias := tensors.pop("lm_head.bias")):
         config, tensors = _with_bias_channel(config, tensors, bias)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / WEIGHTS
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    safetensors.numpy.save_file(tensors, partial, {"format": "pt"})  # transformers reads no other format.
-    partial.replace(path)
-    write_json(folder / "config.json", {**config, "bos_token_id": bos, "eos_token_id": eos})
+    save(folder, {**config, "bos_token_id": bos, "eos_token_id": eos}, tensors)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
     """A GPT-2's config.json with its defaults; raises `UserError` if it is not there, damaged, or of another family."""
-    try:
-        given = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
-    if not isinstance(given, dict):
-        raise UserError(f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again")
-    config = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
+    given = read_json(folder)
+    config = {**DEFAULTS, **given}
     for name, known in EXPECTED.items():
         if config.get(name) not in known:
             raise UserError(
@@ -139,19 +125,14 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 def _check_fields(folder: pathlib.Path, config: dict[str, Any]) -> None:
     """Raises `UserError` for a value that is not of its field's kind; what is missing is found when it is read."""
 
-    def refuse(name, wanted):
-        raise UserError(f"{str(folder)!r} has {name}={config[name]!r}, which is not {wanted}; fix its config.json")
-
-    for name in SIZES:
-        if (size := config.get(name)) is not None and (type(size) is not int or size < 1):
-            refuse(name, "a positive integer")
+    check_sizes(folder, config, SIZES)
     epsilon = config["layer_norm_epsilon"]
     if type(epsilon) not in (int, float) or not 0 <= epsilon < math.inf:
-        refuse("layer_norm_epsilon", "a number from 0 on")
+        refuse(folder, config, "layer_norm_epsilon", "a number from 0 on")
     if type(config["tie_word_embeddings"]) is not bool:
-        refuse("tie_word_embeddings", "true or false")
+        refuse(folder, config, "tie_word_embeddings", "true or false")
     if {"n_embd", "n_head"} <= config.keys() and config["n_embd"] % config["n_head"]:
-        refuse("n_head", f"a divisor of n_embd={config['n_embd']}")
+        refuse(folder, config, "n_head", f"a divisor of n_embd={config['n_embd']}")
 
 
 def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
@@ -250,21 +231,9 @@ def _centred(rows: np.ndarray) -> np.ndarray:
 
 def _read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
     """All tensors by name without the prefix, which some files have; without the masks that old ones keep."""
-    if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text())
-        names = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise UserError(f"{str(folder / INDEX)!r} has no weight_map of tensors to files; save or fetch it again")
-        files = sorted(set(names.values()))
-    elif (folder / WEIGHTS).exists():
-        files = [WEIGHTS]
-    else:
-        raise UserError(f"{str(folder)!r} has no {WEIGHTS}; write it with save_pretrained(..., safe_serialization=True)")
-    found = {}
-    for file in files:
-        found.update(safetensors.flax.load_file(folder / file))
+    tensors = Folder(folder)
     masks = (".attn.bias", ".attn.masked_bias")
-    return {name.removeprefix(PREFIX): array for name, array in found.items() if not name.endswith(masks)}
+    return {name.removeprefix(PREFIX): tensors[name] for name in tensors if not name.endswith(masks)}
 
 
 def _ours(shape: TransformerConfig, tensors: dict[str, jax.Array], *, tied: bool) -> dict[str, jax.Array]:

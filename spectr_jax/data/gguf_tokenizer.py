@@ -1,0 +1,85 @@
+"""The tokenizer in a GGUF file's metadata: byte pairs, split as one of the programs that llama.cpp knows by name."""
+
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+from spectr_jax.errors import UserError
+
+CONTROL, USER_DEFINED = 3, 4
+ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")
+"""Control tokens that end a sequence wherever a vocabulary has them, as in llama.cpp."""
+DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Metadata(Protocol):
+    """The values of a GGUF file by name."""
+
+    def get(self, name: str, default: Any = None) -> Any: ...
+
+
+def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
+    """Builds the tokenizer.
+
+    Args:
+      metadata: of the file.
+      source: named in errors.
+
+    Raises:
+      UserError: something is missing, or the kind of tokenizer is not read.
+    """
+
+    def need(name):
+        if (value := metadata.get(f"tokenizer.ggml.{name}")) is None:
+            raise UserError(f"{source!r} lacks 'tokenizer.ggml.{name}' in its metadata; fetch it again")
+        return value
+
+    if (kind := need("model")) != "gpt2":
+        raise UserError(f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging Face folder")
+    tokens, types = need("tokens"), need("token_type")
+    numbers = {token: number for number, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in need("merges")]
+    splitter = metadata.get("tokenizer.ggml.pre", "default")
+    try:
+        bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=splitter == "llama-bpe")
+    except Exception as error:  # The library raises bare exceptions.
+        raise UserError(f"{source!r} has merges that do not fit its tokens ({error}); fetch it again") from error
+    made = tokenizers.Tokenizer(bpe)
+    made.pre_tokenizer = _splitter(splitter, source)
+    if splitter == "qwen2":
+        made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
+        added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
+        made.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False) for token in added])
+    bos, eos = need("bos_token_id"), need("eos_token_id")
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
+    known = [numbers[end] for end in ENDS if end in numbers and types[numbers[end]] == CONTROL]
+    ends = tuple(dict.fromkeys([*named, *known]))
+    for token in (bos, *ends):
+        if not 0 <= token < len(tokens):
+            raise UserError(f"{source!r} names token {token} of {len(tokens)}; fetch it again")
+    return HuggingFaceTokenizer(
+        made,
+        bos,
+        ends,
+        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _splitter(name: str, source: str) -> pre_tokenizers.PreTokenizer:
+    """How a text is split before bytes are paired, by llama.cpp's name."""
+    if name == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if name in ("gpt-2", "default"):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in DIGITS:
+        words = pre_tokenizers.Split(tokenizers.Regex(WORDS % DIGITS[name]), "isolated")
+        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    known = ", ".join(("smollm", "gpt-2", *DIGITS))
+    raise UserError(f"{source!r} splits texts as {name!r}; known are {known}; give a Hugging Face folder")

@@ -1,0 +1,190 @@
+"""What `generate` repeats: the state of a decoding, its start on the prompts, and one call of the target.
+
+Shape suffixes: B sequences, T tokens of a sequence.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.decoding import drafting, scoring, selection
+from spectr_jax.decoding.methods import Method
+from spectr_jax.decoding.policy import Policy, ends
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.models.cache import Cache
+
+PIECE = 256
+"""The most tokens of a prompt that the models run on at once: the memory of attention goes by it."""
+
+
+class Call(NamedTuple):
+    """What `observe` is given of one call, for one sequence.
+
+    Attributes:
+      tree: the draft tree.
+      policy: turns the target's logits into distributions.
+      key: for random numbers in `observe`; not used elsewhere.
+      length: [] int32, tokens of the sequence before the call.
+      tokens: [N + 1] by node, the last committed one first.
+      p: [I, V] draft distributions at the inner nodes.
+      logits: [N + 1, V] of the target at each node.
+      chosen: the tokens, the path and the numbers of drafts.
+    """
+
+    tree: Tree
+    policy: Policy
+    key: jax.Array
+    length: jax.Array
+    tokens: jax.Array
+    p: jax.Array
+    logits: jax.Array
+    chosen: selection.Selection
+
+
+class Loop(NamedTuple):
+    step: jax.Array
+    text: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    target_cache: Cache
+    draft_cache: Any
+    calls: jax.Array
+    histogram: jax.Array
+    observed: Any
+
+
+def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> Loop:
+    """Runs both models on the prompts, in pieces of at most `PIECE` tokens.
+
+    Cache rows beyond the end of a shorter prompt are pending, and overwritten later.
+    """
+    B, T = prompts_BxT.shape
+    tree = method.tree
+    most = T + max_new_tokens
+    own_cache = tree.size and not method.exit_layer
+
+    def run(model, nodes, committed_B):
+        pieces = -(-T // PIECE)
+        width = T if pieces == 1 else PIECE
+        tokens = jnp.pad(prompts_BxT, ((0, 0), (0, pieces * width - T))).reshape(B, pieces, width).swapaxes(0, 1)
+        visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
+
+        def extend(cache, piece):
+            number, tokens_BxN = piece
+            cache = dataclasses.replace(cache, lengths=jnp.full(B, number * width, jnp.int32))
+            positions = jnp.broadcast_to(number * width + jnp.arange(width), (B, width))
+            return model.extend(tokens_BxN, positions, visible, cache)[1], None
+
+        cache = model.init_cache(B, max(most + nodes, pieces * width))
+        if pieces == 1:
+            cache, _ = extend(cache, (0, tokens[0]))
+        else:
+            cache, _ = jax.lax.scan(extend, cache, (jnp.arange(pieces), tokens))
+        return dataclasses.replace(cache, lengths=committed_B)
+
+    return Loop(
+        step=jnp.zeros((), jnp.int32),
+        text=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
+        lengths=lengths_B,
+        done=jnp.zeros(B, bool),
+        target_cache=run(target, tree.size + drafting.RECALLED, lengths_B - 1),
+        draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if own_cache else None,
+        calls=jnp.zeros(B, jnp.int32),
+        histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
+        observed=None,
+    )
+
+
+def observe_texts(observe, call: Call):
+    def one(*parts):
+        return observe(Call(call.tree, call.policy, *parts))
+
+    # Sums of truth values are counts.
+    return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, jax.vmap(one)(*call[2:]))
+
+
+def add_observed(loop: Loop, observe, call: Call):
+    """The sums with this call's values added, for sequences that are not done."""
+    if observe is None:
+        return None
+
+    def add(total, new):
+        done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
+        return total + jnp.where(done, 0, new)
+
+    return jax.tree.map(add, loop.observed, observe_texts(observe, call))
+
+
+def call(
+    loop: Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy, draft_policy: Policy | None = None
+) -> tuple[Loop, Call]:
+    """One serial call of the target, for all sequences; finished ones do not change."""
+    tree = method.tree
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    if method.plan.drafts == "race":
+        # A race belongs to a place in the text, not to a call: one decides draft and target, whatever the draft.
+        draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
+    else:
+        draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
+
+    with jax.named_scope("draft"):
+        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
+    with jax.named_scope("score"):
+        logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
+    with jax.named_scope("select"):
+        chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
+            loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
+        )
+    with jax.named_scope("commit"):
+        after = _commit(loop, tree, chosen, target_cache, draft_cache, limits_B, policy)
+    spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
+    return after, Call(tree, policy, spare_keys, loop.lengths, tokens_BxN, p, logits, chosen)
+
+
+def _draft(loop: Loop, method: Method, target, draft, keys_B, policy: Policy):
+    """Tokens [B, N + 1], draft distributions [B, I, V], and the caches of target and draft."""
+    if not method.tree.size:
+        tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
+        return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
+    cache = loop.draft_cache
+    if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
+        cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
+    drafts = drafting.draft(keys_B, draft, method.rule, method.tree, policy, loop.text, loop.lengths, cache)
+    if method.exit_layer:
+        return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
+    return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
+
+
+def _commit(
+    loop: Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, policy: Policy
+) -> Loop:
+    """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
+    emitted, ended = _cut(chosen, policy, limits_B - loop.lengths)
+    emitted = jnp.where(loop.done, 0, emitted)
+    lengths = loop.lengths + emitted
+    if draft_cache is not None:
+        draft_cache = drafting.commit(draft_cache, tree, chosen.path, loop.lengths, lengths)
+    return Loop(
+        step=loop.step + 1,
+        text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
+            loop.text, chosen.tokens, loop.lengths
+        ),
+        lengths=lengths,
+        done=loop.done | ended | (lengths >= limits_B),
+        target_cache=scoring.commit(target_cache, chosen.path, lengths),
+        draft_cache=draft_cache,
+        calls=loop.calls + ~loop.done,
+        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(jnp.where(loop.done, 0, 1)),
+        observed=loop.observed,
+    )
+
+
+def _cut(chosen: selection.Selection, policy: Policy, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
+    emitted = jnp.minimum(chosen.emitted, room_B)
+    is_eos = ends(chosen.tokens, policy) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
+    ended = jnp.any(is_eos, axis=1)
+    return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted).astype(jnp.int32), ended  # int64 with x64.

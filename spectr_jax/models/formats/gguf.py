@@ -1,0 +1,148 @@
+"""GGUF files, as llama.cpp reads them: models of the Llama family, with any quantisation that the library `gguf` knows."""
+
+import pathlib
+from typing import Any
+
+import gguf
+import numpy as np
+
+from spectr_jax.errors import UserError
+from spectr_jax.models.formats.parts import fill
+from spectr_jax.models.llama import Llama, LlamaConfig
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+NAMES = {
+    "embed": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "head": "output.weight",
+    "norm_attention": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "norm_q": "attn_q_norm.weight",
+    "norm_k": "attn_k_norm.weight",
+    "out": "attn_output.weight",
+    "norm_mlp": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+"""Parts of a model by llama.cpp's names; those of a layer have its `blk.LAYER.` before them."""
+ROPE_DIVISORS = "rope_freqs.weight"
+
+
+class GGUF:
+    """An open GGUF file: its metadata, and its tensors one at a time."""
+
+    def __init__(self, path: pathlib.Path):
+        """Opens `path`; raises `UserError` if it is no whole GGUF file."""
+        self.path = path
+        try:
+            reader = gguf.GGUFReader(path)
+            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self._fields = reader.fields
+        except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+            raise UserError(f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of the metadata."""
+        field = self._fields.get(name)
+        return default if field is None else field.contents()
+
+    def need(self, name: str) -> Any:
+        """A value of the metadata that must be there; raises `UserError` if it is not."""
+        if name not in self._fields:
+            raise UserError(f"{str(self.path)!r} lacks {name!r} in its metadata; fetch it again")
+        return self.get(name)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
+        found = self.tensors[name]
+        try:
+            return np.asarray(gguf.dequantize(found.data, found.tensor_type), np.float32)
+        except (NotImplementedError, ValueError) as error:
+            kind = found.tensor_type.name
+            raise UserError(f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give another") from error
+
+
+def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
+    """Reads a model of the Llama family for decoding.
+
+    Args:
+      file: open.
+      dtype: "float32", "bfloat16" or "int8", whatever the file holds.
+
+    Raises:
+      UserError: the file lacks something, or its model is of another kind.
+    """
+    config = gguf_config(file, "float32" if dtype == "int8" else dtype)
+    interleaved = file.need("general.architecture") == "llama"
+
+    def part(name: str) -> np.ndarray:
+        layer, dot, own = name.rpartition(".")
+        array = file.tensor(f"blk.{layer}.{NAMES[own]}" if dot else NAMES[own])
+        if interleaved and own in ("q", "k"):
+            return _in_halves(array, config.head_width)
+        return array
+
+    return fill(config, part, int8=dtype == "int8", source=str(file.path))
+
+
+def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
+    """The shape of a file's model; raises `UserError` for what is not understood."""
+    kind = file.need("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise UserError(f"{str(file.path)!r} is of architecture {kind!r}; read are {', '.join(ARCHITECTURES)}")
+
+    def need(name):
+        return file.need(f"{kind}.{name}")
+
+    def get(name, default=None):
+        return file.get(f"{kind}.{name}", default)
+
+    context = need("context_length")
+    for name, understood in (
+        ("expert_count", get("expert_count", 0) == 0),
+        ("attention.sliding_window", get("attention.sliding_window", context) >= context),
+        ("rope.scaling.type", get("rope.scaling.type", "none") in ("none", "linear")),
+    ):
+        if not understood:
+            raise UserError(f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give another model")
+    heads, width = need("attention.head_count"), need("embedding_length")
+    head_width = get("attention.key_length", width // heads)
+    if get("rope.dimension_count", head_width) != head_width:
+        turned = get("rope.dimension_count")
+        raise UserError(f"{str(file.path)!r} turns {turned} of {head_width} channels of a head; give another model")
+    if get("rope.scaling.type") == "linear":
+        divisors = (float(get("rope.scaling.factor", 1.0)),) * (head_width // 2)
+    else:
+        divisors = tuple(file.tensor(ROPE_DIVISORS).tolist()) if ROPE_DIVISORS in file.tensors else ()
+    return LlamaConfig(
+        layers=need("block_count"),
+        width=width,
+        mlp=need("feed_forward_length"),
+        heads=heads,
+        kv_heads=get("attention.head_count_kv", heads),
+        head_width=head_width,
+        vocab_size=len(file.need("tokenizer.ggml.tokens")),
+        context=context,
+        rope_theta=get("rope.freq_base", 10_000.0),
+        rope_divisors=divisors,
+        norm_epsilon=need("attention.layer_norm_rms_epsilon"),
+        tied=NAMES["head"] not in file.tensors,
+        qkv_bias=f"blk.0.{NAMES['q_bias']}" in file.tensors,
+        qk_norm=f"blk.0.{NAMES['norm_q']}" in file.tensors,
+        dtype=dtype,
+    )
+
+
+def _in_halves(kernel: np.ndarray, head_width: int) -> np.ndarray:
+    """The rows of each head of `kernel` [outputs, inputs], whose rotary pairs llama.cpp keeps side by side."""
+    pairs = kernel.reshape(-1, head_width // 2, 2, kernel.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(kernel.shape)

@@ -1,0 +1,90 @@
+"""A Llama filled part by part: what the readers of its checkpoints share.
+
+Parts have Hugging Face's order: kernels are [outputs, inputs], and rotary pairs are a channel of the first half of a head
+and the same one of the second. Each goes into its place, in the model's dtype, before the next is read.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spectr_jax.errors import UserError
+from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.quantized import quantize, quantized
+from spectr_jax.models.weights import named_leaves, with_leaves
+
+Part = Callable[[str], np.ndarray]
+"""Reads a part by its name below, a part of a layer as `LAYER.NAME`; raises KeyError where there is none."""
+
+
+def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
+    """A decoder of this shape with the parts of a checkpoint.
+
+    Args:
+      config: its shape and dtype.
+      part: reads `embed` [V, E], `norm` [E], `head` [V, E] and in each layer `q`, `k`, `v`, `out`, `gate`, `up`, `down`,
+        `norm_attention`, `norm_mlp`; where the shape has them `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      int8: with int8 products, as by `quantize`, without a float32 model in memory first; needs a config of float32.
+      source: named in errors.
+
+    Raises:
+      UserError: a part is missing, or of another shape than the config's.
+    """
+
+    def build():
+        model = Llama(config, rngs=nnx.Rngs(0))
+        return quantize(model) if int8 else model
+
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    wanted, leaves = named_leaves(state), {}
+    for name, array in _named(config, part, source):
+        for leaf, value in _leaves(name, array, wanted):
+            if leaf not in wanted or value.shape != wanted[leaf].shape:
+                expected = list(wanted[leaf].shape) if leaf in wanted else "none"
+                raise UserError(
+                    f"{source!r}: {name} is {list(value.shape)} where its configuration gives {expected}; fetch both anew"
+                )
+            leaves[leaf] = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
+    return nnx.merge(graphdef, with_leaves(state, leaves))
+
+
+def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    """The leaves of the model that an array is: itself, or an int8 kernel and its scales."""
+    module = name.rpartition("/")[0]
+    kernel = f"{module}/kernel/value"
+    if array.ndim == 2 and kernel in wanted and wanted[kernel].dtype == jnp.int8:
+        whole, scale = jax.jit(quantized)(jnp.asarray(array, jnp.float32))
+        yield kernel, whole
+        yield f"{module}/scale/value", scale[:, 0]
+    elif name.endswith("/kernel"):
+        yield f"{name}/value", array.T
+    else:
+        yield f"{name}/value", array
+
+
+def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of our decoder by their names, one at a time."""
+
+    def read(name):
+        try:
+            return part(name)
+        except KeyError as error:
+            raise UserError(f"{source!r} lacks {error}, a part of its model; fetch it again") from error
+
+    yield "embed/embedding", read("embed")
+    for layer in range(config.layers):
+        prefix = f"blocks/{layer}"
+        for norm in ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ())):
+            yield f"{prefix}/{norm}/scale", read(f"{layer}.{norm}")
+        yield f"{prefix}/qkv/kernel", np.concatenate([read(f"{layer}.{name}") for name in "qkv"])
+        if config.qkv_bias:
+            yield f"{prefix}/qkv/bias", np.concatenate([read(f"{layer}.{name}_bias") for name in "qkv"])
+        yield f"{prefix}/out/kernel", read(f"{layer}.out")
+        yield f"{prefix}/gate_up/kernel", np.concatenate([read(f"{layer}.{name}") for name in ("gate", "up")])
+        yield f"{prefix}/down/kernel", read(f"{layer}.down")
+    yield "norm/scale", read("norm")
+    if not config.tied:
+        yield "head/kernel", read("head")

@@ -1,0 +1,206 @@
+"""The decoder of the Llama family in Flax NNX: Llama 2 and 3, SmolLM, TinyLlama, Mistral, Qwen 2 and 3.
+
+RMS norms before each part, rotary positions, grouped-query attention, SwiGLU (Touvron et al., 2023, arXiv 2302.13971 and
+2307.09288). What the members differ in are fields of `LlamaConfig`. Weights are read from Hugging Face folders and GGUF
+files by `models.formats`.
+
+Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width, H query heads, K key and
+value heads, D head width, R half of it, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spectr_jax.errors import UserError
+from spectr_jax.models import cache as cache_lib
+from spectr_jax.models.cache import Cache
+from spectr_jax.models.dense import dense_layer
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a decoder of the family. `dtype` is that of the factors of its matrix products and of its cache; sums,
+    norms and residuals are float32.
+
+    Attributes:
+      kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
+      head_width: of each head; `width / heads` in most models.
+      tied: the head is the embedding.
+      qkv_bias: queries, keys and values have biases (Qwen 2).
+      qk_norm: queries and keys have RMS norms, over each head (Qwen 3).
+      rope_divisors: of the rotary frequencies, one for each pair of channels; empty for none (`llama3_divisors`).
+
+    Raises:
+      UserError: the key and value heads do not divide the heads, or the width of a head is odd.
+    """
+
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocab_size: int
+    context: int
+    rope_theta: float = 10_000.0
+    rope_divisors: tuple[float, ...] = ()
+    norm_epsilon: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise UserError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one")
+        if self.head_width % 2 or self.head_width < 2:
+            raise UserError(f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it by one")
+        if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
+            raise UserError(
+                f"{len(self.rope_divisors)} rope_divisors for {self.head_width // 2} pairs of channels; give one each"
+            )
+
+
+def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians per position [R] of the pairs of a head."""
+    plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    return (plain / np.array(config.rope_divisors or 1.0)).astype(np.float32)
+
+
+def llama3_divisors(
+    theta: float, head_width: int, *, factor: float, low: float, high: float, context: int
+) -> tuple[float, ...]:
+    """How Llama 3.1 stretches rotary positions beyond the `context` of its first training: frequencies that turn less than
+    `low` times in it are divided by `factor`, those that turn more than `high` times are kept."""
+    plain = theta ** (-np.arange(0, head_width, 2) / head_width)
+    kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
+    return tuple((1 / (kept + (1 - kept) / factor)).tolist())
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, in float32."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(mean + self.epsilon) * self.scale[...].astype(jnp.float32)
+
+
+class Block(nnx.Module):
+    """Grouped-query attention and SwiGLU, each after an RMS norm and with a residual connection."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.config = config
+        self.norm_attention = RMSNorm(config.width, config.norm_epsilon)
+        # One product for all three, and one for gate and up: a call on few tokens costs what its products cost to start.
+        parts = (config.heads + 2 * config.kv_heads) * config.head_width
+        self.qkv = linear(config.width, parts, use_bias=config.qkv_bias)
+        self.out = linear(config.heads * config.head_width, config.width, use_bias=False)
+        self.norm_q = RMSNorm(config.head_width, config.norm_epsilon) if config.qk_norm else None
+        self.norm_k = RMSNorm(config.head_width, config.norm_epsilon) if config.qk_norm else None
+        self.norm_mlp = RMSNorm(config.width, config.norm_epsilon)
+        self.gate_up = linear(config.width, 2 * config.mlp, use_bias=False)
+        self.down = linear(config.mlp, config.width, use_bias=False)
+
+    def __call__(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
+        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, K, D], or None."""
+        attended_BxNxE, rows = self._attend(self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B)
+        x_BxNxE = x_BxNxE + attended_BxNxE
+        gate_BxNxF, up_BxNxF = jnp.split(self.gate_up(self.norm_mlp(x_BxNxE)), 2, axis=-1)
+        return x_BxNxE + self.down(jax.nn.silu(gate_BxNxF) * up_BxNxF), rows
+
+    def _attend(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
+        config = self.config
+        B, N, _ = x_BxNxE.shape
+        heads = self.qkv(x_BxNxE).reshape(B, N, -1, config.head_width)
+        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = jnp.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
+        if self.norm_q is not None and self.norm_k is not None:
+            q_BxNxHxD, k_BxNxKxD = self.norm_q(q_BxNxHxD), self.norm_k(k_BxNxKxD)
+        q_BxNxHxD, k_BxNxKxD = rotated(q_BxNxHxD, turns_BxNxR), rotated(k_BxNxKxD, turns_BxNxR)
+        q_BxNxHxD, k_BxTxKxD, v_BxTxKxD = (part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD))
+        if rows is not None:
+            k_BxTxKxD = cache_lib.write(rows[0], k_BxTxKxD, starts_B)
+            v_BxTxKxD = cache_lib.write(rows[1], v_BxTxKxD, starts_B)
+            rows = (k_BxTxKxD, v_BxTxKxD)
+        mixed_BxNxHxD = jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
+        return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
+
+
+def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Heads turned by their positions; a pair is a channel of the first half and the same one of the second."""
+    cosines, sines = (part[:, :, None] for part in turns_BxNxR)
+    first, second = jnp.split(x_BxNxHxD, 2, axis=-1)
+    return jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+
+
+class Llama(nnx.Module):
+    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each layer."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        dtype = jnp.dtype(config.dtype)
+        initial = nnx.initializers.normal(0.02 if config.tied else 1.0)
+        self.embed = nnx.Embed(config.vocab_size, config.width, dtype=dtype, embedding_init=initial, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        head = functools.partial(dense_layer, config.width, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = None if config.tied else head()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.config.context
+
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
+        config = self.config
+        shape = (batch, capacity, config.kv_heads, config.head_width)
+        rows = tuple((jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers))
+        return Cache(rows, jnp.zeros(batch, jnp.int32))
+
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+        """See `Model.extend`."""
+        config = self.config
+        count = config.layers if layers is None else layers
+        if cache is None:
+            layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
+        else:
+            layer_rows, starts_B = cache.rows, cache.lengths + pending
+            mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
+        angles_BxNxR = positions_BxN[..., None].astype(jnp.float32) * rotary_frequencies(config)
+        turns_BxNxR = jnp.cos(angles_BxNxR), jnp.sin(angles_BxNxR)
+        x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
+        new_rows = []
+        for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
+            x_BxNxE, rows = block(x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)
+            new_rows.append(rows)
+        logits = self._logits(x_BxNxE)
+        return logits, None if cache is None else Cache((*new_rows, *layer_rows[count:]), cache.lengths)
+
+    def _logits(self, x_BxNxE):
+        x_BxNxE = self.norm(x_BxNxE)
+        head = self.embed.attend if self.head is None else self.head
+        return head(x_BxNxE).astype(jnp.float32)
+
+
+def abstract(config: LlamaConfig) -> tuple[Any, Any]:
+    """`nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))

@@ -1,0 +1,68 @@
+"""Decoding call by call, and prompts that run in pieces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.decoding import Policy, get_method, loop, stream
+from spectr_jax.decoding.generate import generate
+from spectr_jax.errors import UserError
+from spectr_jax.models.table import TableModel, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+
+TARGET, DRAFT = (TableModel(random_table(seed, 11)) for seed in (0, 1))
+LENGTH = 12
+
+
+@pytest.mark.parametrize("method", [get_method("baseline"), get_method("otm_block", tree="2,2")], ids=str)
+def test_steps_are_what_generate_emits_at_once(method, count_compilations):
+    """Token for token and call for call, whatever ends it: EOS, one of several, or the limit."""
+
+    def calls(call):
+        return {"length": call.length}
+
+    for seed, eos in ((0, -1), (1, -1), (2, 3), (3, 3), (4, (5, 9))):
+        key, policy = jax.random.key(seed), Policy(eos=eos)
+        whole = generate(key, method, TARGET, DRAFT, [[1, 4, 2]], [3], LENGTH, policy)
+        with count_compilations() as compiled:
+            steps = list(stream(key, method, TARGET, DRAFT, [1, 4, 2], LENGTH, policy, calls))
+        assert len(steps) == int(whole.target_calls[0])
+        tokens = [token for step in steps for token in step.tokens]
+        assert tokens == whole.tokens[0, 3 : int(whole.lengths[0])].tolist()
+        starts = np.cumsum([3, *(len(step.tokens) for step in steps)])[:-1]
+        assert [int(step.observed["length"]) for step in steps] == starts.tolist()
+        ended = {eos} if isinstance(eos, int) else set(eos)
+        assert len(tokens) == LENGTH or tokens[-1] in ended
+        assert not ended & set(tokens[:-1])
+        assert seed != 1 or not compiled
+
+
+def test_a_stream_refuses_at_once():
+    method = get_method("baseline")
+    with pytest.raises(UserError, match=r"key is key<fry>\[2\]; give one"):
+        stream(jax.random.split(jax.random.key(0)), method, TARGET, None, [1], 4)
+    with pytest.raises(UserError, match="a prompt has a token outside 0"):
+        stream(jax.random.key(0), method, TARGET, None, [99], 4)
+    with pytest.raises(UserError, match=r"key is None; give jax\.random\.key"):
+        stream(None, method, TARGET, None, [1], 4)
+
+
+def test_a_prompt_in_pieces_leaves_the_cache_of_one_run(monkeypatch):
+    """Prompts of several lengths in pieces of 4, the last of which is not full."""
+    shape = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=32)
+    model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
+    prompts, lengths = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11))), jnp.array([11, 5, 8])
+    start = jax.jit(lambda: loop.prefill(method, model, model, prompts, lengths, 3))
+    whole = start()
+    monkeypatch.setattr(loop, "PIECE", 4)
+    pieces = jax.jit(lambda: loop.prefill(method, model, model, prompts, lengths, 3))()
+    for name in ("target_cache", "draft_cache"):
+        one, other = getattr(whole, name), getattr(pieces, name)
+        np.testing.assert_array_equal(one.lengths, other.lengths)
+        for rows, again in zip(jax.tree.leaves(one.rows), jax.tree.leaves(other.rows), strict=True):
+            for row, length in enumerate(one.lengths.tolist()):
+                np.testing.assert_allclose(rows[row, :length], again[row, :length], atol=1e-5)
+                assert np.abs(rows[row, :length]).max() > 0.1
+    np.testing.assert_array_equal(whole.text, pieces.text)

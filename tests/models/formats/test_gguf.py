@@ -1,0 +1,230 @@
+"""GGUF files of the Llama family: weights, metadata, tokenizers, and what is refused."""
+
+import dataclasses
+import json
+import re
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
+from spectr_jax.errors import UserError
+from spectr_jax.loading import load
+from spectr_jax.models.formats.gguf import GGUF, NAMES, load_gguf
+from spectr_jax.models.formats.hf_llama import NAMES as HF_NAMES
+from spectr_jax.models.formats.hf_llama import llama_tensors
+from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.quantized import quantize
+
+SHAPE = LlamaConfig(layers=2, width=32, mlp=64, heads=4, kv_heads=2, head_width=8, vocab_size=300, context=64)
+SHAPES = {
+    "llama": SHAPE,
+    "tied": dataclasses.replace(SHAPE, tied=True, kv_heads=4, rope_theta=1e5),
+    "qwen2": dataclasses.replace(SHAPE, qkv_bias=True, rope_theta=1e6),
+    "qwen3": dataclasses.replace(SHAPE, qk_norm=True, head_width=10, norm_epsilon=1e-6),
+}
+SENTENCES = [f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again." for number in range(200)]
+CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
+    made = tokenizers.ByteLevelBPETokenizer()
+    if pre_tokenizer:
+        made._tokenizer.pre_tokenizer = pre_tokenizer
+    made.train_from_iterator(SENTENCES, vocab_size=SHAPE.vocab_size, special_tokens=list(CONTROLS), show_progress=False)
+    return made._tokenizer
+
+
+def write(path, model: Llama, kind: str, quantization=None, tensors=True, **changes) -> None:
+    """A GGUF as llama.cpp's converter writes it: with a byte-pair tokenizer, and rotary pairs side by side for `llama`."""
+    config, arch = model.config, "llama" if kind == "tied" else kind
+    tokenizer = json.loads(byte_pairs().to_str())
+    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    values = {
+        f"{arch}.context_length": config.context,
+        f"{arch}.embedding_length": config.width,
+        f"{arch}.block_count": config.layers,
+        f"{arch}.feed_forward_length": config.mlp,
+        f"{arch}.attention.head_count": config.heads,
+        f"{arch}.attention.head_count_kv": config.kv_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_epsilon,
+        f"{arch}.rope.freq_base": config.rope_theta,
+        f"{arch}.attention.key_length": config.head_width,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in CONTROLS else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    values = {name: value for name, value in {**values, **changes}.items() if value is not None}
+    writer = gguf.GGUFWriter(path, changes.get("arch", arch))
+    for name, value in values.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif name != "arch":
+            put = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            put[type(value)](name, value)
+    theirs = {theirs: NAMES[ours] for ours, theirs in HF_NAMES.items()}
+    for name, array in llama_tensors(model).items() if tensors else ():
+        layer, found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name).groups()
+        if arch == "llama" and found in (HF_NAMES["q"], HF_NAMES["k"]):
+            heads = array.reshape(-1, 2, config.head_width // 2, config.width)
+            array = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(array.shape)
+        full = theirs[found] if layer is None else f"blk.{layer}.{theirs[found]}"
+        if quantization is not None and array.ndim == 2:
+            writer.add_tensor(full, gguf.quantize(array, quantization), raw_dtype=quantization)
+        else:
+            writer.add_tensor(full, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def models():
+    rng = np.random.default_rng(0)
+    made = {kind: Llama(shape, rngs=nnx.Rngs(0)) for kind, shape in SHAPES.items()}
+    for model in made.values():
+        noisy = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), nnx.state(model))
+        nnx.update(model, noisy)
+    return made
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_what_is_written_is_read(models, kind, tmp_path):
+    write(tmp_path / "model.gguf", models[kind], kind)
+    read = load_gguf(GGUF(tmp_path / "model.gguf"))
+    epsilon, theta = np.float32(read.config.norm_epsilon), np.float32(read.config.rope_theta)
+    assert (epsilon, theta) == (np.float32(SHAPES[kind].norm_epsilon), np.float32(SHAPES[kind].rope_theta))
+    assert dataclasses.replace(read.config, norm_epsilon=0.0) == dataclasses.replace(SHAPES[kind], norm_epsilon=0.0)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(models[kind]))
+
+
+@pytest.mark.parametrize("quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
+def test_quantized_files(models, quantization, tmp_path):
+    write(tmp_path / "model.gguf", models["tied"], "tied", quantization)
+    file = GGUF(tmp_path / "model.gguf")
+    read, exact = load_gguf(file), models["tied"]
+    down, whole = read.blocks[1].down.kernel[...], np.asarray(exact.blocks[1].down.kernel[...])
+    rounded = gguf.dequantize(gguf.quantize(np.ascontiguousarray(whole.T), quantization), quantization).T
+    np.testing.assert_array_equal(down, rounded)
+    assert 0 < np.abs(down - whole).max() < 0.15
+    small = load_gguf(file, "int8")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(small), nnx.state(quantize(read)))
+
+
+def test_a_file_is_a_model_by_name(models, tmp_path):
+    write(tmp_path / "small.gguf", models["llama"], "llama", **{"tokenizer.chat_template": "{{ messages[0].content }}!"})
+    for dtype in ("float32", "bfloat16", "int8"):
+        trained = load(f"gguf:{tmp_path / 'small.gguf'}", dtype)
+        assert trained.name == "small" and trained.model.blocks[0].down.kernel.dtype == dtype
+    tokenizer = trained.tokenizer
+    assert (tokenizer.bos, tokenizer.eos) == (1, (2, 0)) and tokenizer.prompt("again")[0] != 1
+    assert tokenizer.chat([{"role": "user", "content": "again"}]) == tokenizer.encode("again!")
+
+
+def test_frequencies_of_their_own(models, tmp_path):
+    """Llama 3.1's come as a tensor; a linear stretch as a factor."""
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    write(tmp_path / "linear.gguf", models["llama"], "llama", **scaling)
+    assert load_gguf(GGUF(tmp_path / "linear.gguf")).config.rope_divisors == (4.0,) * 4
+    file = GGUF(tmp_path / "linear.gguf")
+    file._fields = {name: field for name, field in file._fields.items() if "scaling" not in name}
+    divisors = np.array([1, 1.5, 8, 8], np.float32)
+    file.tensors["rope_freqs.weight"] = type("Tensor", (), {"data": divisors, "tensor_type": gguf.GGMLQuantizationType.F32})
+    assert load_gguf(file).config.rope_divisors == (1.0, 1.5, 8.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "gemma"}, "is of architecture 'gemma'; read are llama, qwen2, qwen3"),
+        ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not read"),
+        ({"llama.attention.sliding_window": 32}, "has llama.attention.sliding_window=32, which is not read"),
+        ({"llama.rope.scaling.type": "yarn"}, "has llama.rope.scaling.type='yarn', which is not read"),
+        ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels of a head"),
+        ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
+        ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
+        ({"llama.feed_forward_length": 65}, "gate_up/kernel is [32, 128] where its configuration gives [32, 130]"),
+    ],
+)
+def test_what_is_not_understood_is_refused(models, changes, message, tmp_path):
+    write(tmp_path / "model.gguf", models["llama"], "llama", **changes)
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_gguf(GGUF(tmp_path / "model.gguf"))
+
+
+def test_damaged_files(models, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, models["llama"], "llama")
+    whole = path.read_bytes()
+    for length in (0, 3, 100, 5_000, len(whole) // 2, len(whole) - 100):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"is not a GGUF file that can be read"):
+            load(f"gguf:{path}")
+    path.write_bytes(b"{}" * 1000)
+    with pytest.raises(UserError, match=r"is not a GGUF file that can be read"):
+        GGUF(path)
+    with pytest.raises(UserError, match=r"no file '.*nothing.gguf'; give gguf: and the path of a GGUF file"):
+        load(f"gguf:{tmp_path / 'nothing.gguf'}")
+
+
+def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
+    given = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(given["vocab"], key=given["vocab"].get)
+    values = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [3 if token in CONTROLS else 1 for token in tokens],
+        "merges": [" ".join(pair) for pair in given["merges"]],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+def test_texts_are_split_as_the_name_says(pre):
+    """Digits: one at a time, all of a number, or up to three; the rest of a split is checked by joining it again."""
+    read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
+    split = read._tokenizer.pre_tokenizer.pre_tokenize_str
+    numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
+    assert numbers == {"gpt-2": ["Ġ12345"], "llama-bpe": ["123", "45"]}.get(pre, [*"12345"])
+    for text in (*SENTENCES[:20], "  two   spaces  ", "日本 😀 it's\r\n\n9", ""):
+        assert read.decode(read.encode(text)) == text
+    assert read.encode("<|im_start|>again") == [1, *read.encode("again")]
+
+
+def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
+    """One made with Hugging Face's library, digits apart."""
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    splitter = tokenizers.pre_tokenizers.Sequence([digits, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    made = byte_pairs(splitter)
+    read = gguf_tokenizer(_metadata(made, "smollm"), "file")
+    for text in (*SENTENCES, "x1y22 333", "<|im_end|> again"):
+        assert read.encode(text) == made.encode(text, add_special_tokens=False).ids
+    assert read.vocab_size == made.get_vocab_size()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama"}, "has a tokenizer of kind 'llama', and only 'gpt2' is read"),
+        ({"pre": "tekken"}, "splits texts as 'tekken'; known are smollm, gpt-2, llama-bpe, qwen2"),
+        ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
+        ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
+        ({"eos_token_id": 300}, "names token 300 of 300"),
+    ],
+)
+def test_tokenizers_that_are_not_read(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        gguf_tokenizer(_metadata(byte_pairs(), changes.pop("pre", "gpt-2"), **changes), "file")

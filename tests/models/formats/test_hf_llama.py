@@ -1,0 +1,127 @@
+"""Folders of the Llama family: read as they were written, whatever the parts and dtype, and refused with one line."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+import safetensors.numpy
+import transformers
+from flax import nnx
+
+from spectr_jax.errors import UserError
+from spectr_jax.models.formats import hf_llama
+from spectr_jax.models.formats.folder import INDEX, WEIGHTS
+from spectr_jax.models.llama import llama3_divisors
+from spectr_jax.models.quantized import quantize
+
+
+def _change(folder, **fields):
+    path = folder / "config.json"
+    given = {name: value for name, value in {**json.loads(path.read_text()), **fields}.items() if value != "gone"}
+    path.write_text(json.dumps(given))
+
+
+@pytest.fixture
+def folder(llamas, tmp_path):
+    hf_llama.save_llama(tmp_path / "llama", llamas["llama"], bos=1, eos=2)
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen2", "qwen3"])
+def test_what_is_written_is_read(llamas, kind, tmp_path):
+    model = llamas[kind]
+    hf_llama.save_llama(tmp_path, model)
+    read = hf_llama.load_llama(tmp_path)
+    assert read.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(model))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(config).__name__.startswith({"tied": "Llama"}.get(kind, kind.capitalize()))
+    assert config.head_dim == model.config.head_width if kind != "qwen2" else True
+
+
+def test_int8_without_a_model_in_float32_is_the_same_as_with_one(llamas, tmp_path):
+    for kind in ("llama", "tied"):
+        hf_llama.save_llama(tmp_path / kind, llamas[kind])
+        read = hf_llama.load_llama(tmp_path / kind, "int8")
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(quantize(llamas[kind])))
+
+
+def test_parts_in_bfloat16(llamas, folder):
+    tensors = {name: array.astype(jnp.bfloat16) for name, array in safetensors.flax.load_file(folder / WEIGHTS).items()}
+    names = sorted(tensors)
+    places = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(places.values()):
+        safetensors.flax.save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    (folder / WEIGHTS).unlink()
+    read = hf_llama.load_llama(folder, "bfloat16")
+    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(llamas["llama"]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(read))} == {jnp.dtype("bfloat16")}
+
+
+def test_positions_as_llama_3_stretches_them(folder):
+    stretched = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    expected = llama3_divisors(500_000.0, 8, factor=8.0, low=1.0, high=4.0, context=400)
+    stretched["original_max_position_embeddings"] = 400
+    for fields in (
+        {"rope_theta": 500_000.0, "rope_scaling": stretched},
+        {"rope_theta": "gone", "rope_scaling": None, "rope_parameters": {**stretched, "rope_theta": 500_000.0}},
+    ):
+        _change(folder, **fields)
+        read = hf_llama.llama_config(folder, "float32")
+        assert read.rope_theta == 500_000.0 and read.rope_divisors == expected and len(set(expected)) > 2
+    _change(folder, rope_parameters={"rope_type": "linear", "factor": 4.0})
+    assert hf_llama.llama_config(folder, "float32").rope_divisors == (4.0,) * 4
+
+
+def test_what_a_config_may_leave_out(folder):
+    _change(folder, num_key_value_heads="gone", head_dim="gone", tie_word_embeddings="gone", rope_theta="gone")
+    _change(folder, hidden_size=48)
+    read = hf_llama.llama_config(folder, "float32")
+    assert (read.kv_heads, read.head_width, read.tied, read.rope_theta) == (6, 8, False, 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mixtral"}, "has model_type='mixtral'; read are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gone"}, "has model_type=None; read are llama"),
+        ({"hidden_act": "gelu"}, "has hidden_act='gelu'; read are silu"),
+        ({"attention_bias": True}, "has attention_bias=True, which is not read"),
+        ({"mlp_bias": True}, "has mlp_bias=True, which is not read"),
+        ({"model_type": "mistral", "sliding_window": 32}, "has sliding_window=32, which is not read"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "has sliding_window=4"),
+        ({"quantization_config": {"bits": 4}}, "has quantization_config={'bits': 4}, which is not read"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has rope_type='yarn'; read are default, linear, llama3"),
+        ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "has a rope_scaling without 'low_freq_factor'"),
+        ({"rms_norm_eps": "small"}, "has rms_norm_eps='small', which is not a number from 0 on"),
+        ({"rms_norm_eps": "gone"}, "has a config.json without 'rms_norm_eps'"),
+        ({"vocab_size": 2.5}, "has vocab_size=2.5, which is not a positive integer"),
+        ({"num_hidden_layers": "gone"}, "has a config.json without 'num_hidden_layers'"),
+        ({"tie_word_embeddings": 1}, "has tie_word_embeddings=1, which is not true or false"),
+        ({"num_key_value_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
+        ({"hidden_size": 32}, "embed/embedding is [290, 24] where its configuration gives [290, 32]; fetch both anew"),
+        ({"num_hidden_layers": 3}, "lacks 'model.layers.2.input_layernorm.weight', a part of its model"),
+    ],
+)
+def test_what_is_not_understood_is_refused(folder, fields, message):
+    _change(folder, **fields)
+    with pytest.raises(UserError, match=re.escape(message)):
+        hf_llama.load_llama(folder)
+
+
+def test_a_window_as_wide_as_the_context_is_none(folder):
+    _change(folder, model_type="mistral", sliding_window=64)
+    assert hf_llama.load_llama(folder).config.context == 64
+
+
+def test_what_has_no_such_layout_is_not_written(llamas, tmp_path):
+    with pytest.raises(UserError, match="int8 products has no such layout"):
+        hf_llama.save_llama(tmp_path, quantize(llamas["llama"]))
+    assert not list(tmp_path.iterdir())

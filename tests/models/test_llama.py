@@ -1,0 +1,155 @@
+"""The Llama family: against an independent forward in NumPy, and as a model of the protocol."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax import check_model
+from spectr_jax.errors import UserError
+from spectr_jax.models.early_exit import EarlyExit
+from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors, rotary_frequencies
+from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
+
+SHAPE = LlamaConfig(layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=64)
+STRETCHED = llama3_divisors(10_000.0, 8, factor=8.0, low=1.0, high=4.0, context=32)
+SHAPES = {
+    "llama": SHAPE,
+    "llama3": dataclasses.replace(SHAPE, rope_divisors=STRETCHED, tied=True, kv_heads=6),
+    "qwen2": dataclasses.replace(SHAPE, qkv_bias=True, tied=True, rope_theta=1e6),
+    "qwen3": dataclasses.replace(SHAPE, qk_norm=True, head_width=10, norm_epsilon=1e-6),
+}
+
+
+def random_model(config: LlamaConfig, seed: int = 0) -> Llama:
+    """A model whose biases and scales are random too, and whose head is sharp enough to tell tokens apart."""
+    model = Llama(config, rngs=nnx.Rngs(seed))
+    rng = np.random.default_rng(seed)
+
+    def noisy(leaf):
+        return leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype) if leaf.ndim == 1 else leaf
+
+    nnx.update(model, jax.tree.map(noisy, nnx.state(model)))
+    if config.tied:
+        model.embed.embedding[...] *= 20
+    return model
+
+
+def logits(model, tokens) -> np.ndarray:
+    B, N = np.shape(tokens)
+    positions = jnp.broadcast_to(jnp.arange(N), (B, N))
+    visible = jnp.broadcast_to(np.tri(N, dtype=bool), (B, N, N))
+    return np.asarray(model.extend(jnp.asarray(tokens), positions, visible)[0])
+
+
+def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
+    """Logits [N, V] of one sequence in float64, head by head and token by token, from the papers."""
+    config = model.config
+
+    def array(leaf):
+        return np.asarray(leaf[...], np.float64)
+
+    def norm(x, part):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * array(part.scale)
+
+    def turned(x, position):  # One head's [D], as complex numbers.
+        half = config.head_width // 2
+        frequencies = config.rope_theta ** (-np.arange(half) / half) / np.array(config.rope_divisors or 1.0)
+        made = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies)
+        return np.concatenate([made.real, made.imag])
+
+    x = array(model.embed.embedding)[tokens]
+    for block in model.blocks:
+        bias = 0.0 if block.qkv.bias is None else array(block.qkv.bias)
+        heads = (norm(x, block.norm_attention) @ array(block.qkv.kernel) + bias).reshape(len(tokens), -1, config.head_width)
+        q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
+        if config.qk_norm:
+            q, k = norm(q, block.norm_q), norm(k, block.norm_k)
+        mixed = np.zeros_like(q)
+        for head in range(config.heads):
+            served = head // (config.heads // config.kv_heads)
+            keys = [turned(k[n, served], n) for n in range(len(tokens))]
+            for n in range(len(tokens)):
+                scores = np.array([turned(q[n, head], n) @ keys[m] for m in range(n + 1)]) / np.sqrt(config.head_width)
+                weights = np.exp(scores - scores.max())
+                mixed[n, head] = weights / weights.sum() @ v[: n + 1, served]
+        x = x + mixed.reshape(len(tokens), -1) @ array(block.out.kernel)
+        gate, up = np.split(norm(x, block.norm_mlp) @ array(block.gate_up.kernel), 2, axis=-1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ array(block.down.kernel)
+    head = array(model.embed.embedding).T if model.head is None else array(model.head.kernel)
+    return norm(x, model.norm) @ head
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_logits_are_those_of_the_reference(kind):
+    model = random_model(SHAPES[kind])
+    tokens = np.random.default_rng(1).integers(0, SHAPE.vocab_size, 12)
+    expected = reference(model, tokens)
+    assert np.ptp(expected, axis=-1).min() > 1
+    np.testing.assert_allclose(logits(model, tokens[None])[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen3"])
+def test_it_follows_the_protocol(kind):
+    """Cached = whole, trees = paths, rows alone; also the first layer on its own."""
+    model = random_model(SHAPES[kind])
+    check_model(model)
+    check_model(model, layers=1)
+    assert EarlyExit(model, 1).vocab_size == SHAPE.vocab_size
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3"])
+def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
+    model = random_model(SHAPES[kind])
+    small = quantize(model)
+    tokens = np.random.default_rng(1).integers(0, SHAPE.vocab_size, (1, 12))
+    exact, rounded = logits(model, tokens), logits(small, tokens)
+    assert 0 < np.abs(rounded - exact).max() < 0.1 * np.ptp(exact)
+    assert isinstance(small.embed, Int8Embed) == SHAPES[kind].tied and isinstance(small.blocks[0].gate_up, Int8Linear)
+    assert jnp.int8 not in {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))}
+    with pytest.raises(UserError, match="a kernel of int8 cannot be quantized"):
+        quantize(small)
+    check_model(small, tolerance=0.1 * np.ptp(exact))
+
+
+def test_bfloat16_products_leave_float32_sums():
+    shape = dataclasses.replace(SHAPES["qwen3"], dtype="bfloat16")
+    model = random_model(SHAPES["qwen3"])
+    narrow = Llama(shape, rngs=nnx.Rngs(0))
+    nnx.update(narrow, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model)))
+    tokens = np.random.default_rng(1).integers(0, SHAPE.vocab_size, (2, 9))
+    exact, rounded = logits(model, tokens), logits(narrow, tokens)
+    assert rounded.dtype == np.float32 and narrow.init_cache(1, 4).rows[0][0].dtype == jnp.bfloat16
+    assert 0 < np.abs(rounded - exact).max() < 0.1 * np.ptp(exact)
+
+
+def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
+    """Against the rule as the model's authors state it, by wavelength."""
+    theta, width, context = 500_000.0, 64, 8192
+    plain = theta ** (-np.arange(0, width, 2) / width)
+    wavelength = 2 * np.pi / plain
+    divisors = np.array(llama3_divisors(theta, width, factor=8.0, low=1.0, high=4.0, context=context))
+    np.testing.assert_allclose(divisors[wavelength < context / 4], 1)
+    np.testing.assert_allclose(divisors[wavelength > context], 8)
+    between = (wavelength >= context / 4) & (wavelength <= context)
+    smooth = (context / wavelength[between] - 1) / 3
+    np.testing.assert_allclose(1 / divisors[between], (1 - smooth) / 8 + smooth)
+    assert between.any()
+    config = dataclasses.replace(SHAPE, head_width=width, rope_theta=theta, rope_divisors=tuple(divisors))
+    np.testing.assert_allclose(rotary_frequencies(config), plain / divisors, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
+        ({"head_width": 7}, "head_width=7 is odd"),
+        ({"rope_divisors": (1.0,)}, "1 rope_divisors for 4 pairs of channels"),
+    ],
+)
+def test_shapes_that_cannot_be(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SHAPE, **change)
