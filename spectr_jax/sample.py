@@ -3,9 +3,11 @@
     python -m spectr_jax.sample --prompt="The committee will meet again"
     python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
     echo "The committee will meet again" | python -m spectr_jax.sample
+    python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?"
 
 Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
-in which the method and the baseline take turns. The models are part of the package; nothing is downloaded.
+in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.
+With --chat an instructed model answers, its text shown as it is decoded; without --prompt and --file in a conversation.
 """
 
 import dataclasses
@@ -34,12 +36,20 @@ _NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Drafted continuations (K
 _DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted continuation (L).")
 _LAYERS = flags.DEFINE_integer("layers", None, "For self_speculative: how many of the target's layers draft.")
 _TARGET = flags.DEFINE_string(
-    "target", "embedded:20m", "The target: embedded:NAME, a file, a workdir, hf:FOLDER, random:NAME."
+    "target", "embedded:20m", "The target: embedded:NAME, a file, a workdir, hf:FOLDER, gguf:FILE, smollm2, random:NAME."
 )
-_DRAFT = flags.DEFINE_string("draft", "embedded:2m", "The draft model, named as --target is; both need one vocabulary.")
+_DRAFT = flags.DEFINE_string(
+    "draft",
+    None,
+    "The draft model, named as --target is; both need one vocabulary. (default: embedded:2m; none for hf:, gguf:, smollm2, "
+    "which are decoded by the baseline then)",
+)
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models, else float32)"
+    "dtype",
+    None,
+    "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models and smollm2, else float32)",
 )
+_CHAT = flags.DEFINE_bool("chat", False, "Answer as the model's chat template asks for, with the text as it is decoded.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens to add to a prompt.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy decoding.")
 _DRAFT_TEMPERATURE = flags.DEFINE_float("draft_temperature", None, "Temperature of the drafts. (default: --temperature)")
@@ -54,7 +64,8 @@ _COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colou
 def main():
     from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
-    from spectr_jax.loading import check_dtype
+    from spectr_jax.errors import UserError
+    from spectr_jax.loading import SMOLLM2, check_dtype
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
@@ -62,19 +73,29 @@ def main():
     own = policy if _DRAFT_TEMPERATURE.value is None else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
     for each in (policy, own):
         check_policy(each)
-    dtype = _DTYPE.value or ("int8" if _TARGET.value.startswith("embedded:") else "float32")
+    small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
+    dtype = _DTYPE.value or ("int8" if small else "float32")
     check_dtype(dtype)
-    method = _method()
+    for flag in (_COMPARE, _HTML):
+        if _CHAT.value and flag.value:
+            raise UserError(f"--{flag.name} is not for --chat, which shows one answer as it is decoded; leave one out")
+    other = _TARGET.value.startswith(("hf:", "gguf:")) or _TARGET.value == SMOLLM2
+    draft = _DRAFT.value or (None if other else "embedded:2m")
+    method = _method(draft)
     prompts = _prompts()
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
-    session = open_session(method, _TARGET.value, _DRAFT.value, dtype, _NEW.value, policy, own)
-    _show(session, prompts, html)
+    session = open_session(method, _TARGET.value, draft, dtype, _NEW.value, policy, own)
+    if _CHAT.value:
+        _chat(session, prompts)
+    else:
+        _show(session, prompts, html)
 
 
-def _method():
-    """The method that the flags name; else one that is faster than the baseline with the default models on a CPU."""
+def _method(draft: str | None):
+    """The method that the flags name; else one that is faster than the baseline with the default models on a CPU, or the
+    baseline if there is no draft."""
     from spectr_jax.decoding import get_method
 
     options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
@@ -83,7 +104,7 @@ def _method():
         return get_method(_METHOD.value, **given)
     if "tree" in given or "num_drafts" in given:
         return get_method("otm_block", **given)
-    return get_method("block", **{"draft_length": 3, **given})
+    return get_method("block", **{"draft_length": 3, **given}) if draft or given else get_method("baseline")
 
 
 def _prompts() -> Iterable[str]:
@@ -129,6 +150,25 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
         if html is not None:
             command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
             write_whole(html, page.page(session, command, shown).encode(errors="replace"))  # Paths need not be UTF-8.
+
+
+def _chat(session, prompts: Iterable[str]) -> None:
+    """Answers each prompt on its own; those of stdin are the messages of one conversation."""
+    import jax
+
+    from spectr_jax.sampling import chat, terminal
+
+    chat.check(session)
+    colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
+    messages: list[dict[str, str]] = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompts, list):
+            messages = []
+        messages.append({"role": "user", "content": prompt})
+        key = jax.random.fold_in(jax.random.key(_SEED.value), number)
+        answer = chat.answer(session, messages, key, lambda token: print(terminal.token(token, colour), end="", flush=True))
+        messages.append({"role": "assistant", "content": answer.text})
+        print("\n\n" + terminal.answered(session.method.name, answer) + "\n", flush=True)
 
 
 if __name__ == "__main__":

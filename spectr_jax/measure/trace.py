@@ -56,49 +56,57 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
     """
 
     def record(call: Call) -> dict[str, jax.Array]:
-        parent = jnp.asarray(call.tree.parent)
-        seen = {
-            "tokens": call.tokens,
-            "q": probabilities(call.logits, call.policy)[parent, call.tokens],
-            "p": jnp.ones(call.tokens.shape),
-            "path": call.chosen.path,
-            "chosen": call.chosen.tokens,
-            "emitted": call.chosen.emitted,
-        }
-        if call.tree.size:
-            seen["p"] = call.p[jnp.asarray(call.tree.inner_rank)[parent], call.tokens]
         # What `observe` returns is summed over the calls; no two start at the same length.
-        return {name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.length].set(x) for name, x in seen.items()}
+        return {name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.length].set(x) for name, x in seen(call).items()}
 
     return record
 
 
+def seen(call: Call) -> dict[str, jax.Array]:
+    """What `read_call` needs of one call: an `observe` for `stream`."""
+    parent = jnp.asarray(call.tree.parent)
+    made = {
+        "tokens": call.tokens,
+        "q": probabilities(call.logits, call.policy)[parent, call.tokens],
+        "p": jnp.ones(call.tokens.shape),
+        "path": call.chosen.path,
+        "chosen": call.chosen.tokens,
+        "emitted": call.chosen.emitted,
+    }
+    if call.tree.size:
+        made["p"] = call.p[jnp.asarray(call.tree.inner_rank)[parent], call.tokens]
+    return made
+
+
 def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
     """The calls of sequence `row`, in order, of a generation that was observed by a `recorder`."""
-    seen = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
-    starts = np.flatnonzero(seen["emitted"]).tolist()
+    made = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
+    starts = np.flatnonzero(made["emitted"]).tolist()
     ends = [*starts[1:], int(generation.lengths[row])]
-    calls = []
-    for start, end in zip(starts, ends, strict=True):
-        accepted = int(seen["emitted"][start]) - 1
-        path = seen["path"][start][:accepted].tolist()
-        tokens = seen["tokens"][start]
-        last = _last_origin(tree, _live(tree, tokens, path))
-        p, q = seen["p"][start].copy(), seen["q"][start].copy()
-        p[0] = q[0] = 1
-        calls.append(
-            Recorded(
-                start,
-                tokens,
-                p,
-                q,
-                tuple(path[: end - start]),
-                tuple(_live(tree, tokens, path[: end - start])),
-                tuple(seen["chosen"][start][: end - start].tolist()),
-                tuple([ACCEPTED] * accepted + [last])[: end - start],
-            )
-        )
-    return calls
+    return [
+        read_call(tree, {name: values[start] for name, values in made.items()}, start, end)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> Recorded:
+    """One call, of what was `seen` of it; the sequence had `start` tokens before it and `end` after it."""
+    accepted = int(made["emitted"]) - 1
+    path = made["path"][:accepted].tolist()
+    tokens = np.asarray(made["tokens"])
+    last = _last_origin(tree, _live(tree, tokens, path))
+    p, q = np.array(made["p"]), np.array(made["q"])
+    p[0] = q[0] = 1
+    return Recorded(
+        start,
+        tokens,
+        p,
+        q,
+        tuple(path[: end - start]),
+        tuple(_live(tree, tokens, path[: end - start])),
+        tuple(made["chosen"][: end - start].tolist()),
+        tuple([ACCEPTED] * accepted + [last])[: end - start],
+    )
 
 
 def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:

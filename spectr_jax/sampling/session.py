@@ -74,7 +74,7 @@ class Speed(NamedTuple):
 def open_session(
     method: Method,
     target: str,
-    draft: str,
+    draft: str | None,
     dtype: str,
     max_new_tokens: int,
     policy: Policy,
@@ -86,6 +86,8 @@ def open_session(
       UserError: a model that is not there, or of another vocabulary.
     """
     if method.tree.size and not method.exit_layer:
+        if draft is None:
+            raise UserError(f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft")
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
     else:
         loaded, drafts = load(target, dtype), None
@@ -95,19 +97,20 @@ def open_session(
 
 
 def encode(session: Session, prompt: str) -> list[int]:
-    """BOS and the tokens of a prompt.
-
-    Raises:
-      UserError: it leaves no room for the new tokens in the context of a model.
-    """
+    """The tokens of a prompt; raises `UserError` as `check_room` does."""
     tokens = session.target.tokenizer.prompt(prompt)
+    check_room(session, prompt, tokens)
+    return tokens
+
+
+def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
+    """Raises `UserError` if a prompt leaves no room for the new tokens in the context of a model."""
     for trained in (session.target, session.draft):
         if trained and len(tokens) + session.max_new_tokens > trained.model.context:
             raise UserError(
                 f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {session.max_new_tokens}, "
                 f"more than the {trained.model.context} of {trained.name!r} together; shorten one of them"
             )
-    return tokens
 
 
 def encode_all(session: Session, prompts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION
+from spectr_jax.sampling.chat import Answer
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
 STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
@@ -36,6 +37,17 @@ def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = 
     return line if ratio is None else f"{line}, {ratio:.2f} x baseline"
 
 
+def token(one: Token, colour: bool) -> str:
+    """One token as it is added to a text."""
+    return _painted(one.text, STYLES.get(one.origin, "") if colour else "")
+
+
+def answered(method: str, made: Answer) -> str:
+    """The line below an answer, such as `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62/s`."""
+    line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
+    return f"{line}; the first after {made.first:.1f} s" + (f", then {made.speed:,.0f} tokens/s" if made.speed else "")
+
+
 def legend(colour: bool) -> str:
     """What the colours mean; nothing without them."""
     return GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items()) if colour else ""
@@ -43,7 +55,7 @@ def legend(colour: bool) -> str:
 
 def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
     """The prompt and its continuation as one string."""
-    return prompt + "".join(_painted(token.text, STYLES.get(token.origin, "") if colour else "") for token in tokens)
+    return prompt + "".join(token(one, colour) for one in tokens)
 
 
 def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool) -> str:

@@ -1,0 +1,69 @@
+"""A conversation with an instructed model: each answer is shown as it is decoded."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from spectr_jax.decoding import stream
+from spectr_jax.errors import UserError
+from spectr_jax.measure.trace import read_call, seen
+from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room
+
+
+class Answer(NamedTuple):
+    """An answer and what it took.
+
+    Attributes:
+      text: without the token that ends it.
+      tokens: how many, that one included.
+      calls: of the target.
+      first: seconds until the first token was there, compilation included.
+      speed: tokens per second after that, 0 if there were none.
+    """
+
+    text: str
+    tokens: int
+    calls: int
+    first: float
+    speed: float
+
+
+def check(session: Session) -> None:
+    """Raises `UserError` if the target has no chat template."""
+    tokenizer = session.target.tokenizer
+    if getattr(tokenizer, "template", None) is None:
+        raise UserError(f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out")
+
+
+def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Array, show: Callable[[Token], None]) -> Answer:
+    """Answers the last of `messages` (roles and contents), token by token to `show`; consumes `key`.
+
+    Raises:
+      UserError: the conversation leaves no room for an answer in the context of a model.
+    """
+    tokenizer: Any = session.target.tokenizer
+    prompt = tokenizer.chat(messages)
+    check_room(session, messages[-1]["content"], prompt)
+    started = time.perf_counter()
+    models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
+    policy, own = session.policy, session.draft_policy
+    steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own)
+    new: list[int] = []
+    shown, calls, first, begun = "", 0, 0.0, 0
+    for step in steps:
+        length = len(prompt) + len(new)
+        call = read_call(session.method.tree, jax.device_get(step.observed), length, length + len(step.tokens))
+        if not calls:
+            first, begun = time.perf_counter() - started, len(step.tokens)
+        for token, origin in zip(step.tokens, call.origins, strict=True):
+            new.append(token)
+            text = tokenizer.decode(new)
+            if not text.endswith(PARTIAL) and len(text) > len(shown):
+                show(Token(text[len(shown) :], origin, calls))
+                shown = text
+        calls += 1
+    rest = time.perf_counter() - started - first
+    speed = (len(new) - begun) / rest if len(new) > begun else 0.0
+    return Answer(tokenizer.decode(new), len(new), calls, first, speed)
