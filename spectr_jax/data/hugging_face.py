@@ -96,6 +96,23 @@ class HuggingFaceTokenizer(AnyTokenizer):
         text = name.replace(SPACE, " ") if name.startswith(SPACE) else self._tokenizer.decode([int(token)])
         return name if "\ufffd" in text or not text else text
 
+    def save(self, folder: pathlib.Path, context: int) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, so that `AutoTokenizer` reads it.
+
+        Args:
+          folder: exists.
+          context: of the model, in tokens.
+        """
+        write_whole(folder / FILE, self._tokenizer.to_str(pretty=True))
+        names = {"bos_token": self.bos, "eos_token": self.eos if isinstance(self.eos, int) else self.eos[0]}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": context,
+            "clean_up_tokenization_spaces": False,
+            **{name: self._tokenizer.id_to_token(token) for name, token in names.items()},
+        }
+        write_json(folder / SETTINGS, {**settings, **({"chat_template": self.template} if self.template else {})})
+
 
 def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     """Reads tokenizer.json, or the older vocab.json and merges.txt, of a model's folder.

@@ -20,6 +20,7 @@ from flax import nnx
 
 from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
+from spectr_jax.models.attention import attention
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.dense import dense_layer
 
@@ -133,7 +134,7 @@ class Block(nnx.Module):
             k_BxTxKxD = cache_lib.write(rows[0], k_BxTxKxD, starts_B)
             v_BxTxKxD = cache_lib.write(rows[1], v_BxTxKxD, starts_B)
             rows = (k_BxTxKxD, v_BxTxKxD)
-        mixed_BxNxHxD = jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
+        mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
 

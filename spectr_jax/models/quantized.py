@@ -2,8 +2,11 @@
 
 Weights have a scale for each output, activations one for each token (vector-wise quantisation: Dettmers et al., 2022,
 arXiv 2208.07339, section 2), and products are summed in int32. The output follows the distribution of the quantised
-model exactly,
-whatever the method; `configs/quality.py` measures how far that is from the original model.
+model exactly, whatever the method; `configs/quality.py` measures how far that is from the original model.
+
+Models of the Llama family have channels far larger than the rest (the same paper, section 3), beside which eight bits leave
+little. Their activations are two int8 rows: the second is what the first rounds off. A single token needs a second row on a
+CPU anyway (`dense.pair_lone_row`), so that this costs nothing there.
 """
 
 from typing import Any, TypeVar
@@ -22,19 +25,23 @@ Decoder = TypeVar("Decoder", Transformer, Llama)
 
 
 class Int8Linear(nnx.Module):
-    """A linear layer with an int8 kernel [outputs, inputs]; raises `UserError` if that of `linear` is of integers."""
+    """A linear layer with an int8 kernel [outputs, inputs] and activations of one int8 row a token, or two if `fine`.
 
-    def __init__(self, linear: Any):
+    Raises `UserError` if the kernel of `linear` is of integers.
+    """
+
+    def __init__(self, linear: Any, *, fine: bool = False):
         if not jnp.issubdtype(linear.kernel.dtype, jnp.floating):
             raise UserError(f"a kernel of {linear.kernel.dtype} cannot be quantized; give a model in float32 or bfloat16")
         kernel = jnp.asarray(linear.kernel[...], jnp.float32)
         whole, scale = quantized(kernel.T)
+        self.fine = fine
         self.kernel, self.scale = nnx.Param(whole), nnx.Param(scale[:, 0])
         self.bias = None if linear.bias is None else nnx.Param(jnp.asarray(linear.bias[...], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Float32 [..., outputs] of float32 [..., inputs]."""
-        result = _product(x, self.kernel[...], self.scale[...])
+        result = _product(x, self.kernel[...], self.scale[...], self.fine)
         return result if self.bias is None else result + self.bias[...]
 
 
@@ -51,17 +58,25 @@ class Int8Embed(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Logits [..., V] of float32 [..., E]."""
-        return _product(x, self.kernel[...], self.scale[...])
+        return _product(x, self.kernel[...], self.scale[...], fine=True)
 
 
-def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array, fine: bool) -> jax.Array:
     """Float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales [outputs]."""
     rows = x.reshape(-1, x.shape[-1])
     if jax.default_backend() == "gpu":  # XLA (jax 0.11) fails there on a transpose fused with a conversion to int8.
         rows = jax.lax.optimization_barrier(rows)
     whole, row_scale = quantized(rows)
-    product = jax.lax.dot_general(pair_lone_row(whole), kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    result = product[: len(whole)].astype(jnp.float32) * row_scale * scale
+    if fine:  # What is rounded off is at most half a scale: 127 parts of it.
+        rest = jnp.round((rows - whole.astype(jnp.float32) * row_scale) * (2 * LARGEST / row_scale)).astype(jnp.int8)
+        factors = jnp.concatenate([whole, rest])
+    else:
+        factors = pair_lone_row(whole)
+    product = jax.lax.dot_general(factors, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    summed = product[: len(whole)].astype(jnp.float32)
+    if fine:
+        summed += product[len(whole) :].astype(jnp.float32) / (2 * LARGEST)
+    result = summed * row_scale * scale
     return result.reshape(*x.shape[:-1], -1)
 
 
@@ -83,7 +98,7 @@ def quantize(model: Decoder) -> Decoder:
     for module in (copy, *copy.blocks):
         for name, part in list(vars(module).items()):
             if isinstance(part, (nnx.Linear, Int8Linear)):
-                setattr(module, name, Int8Linear(part))
+                setattr(module, name, Int8Linear(part, fine=isinstance(model, Llama)))
     if copy.head is None:
         copy.embed = Int8Embed(copy.embed)
     return copy

@@ -86,7 +86,7 @@ def open_session(
       UserError: a model that is not there, or of another vocabulary.
     """
     if method.tree.size and not method.exit_layer:
-        if draft is None:
+        if draft is None:  # Before anything is loaded.
             raise UserError(f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft")
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
     else:

@@ -34,7 +34,7 @@ METHODS = {
     "otm_block tree 2,2,1": ("otm_block", {"tree": "2,2,1"}),
     "otm_layer K=3 L=2": ("otm_layer", {"num_drafts": 3, "draft_length": 2, "competitions": 8}),
     "otm_layer uneven": ("otm_layer", {"tree": UNEVEN, "competitions": 2}),
-    "otm_layer wide": ("otm_layer", {"tree": "2,2", "competitions": 1}),
+    "otm_layer wide": ("otm_layer", {"tree": "4,2", "competitions": 1}),
     "gbv K=3 L=3": ("gbv", {"num_drafts": 3, "draft_length": 3}),
     "gbv_conditional tree 2,2,1": ("gbv_conditional", {"tree": "2,2,1"}),
     "gsd specinfer": ("gsd", {"tree": "specinfer:8"}),

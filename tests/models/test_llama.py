@@ -10,6 +10,7 @@ from flax import nnx
 
 from spectr_jax import check_model
 from spectr_jax.errors import UserError
+from spectr_jax.models.attention import attention
 from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors, rotary_frequencies
 from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
@@ -115,6 +116,17 @@ def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
     check_model(small, tolerance=0.1 * np.ptp(exact))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_by_all_heads_is_that_by_each(dtype):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, N, heads, 8)), dtype) for N, heads in ((5, 6), (9, 3), (9, 3)))
+    mask = jnp.asarray(rng.random((2, 5, 9)) < 0.5).at[:, :, 0].set(True)
+    expected = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    made = attention(q, k, v, mask)
+    assert made.dtype == expected.dtype == dtype
+    assert float(jnp.abs(made - expected).max()) < {"float32": 1e-6, "bfloat16": 2e-2}[dtype]
+
+
 def test_bfloat16_products_leave_float32_sums():
     shape = dataclasses.replace(SHAPES["qwen3"], dtype="bfloat16")
     model = random_model(SHAPES["qwen3"])
@@ -124,6 +136,20 @@ def test_bfloat16_products_leave_float32_sums():
     exact, rounded = logits(model, tokens), logits(narrow, tokens)
     assert rounded.dtype == np.float32 and narrow.init_cache(1, 4).rows[0][0].dtype == jnp.bfloat16
     assert 0 < np.abs(rounded - exact).max() < 0.1 * np.ptp(exact)
+
+
+def test_int8_of_the_family_keeps_what_a_large_channel_hides():
+    """Sixteen bits of activations: beside a channel of 1,000 those of 0.1 are not lost."""
+    linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32) * 0.1
+    x[:, 5] = 1_000.0
+    exact = np.asarray(linear(jnp.asarray(x)) - x[:, 5:6] @ linear.kernel[...][5:6])
+    kernel = np.asarray(linear.kernel[...])
+    scale = np.abs(kernel).max(0) / 127
+    hidden = x[:, 5:6] @ (np.round(kernel / scale) * scale)[5:6]
+    coarse, fine = (np.asarray(Int8Linear(linear, fine=fine)(jnp.asarray(x))) - hidden for fine in (False, True))
+    assert np.abs(coarse - exact).max() > 0.1 > 0.05 > np.abs(fine - exact).max()
+    assert quantize(random_model(SHAPE)).blocks[0].down.fine
 
 
 def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():

@@ -1,0 +1,38 @@
+"""Grouped-query attention (Ainslie et al., 2023), in the form that is fast where it runs.
+
+Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and value heads, D head width, C = K D channels.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FEW = 4
+"""Key and value heads up to which a CPU multiplies by those of all of them."""
+
+
+def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array) -> jax.Array:
+    """Float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads, in order.
+
+    Every new token sees at least one slot.
+    """
+    if jax.default_backend() == "cpu" and 1 < k_BxTxKxD.shape[2] <= FEW:
+        return _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+    return jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
+
+
+def _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
+    """Queries padded with zeros to the channels of all heads, so that the products need no head of their own.
+
+    For products by head XLA copies all keys and values into another order at every call: here they are read as they are.
+    """
+    (B, N, H, D), (T, K) = q_BxNxHxD.shape, k_BxTxKxD.shape[1:3]
+    own_HxK = np.repeat(np.eye(K), H // K, axis=0)[:, :, None]
+    q_BxNHxC = (q_BxNxHxD[:, :, :, None] * own_HxK.astype(q_BxNxHxD.dtype)).reshape(B, N * H, K * D)
+    k_BxTxC, v_BxTxC = k_BxTxKxD.reshape(B, T, K * D), v_BxTxKxD.reshape(B, T, K * D)
+    scores = jnp.einsum("bnc,btc->bnt", q_BxNHxC, k_BxTxC, preferred_element_type=jnp.float32) / np.sqrt(D)
+    hidden = jnp.finfo(jnp.float32).min / 2
+    weights = jax.nn.softmax(jnp.where(jnp.repeat(mask_BxNxT, H, axis=1), scores, hidden), axis=-1)
+    mixed = jnp.einsum("bnt,btc->bnc", weights.astype(v_BxTxC.dtype), v_BxTxC, preferred_element_type=jnp.float32)
+    mixed_BxNxHxD = jnp.sum(mixed.reshape(B, N, H, K, D) * own_HxK, axis=3)
+    return mixed_BxNxHxD.astype(q_BxNxHxD.dtype)

@@ -1,0 +1,64 @@
+"""A conversation: what is shown, what is counted, and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.errors import UserError
+from spectr_jax.loading import Trained
+from spectr_jax.models.frozen import freeze
+from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.sampling import chat, terminal
+from spectr_jax.sampling.session import Session
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
+MESSAGES = [{"role": "user", "content": "Why 日本?"}]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def session():
+    made = tokenizers.ByteLevelBPETokenizer()
+    controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made.train_from_iterator(["Why 日本 and why not"], vocab_size=270, special_tokens=controls, show_progress=False)
+    tokenizer = HuggingFaceTokenizer(made._tokenizer, 1, (2, 0), adds_bos=False, template=TEMPLATE)
+    shape = LlamaConfig(
+        layers=1, width=16, mlp=32, heads=2, kv_heads=1, head_width=8, vocab_size=tokenizer.vocab_size, context=64
+    )
+    models = [Llama(shape, rngs=nnx.Rngs(seed)) for seed in range(2)]
+    target, draft = (Trained(name, model, tokenizer) for name, model in zip(("target", "draft"), models, strict=True))
+    policy, frozen = Policy(eos=tokenizer.eos), map(freeze, models)
+    return Session(get_method("speculative", draft_length=2), target, draft, *frozen, NEW, policy, None)
+
+
+def test_an_answer_is_what_generate_emits(session):
+    """Characters of several bytes are shown once they are whole; what is shown is the text of the answer."""
+    tokenizer = session.target.tokenizer
+    for seed in range(4):
+        shown: list = []
+        made = chat.answer(session, MESSAGES, jax.random.key(seed), shown.append)
+        prompt = np.array([tokenizer.chat(MESSAGES)])
+        models, lengths = (session.target_model, session.draft_model), [prompt.shape[1]]
+        whole = generate(jax.random.key(seed), session.method, *models, prompt, lengths, NEW, session.policy)
+        new = whole.tokens[0, prompt.shape[1] : int(whole.lengths[0])].tolist()
+        assert (made.tokens, made.calls) == (len(new), int(whole.target_calls[0])) and made.text == tokenizer.decode(new)
+        text = "".join(token.text for token in shown)
+        assert made.text.startswith(text) and not made.text[len(text) :].strip("\ufffd")
+        assert {token.origin for token in shown} <= {"accepted", "correction", "bonus"}
+        assert [token.call for token in shown] == sorted(token.call for token in shown)
+        line = terminal.answered("speculative", made)
+        assert line.startswith(f"speculative: {len(new)} tokens in {made.calls} calls, {len(new) / made.calls:.2f} a call; ")
+
+
+def test_what_a_chat_refuses(session):
+    chat.check(session)
+    bare = HuggingFaceTokenizer(session.target.tokenizer._tokenizer, 1, 2)
+    with pytest.raises(UserError, match="--chat needs a chat template, and 'target' has none; leave --chat out"):
+        chat.check(session._replace(target=session.target._replace(tokenizer=bare)))
+    long = [{"role": "user", "content": "why " * 40}]
+    with pytest.raises(UserError, match=r"the prompt 'why why .* more than the 64 of 'target' together"):
+        chat.answer(session, long, jax.random.key(0), print)
