@@ -44,6 +44,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_optimum.py": ("workdir",),
     "scripts/dev/compare_trees.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
+    "scripts/dev/compare_dynamic.py": ("workdir",),
 }
 (
     TRAIN,
@@ -63,6 +64,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     OPTIMUM,
     SHAPES,
     OUTPUTS,
+    DYNAMIC,
 ) = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
@@ -167,6 +169,7 @@ CASES = [
     (SHAPES, "--methods=ersd", "method 'ersd' drafts by the rule 'race'; replay methods that draft"),
     (SHAPES, "--methods=gbv --tree=2,2", "--methods has 'gbv', which can draft none of the trees; leave it out"),
     (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
+    (DYNAMIC, "--tree=4,2", "--tree=4,2 is not K chains of L drafts"),
     (PEERS, "--trees=x", "tree 'x' is not known"),
     (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),

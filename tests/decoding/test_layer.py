@@ -148,6 +148,12 @@ def _walks(method, keys, tokens, p, logits):
     return jax.lax.map(one, keys, batch_size=500)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _expected(method, keys, tokens, p, logits):
+    """Expected number of emitted tokens, for each key."""
+    return jax.vmap(lambda key: method.walk.expected(key, method.tree, Policy(), 7, tokens, p, logits)[0])(keys)
+
+
 @pytest.mark.parametrize(
     ("tree", "tokens"),
     [
@@ -182,6 +188,10 @@ def test_outputs_given_the_drafts(tree, tokens):
         for row, count in zip(rows.tolist(), number, strict=True):
             counts[numbers[tuple(row)]] += count
     assert chi_square.p_value(counts, np.array(list(law.values()))) > 1e-4
+
+    expected = _expected(method, jax.random.split(jax.random.key(4), 200), jnp.int32(tokens), p, logits)
+    mean = sum(len(output) * probability for output, probability in law.items())
+    assert np.mean(expected) == pytest.approx(mean, abs=0.01)
 
 
 def test_places_in_a_layer():

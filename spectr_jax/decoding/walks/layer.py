@@ -139,17 +139,42 @@ class Walk:
         """As `selection.select`, for the plan `otm` and i.i.d. drafts. Consumes `key`."""
         del plan
         drafted = _Drafted(tree, policy, tokens, p, logits)
+        scores = _scored(key, drafted, length, self.competitions)
+        return _sweep(jax.random.fold_in(key, length + tree.height + 1), drafted, scores)
 
-        def step(scores: _Scores) -> _Scores:
-            return _compete(jax.random.fold_in(key, length + scores.depth), drafted, scores, self.competitions)
+    def expected(
+        self,
+        key: jax.Array,
+        tree: Tree,
+        policy: Policy,
+        length: jax.Array,
+        tokens: jax.Array,
+        p: jax.Array,
+        logits: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Expected number of emitted tokens given the drafts and the competitions of `key`, which it consumes; and one more
+        than the sum of all scores, which has the same mean over drafted trees."""
+        scores = _scored(key, _Drafted(tree, policy, tokens, p, logits), length, self.competitions)
+        residual_L, score_L = _of_layers(tree, scores)
+        open_L = residual_L + jnp.maximum(1 - score_L, 0)
+        goes_on_L = 1 - jnp.where(residual_L > 0, residual_L / jnp.where(residual_L > 0, open_L, 1), 0)
+        reaches_L = 1 - jnp.cumprod(goes_on_L[::-1])[::-1]  # The sweep stops there or deeper.
+        return 1 + jnp.sum(reaches_L[1:]), jnp.sum(score_L)
 
-        def alive(scores: _Scores) -> jax.Array:
-            return jnp.any((scores.score > 0) & (jnp.asarray(tree.depth) == scores.depth))
 
-        none, no_node = jnp.zeros(tree.size + 1, p.dtype), jnp.zeros(tree.size + 1, jnp.int32)
-        start = _Scores(jnp.int32(0), no_node, none.at[0].set(1), no_node, no_node, none, none)
-        end = jax.lax.while_loop(alive, step, start)
-        return _sweep(jax.random.fold_in(key, length + tree.height + 1), drafted, end)
+def _scored(key, drafted: _Drafted, length, competitions: int) -> _Scores:
+    """The scores of all nodes, from the root down. Consumes `key`."""
+    tree, p = drafted.tree, drafted.p
+
+    def step(scores: _Scores) -> _Scores:
+        return _compete(jax.random.fold_in(key, length + scores.depth), drafted, scores, competitions)
+
+    def alive(scores: _Scores) -> jax.Array:
+        return jnp.any((scores.score > 0) & (jnp.asarray(tree.depth) == scores.depth))
+
+    none, no_node = jnp.zeros(tree.size + 1, p.dtype), jnp.zeros(tree.size + 1, jnp.int32)
+    start = _Scores(jnp.int32(0), no_node, none.at[0].set(1), no_node, no_node, none, none)
+    return jax.lax.while_loop(alive, step, start)
 
 
 def _compete(key, drafted: _Drafted, scores: _Scores, competitions: int) -> _Scores:
@@ -296,14 +321,18 @@ def _primes(count: int) -> np.ndarray:
     return np.flatnonzero(sieve)[:count]
 
 
+def _of_layers(tree: Tree, scores: _Scores) -> jax.Array:
+    """r and S, [2, height + 1]."""
+    sums = jnp.zeros((2, tree.height + 1), scores.score.dtype)
+    return sums.at[:, jnp.asarray(tree.depth)].add(jnp.stack([scores.residual, scores.score]))
+
+
 def _sweep(key, drafted: _Drafted, scores: _Scores) -> Selection:
     """Stops at a node, from the deepest layer up, and emits the path to it and a token more; consumes `key`."""
     tree = drafted.tree
     layer_key, node_key, token_key = jax.random.split(key, 3)
     depth = jnp.asarray(tree.depth)
-    residual_L, score_L = (
-        jnp.zeros((2, tree.height + 1), scores.score.dtype).at[:, depth].add(jnp.stack([scores.residual, scores.score]))
-    )
+    residual_L, score_L = _of_layers(tree, scores)
     uniform_L = jax.random.uniform(layer_key, (tree.height + 1,))
     stops_L = (uniform_L * (residual_L + jnp.maximum(1 - score_L, 0)) < residual_L).at[0].set(True)
     last = (tree.height - jnp.argmax(stops_L[::-1])).astype(jnp.int32)
