@@ -1,6 +1,6 @@
 """Chi-square of a real model's two-token outputs, drafted by its own first layers, against their exact distribution.
 
-    python scripts/dev/check_outputs.py [--target=smollm2] [--layers=20] [--top_k=4] [--workdir=results/smollm2]
+    python scripts/dev/check_outputs.py [--target=smollm2] [--layers=28] [--top_k=4] [--workdir=results/smollm2]
 
 With top-k sampling the two tokens have at most k^2 outcomes, whose probabilities are products of those that the target gives
 in one call on each first token. Writes outputs.md and outputs.json.
@@ -27,7 +27,7 @@ from spectr_jax.testing.chi_square import p_value
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where the table goes: Markdown and JSON.")
 _TARGET = flags.DEFINE_string("target", "smollm2", "The target model.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Its precision.")
-_LAYERS = flags.DEFINE_integer("layers", 20, "So many of its layers draft.", lower_bound=1)
+_LAYERS = flags.DEFINE_integer("layers", 28, "So many of its layers draft.", lower_bound=1)
 _METHODS = flags.DEFINE_list("methods", ["speculative", "spectr", "otm_block", "otm_layer"], "To check.")
 _TREE = flags.DEFINE_string("tree", "2,2", "The tree of methods that take one.")
 _TOP_K = flags.DEFINE_integer("top_k", 4, "Tokens that may be sampled.", lower_bound=2)

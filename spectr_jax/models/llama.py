@@ -191,7 +191,7 @@ class Llama(nnx.Module):
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
         new_rows = []
         for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
-            x_BxNxE, rows = block(x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)
+            x_BxNxE, rows = _run(*nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)
             new_rows.append(rows)
         logits = self._logits(x_BxNxE)
         return logits, None if cache is None else Cache((*new_rows, *layer_rows[count:]), cache.lengths)
@@ -200,6 +200,12 @@ class Llama(nnx.Module):
         x_BxNxE = self.norm(x_BxNxE)
         head = self.embed.attend if self.head is None else self.head
         return head(x_BxNxE).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(graphdef, state, *arguments):
+    """A block, traced once for all layers: of thirty, that takes most of the time until the first token."""
+    return nnx.merge(graphdef, state)(*arguments)
 
 
 def abstract(config: LlamaConfig) -> tuple[Any, Any]:
