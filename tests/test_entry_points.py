@@ -44,6 +44,8 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_optimum.py": ("workdir",),
     "scripts/dev/compare_trees.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
+    "scripts/dev/compare_architectures.py": ("workdir",),
+    "scripts/dev/compare_llama_cpp.py": ("workdir",),
 }
 (
     TRAIN,
@@ -63,6 +65,8 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     OPTIMUM,
     SHAPES,
     OUTPUTS,
+    ARCHITECTURES,
+    LLAMA_CPP,
 ) = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
@@ -169,6 +173,10 @@ CASES = [
     (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
     (PEERS, "--trees=x", "tree 'x' is not known"),
     (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
+    (ARCHITECTURES, "--peers_python=/nowhere", "--peers_python=/nowhere does not run"),
+    (LLAMA_CPP, "--only=speeed", "unknown stage 'speeed'; did you mean 'speed'?"),
+    (LLAMA_CPP, "--only=loss", "loss and bits need sentences; give --heldout"),
+    (LLAMA_CPP, "--heldout=/nowhere", "no text file matches '/nowhere'"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
