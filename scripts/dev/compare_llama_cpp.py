@@ -88,7 +88,6 @@ def stages(worker: subprocess.Popen, files: Built) -> dict[str, Callable[[], dic
 def main() -> None:
     chosen, workdir = check_flags(), pathlib.Path(_WORKDIR.value)
     path, about = workdir / "peers.json", report.provenance()  # Before anything is written.
-    results = json.loads(path.read_text()) if path.is_file() else {}
     files = built(expanded(_CACHE.value), smollm2_file())
     command = [files.python, str(ROOT / "scripts" / "dev" / "peers" / "llama_cpp_worker.py")]
     pipe = subprocess.PIPE
@@ -97,6 +96,7 @@ def main() -> None:
         for stage in chosen:
             started = time.monotonic()
             found = stages(worker, files)[stage]()
+            results = json.loads(path.read_text()) if path.is_file() else {}  # Another process may run another stage.
             results[stage] = found | {"seconds": round(time.monotonic() - started, 1), **about}
             write_json(path, results)
             write_whole(workdir / "peers.md", llama_cpp_report.markdown(results))
