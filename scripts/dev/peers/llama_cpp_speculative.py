@@ -17,7 +17,7 @@ from peers.llama_cpp_build import Built
 
 from spectr_jax.errors import UserError
 
-PROMPT, TOP_K = "Once upon a time", 4
+PROMPT, TOP_K = "We went to the", 4
 PROGRAMS = {"llama-speculative-simple": ["--spec-type", "draft-simple"], "llama-speculative": []}
 DRAFTS = {"the target itself": "Q8_0", "the target without ten layers": "pruned"}
 
