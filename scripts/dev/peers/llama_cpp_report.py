@@ -105,7 +105,7 @@ def speculative(found: dict[str, Any]) -> str:
     header = ["program", "draft", "runs", "cells", "chi-square", "p-value"]
     return (
         f"## Is llama.cpp's speculative decoding exact?\n\nThe first two tokens at temperature 1, top-{found['top_k']}, "
-        "against the target's distribution of them, read through its library; Q8_0, every run with a seed of its own:\n\n"
+        "against the target's distribution of them, read through its library; F32, every run with a seed of its own:\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
         "- `llama-speculative-simple` (as the server) draws each token from the target alone, and goes on while it is the\n"
         "  drafted one. That is exact whatever the draft is. A draft token x is accepted with probability q(x), where the\n"
