@@ -31,6 +31,7 @@ def become(program: str, arguments: list[str], environment: dict[str, str], stdo
     status = 0
     try:
         if program.endswith(".py"):
+            sys.path.insert(0, os.path.dirname(program))  # As `python PROGRAM` has it.
             runpy.run_path(program, run_name="__main__")
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)

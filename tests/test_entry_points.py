@@ -45,6 +45,8 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_trees.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
     "scripts/dev/compare_dynamic.py": ("workdir",),
+    "scripts/dev/compare_architectures.py": ("workdir",),
+    "scripts/dev/compare_llama_cpp.py": ("workdir",),
 }
 (
     TRAIN,
@@ -65,6 +67,8 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     SHAPES,
     OUTPUTS,
     DYNAMIC,
+    ARCHITECTURES,
+    LLAMA_CPP,
 ) = PROGRAMS
 TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
 
@@ -172,6 +176,10 @@ CASES = [
     (DYNAMIC, "--tree=4,2", "--tree=4,2 is not K chains of L drafts"),
     (PEERS, "--trees=x", "tree 'x' is not known"),
     (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
+    (ARCHITECTURES, "--peers_python=/nowhere", "--peers_python=/nowhere does not run"),
+    (LLAMA_CPP, "--only=speeed", "unknown stage 'speeed'; did you mean 'speed'?"),
+    (LLAMA_CPP, "--only=loss", "loss and bits need sentences; give --heldout"),
+    (LLAMA_CPP, "--heldout=/nowhere", "no text file matches '/nowhere'"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),

@@ -10,11 +10,9 @@ run on the CPU, or both on the GPU that JAX sees.
 
 import functools
 import itertools
-import json
 import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
+from peers.environment import ask, made
 
 from spectr_jax import cli
 from spectr_jax.data.corpus import open_sentences
@@ -127,24 +126,7 @@ def load_models() -> dict[str, tuple[Trained, list[Trained]]]:
 
 def peers_python() -> str:
     """The interpreter with transformers; its environment is made if it is not up to date."""
-    folder = ROOT / ".venv-peers"
-    python, stamp, wanted = str(folder / "bin" / "python"), folder / "installed", "\n".join(REQUIREMENTS)
-    if not _PEERS_PYTHON.value and not (stamp.is_file() and stamp.read_text() == wanted):
-        print(f"installing {', '.join(REQUIREMENTS)} into {folder.name}", flush=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS]
-        for command in ([sys.executable, "-m", "venv", str(folder)], install):
-            if subprocess.run(command).returncode:
-                raise UserError(f"{folder.name} could not be made (see above); make one and give --peers_python")
-        write_whole(stamp, wanted)
-    return _PEERS_PYTHON.value or python
-
-
-def ask(worker: subprocess.Popen, **request: Any) -> dict[str, Any]:
-    """The answer of scripts/dev/peers/transformers_worker.py."""
-    print(json.dumps(request), file=worker.stdin, flush=True)
-    if not (answer := worker.stdout.readline()):
-        raise UserError(f"the worker of transformers stopped at {request['op']!r} (see above); it needs {REQUIREMENTS}")
-    return json.loads(answer)
+    return _PEERS_PYTHON.value or made(ROOT / ".venv-peers", REQUIREMENTS)
 
 
 def logits_difference(worker: subprocess.Popen, name: str, model: Transformer) -> float:
