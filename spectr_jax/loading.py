@@ -187,12 +187,13 @@ def _from_path(spec: str, dtype: str) -> Trained:
 def _no_model(spec: str) -> UserError:
     """The error for a name that is no model's, with what there is and the nearest of it."""
     names = [short for name in embedded_names() for short in (name, name.partition("_")[2])]
-    near = difflib.get_close_matches(spec, [*names, *(f"embedded:{name}" for name in names)], n=1)
-    hint = f"did you mean 'embedded:{near[0].removeprefix('embedded:')}'? " if near else ""
+    near = difflib.get_close_matches(spec, [SMOLLM2, *names, *(f"embedded:{name}" for name in names)], n=1)
+    meant = SMOLLM2 if near == [SMOLLM2] else f"embedded:{near[0].removeprefix('embedded:')}" if near else ""
+    hint = f"did you mean {meant!r}? " if near else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
     embedded = ", ".join(f"embedded:{name}" for name in embedded_names())
     return UserError(
-        f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file or the workdir of a run; there are {embedded}"
+        f"no model at {spec!r}; {hint}give {kinds}, {SMOLLM2}, a .safetensors file or a run's workdir; there are {embedded}"
     )
 
 

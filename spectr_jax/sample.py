@@ -50,8 +50,12 @@ _DTYPE = flags.DEFINE_string(
     "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models and smollm2, else float32)",
 )
 _CHAT = flags.DEFINE_bool("chat", False, "Answer as the model's chat template asks for, with the text as it is decoded.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens to add to a prompt.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy decoding.")
+_NEW = flags.DEFINE_integer(
+    "max_new_tokens", None, "The most tokens to add to a prompt. (default: 64; 256 with --chat)", lower_bound=1
+)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", None, "Sampling temperature; 0 is greedy decoding. (default: 1; 0.2 with --chat)"
+)
 _DRAFT_TEMPERATURE = flags.DEFINE_float("draft_temperature", None, "Temperature of the drafts. (default: --temperature)")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens that hold this probability.")
@@ -69,7 +73,9 @@ def main():
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
-    policy = Policy(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+    new_tokens = _NEW.value or (256 if _CHAT.value else 64)
+    temperature = (0.2 if _CHAT.value else 1.0) if _TEMPERATURE.value is None else _TEMPERATURE.value
+    policy = Policy(temperature, _TOP_K.value, _TOP_P.value)
     own = policy if _DRAFT_TEMPERATURE.value is None else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
     for each in (policy, own):
         check_policy(each)
@@ -86,7 +92,7 @@ def main():
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
-    session = open_session(method, _TARGET.value, draft, dtype, _NEW.value, policy, own)
+    session = open_session(method, _TARGET.value, draft, dtype, new_tokens, policy, own)
     if _CHAT.value:
         _chat(session, prompts)
     else:

@@ -174,13 +174,14 @@ def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypa
     [
         ("embeded:6m", "no model at 'embeded:6m'; did you mean 'embedded:6m'\\? give embedded:NAME"),
         ("draft_6m", "no model at 'draft_6m'; did you mean 'embedded:draft_6m'\\? give embedded:NAME"),
+        ("smolm2", "no model at 'smolm2'; did you mean 'smollm2'\\? give"),
         ("embedded:9m", "unknown embedded model '9m'; .*known: draft_20m, draft_2m, draft_6m"),
         ("~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
         ("hf:~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
         ("hf:/nowhere/gpt2", "no folder '/nowhere/gpt2'; give hf: and the folder of a model, or its name"),
         (
             "nowhere",
-            r"no model at 'nowhere'; give embedded:NAME, random:NAME, hf:NAME, gguf:NAME, a .* file or .*embedded:draft_6m",
+            r"no model at 'nowhere'; give embedded:NAME, .*hf:NAME, gguf:NAME, smollm2, a .* file or .*embedded:draft_6m",
         ),
     ],
 )

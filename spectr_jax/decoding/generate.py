@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax import sharding
 from spectr_jax.decoding import checks
-from spectr_jax.decoding.loop import PIECE, Call, Loop, add_observed, call, observe_texts, prefill
+from spectr_jax.decoding.loop import Call, Loop, add_observed, call, observe_texts, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
 from spectr_jax.errors import UserError
@@ -30,7 +30,9 @@ from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.frozen import Frozen, Loaded, freeze
 
 BUCKET = 16
-"""Prompts are padded to a multiple of so many tokens; those longer than `PIECE` to a multiple of that."""
+"""Prompts are padded to a multiple of so many tokens."""
+LONG = 256
+"""Those that are longer than this, and those of `stream`, to a multiple of it."""
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +121,7 @@ def lower(
 
 
 def _prepared(
-    key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy
+    key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy, bucket=BUCKET
 ) -> tuple:
     """The arguments of `_generate`, checked."""
     policy = policy or Policy()
@@ -139,7 +141,7 @@ def _prepared(
         for each in policies
     )
     # One program serves prompts of many lengths.
-    bucket = BUCKET if tokens.shape[1] <= PIECE else PIECE
+    bucket = bucket if tokens.shape[1] <= LONG else LONG
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % bucket)))
     if mesh is not None:
         if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
@@ -261,7 +263,7 @@ def stream(
         for step in stream(key, method, target, draft, tokenizer.prompt("The committee"), 64, Policy(eos=tokenizer.eos)):
             print(tokenizer.decode(step.tokens))
 
-    Together they are those of `generate` for the prompt and the key. The second prompt of a length compiles nothing.
+    Together they are those of `generate` for the prompt and the key. Prompts of up to `LONG` tokens share a program.
 
     Args:
       key: [] typed key; consumed.
@@ -275,7 +277,7 @@ def stream(
     if getattr(key, "shape", ()) != ():
         raise UserError(f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)")
     text = np.asarray(prompt)[None], np.array([np.size(prompt)])
-    prepared = _prepared(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy)
+    prepared = _prepared(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy, LONG)
     _, _, _, _, *models, _, padded, lengths, policies = prepared
     return _steps(key, method, models, padded, lengths, max_new_tokens, policies, observe)
 

@@ -16,7 +16,7 @@ from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.cache import Cache
 
-PIECE = 256
+PIECE = 64
 """The most tokens of a prompt that the models run on at once: the memory of attention goes by it."""
 
 
@@ -72,17 +72,16 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
         tokens = jnp.pad(prompts_BxT, ((0, 0), (0, pieces * width - T))).reshape(B, pieces, width).swapaxes(0, 1)
         visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
 
-        def extend(cache, piece):
-            number, tokens_BxN = piece
+        def extend(number, cache):
             cache = dataclasses.replace(cache, lengths=jnp.full(B, number * width, jnp.int32))
             positions = jnp.broadcast_to(number * width + jnp.arange(width), (B, width))
-            return model.extend(tokens_BxN, positions, visible, cache)[1], None
+            return model.extend(tokens[number], positions, visible, cache)[1]
 
         cache = model.init_cache(B, max(most + nodes, pieces * width))
         if pieces == 1:
-            cache, _ = extend(cache, (0, tokens[0]))
-        else:
-            cache, _ = jax.lax.scan(extend, cache, (jnp.arange(pieces), tokens))
+            cache = extend(0, cache)
+        else:  # None of padding alone.
+            cache = jax.lax.fori_loop(0, (jnp.max(lengths_B) + width - 1) // width, extend, cache)
         return dataclasses.replace(cache, lengths=committed_B)
 
     return Loop(

@@ -21,6 +21,7 @@ class Answer(NamedTuple):
       calls: of the target.
       first: seconds until the first token was there, compilation included.
       speed: tokens per second after that, 0 if there were none.
+      whole: the model ended it, not the limit.
     """
 
     text: str
@@ -28,6 +29,7 @@ class Answer(NamedTuple):
     calls: int
     first: float
     speed: float
+    whole: bool
 
 
 def check(session: Session) -> None:
@@ -66,4 +68,4 @@ def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Arr
         calls += 1
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0
-    return Answer(tokenizer.decode(new), len(new), calls, first, speed)
+    return Answer(tokenizer.decode(new), len(new), calls, first, speed, tokenizer.ends(new[-1]))

@@ -66,3 +66,12 @@ def test_a_prompt_in_pieces_leaves_the_cache_of_one_run(monkeypatch):
                 np.testing.assert_allclose(rows[row, :length], again[row, :length], atol=1e-5)
                 assert np.abs(rows[row, :length]).max() > 0.1
     np.testing.assert_array_equal(whole.text, pieces.text)
+
+
+def test_prompts_of_many_lengths_share_the_program_of_a_stream(count_compilations):
+    method = get_method("baseline")
+    list(stream(jax.random.key(0), method, TARGET, None, [1] * 7, 3))
+    with count_compilations() as compiled:
+        for length in (1, 90, 120):
+            assert sum(len(step.tokens) for step in stream(jax.random.key(0), method, TARGET, None, [1] * length, 3)) == 3
+    assert not compiled

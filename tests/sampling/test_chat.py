@@ -50,8 +50,10 @@ def test_an_answer_is_what_generate_emits(session):
         assert made.text.startswith(text) and not made.text[len(text) :].strip("\ufffd")
         assert {token.origin for token in shown} <= {"accepted", "correction", "bonus"}
         assert [token.call for token in shown] == sorted(token.call for token in shown)
+        assert made.whole == tokenizer.ends(new[-1])
         line = terminal.answered("speculative", made)
         assert line.startswith(f"speculative: {len(new)} tokens in {made.calls} calls, {len(new) / made.calls:.2f} a call; ")
+        assert line.endswith("cut off by --max_new_tokens") != made.whole
 
 
 def test_what_a_chat_refuses(session):
