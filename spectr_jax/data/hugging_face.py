@@ -58,16 +58,9 @@ class HuggingFaceTokenizer(AnyTokenizer):
         return [self.bos, *tokens] if self._adds_bos or not tokens else tokens
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins.
-
-        Args:
-          messages: such as `[{"role": "user", "content": "Why is the sky blue?"}]`.
-
-        Raises:
-          UserError: the model has no chat template, or it refuses the messages.
-        """
+        """See `AnyTokenizer.chat`."""
         if self.template is None:
-            raise UserError("the model has no chat template; give an instructed one, or decode without chat")
+            return super().chat(messages)
         import jinja2.sandbox  # Imported late, for those who do not chat.
 
         def refuse(message):

@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,8 @@ class AnyTokenizer(Protocol):
     bos: int
     eos: int | tuple[int, ...]
     """The token that ends a sequence; several, where any of them does."""
+    template: str | None = None
+    """The chat template, in Jinja, of an instructed model."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -52,6 +54,17 @@ class AnyTokenizer(Protocol):
     def prompt(self, text: str) -> list[int]:
         """The tokens of a prompt: BOS, and those of `text`."""
         return [self.bos, *self.encode(text)]
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the model's answer begins.
+
+        Args:
+          messages: such as `[{"role": "user", "content": "Why is the sky blue?"}]`.
+
+        Raises:
+          UserError: the model has no chat template, or it refuses the messages.
+        """
+        raise UserError("the model has no chat template; give an instructed one, or decode without chat")
 
     def ends(self, token: int) -> bool:
         """Whether `token` ends a sequence."""

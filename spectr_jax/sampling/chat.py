@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -34,8 +34,7 @@ class Answer(NamedTuple):
 
 def check(session: Session) -> None:
     """Raises `UserError` if the target has no chat template."""
-    tokenizer = session.target.tokenizer
-    if getattr(tokenizer, "template", None) is None:
+    if session.target.tokenizer.template is None:
         raise UserError(f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out")
 
 
@@ -45,7 +44,7 @@ def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Arr
     Raises:
       UserError: the conversation leaves no room for an answer in the context of a model.
     """
-    tokenizer: Any = session.target.tokenizer
+    tokenizer = session.target.tokenizer
     prompt = tokenizer.chat(messages)
     check_room(session, messages[-1]["content"], prompt)
     started = time.perf_counter()

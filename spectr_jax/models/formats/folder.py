@@ -72,6 +72,7 @@ def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.nda
     path = folder / WEIGHTS
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     safetensors.numpy.save_file(tensors, partial, {"format": "pt"})  # transformers reads no other format.
+    partial.chmod(0o644)  # The library leaves it to the owner alone.
     partial.replace(path)
     write_json(folder / "config.json", config)
 
