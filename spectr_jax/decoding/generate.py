@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -252,7 +252,7 @@ def stream(
     method: Method,
     target: Model | Frozen | Loaded,
     draft: Model | Frozen | Loaded | None,
-    prompt: ArrayLike,
+    prompt: ArrayLike | Sequence[int],
     max_new_tokens: int,
     policy: Policy | None = None,
     observe: Callable[[Call], Any] | None = None,

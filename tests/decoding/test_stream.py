@@ -16,11 +16,10 @@ TARGET, DRAFT = (TableModel(random_table(seed, 11)) for seed in (0, 1))
 LENGTH = 12
 
 
-@pytest.mark.parametrize(
-    "method", [get_method("baseline"), get_method("otm_block", tree="2,2")], ids=["baseline", "otm_block"]
-)
-def test_steps_are_what_generate_emits_at_once(method, count_compilations):
+@pytest.mark.parametrize(("name", "options"), [("baseline", {}), ("otm_block", {"tree": "2,2"})])
+def test_steps_are_what_generate_emits_at_once(name, options, count_compilations):
     """Token for token and call for call, whatever ends it: EOS, one of several, or the limit."""
+    method = get_method(name, **options)
 
     def calls(call):
         return {"length": call.length}
