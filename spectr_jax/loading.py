@@ -218,7 +218,8 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
             raise UserError(f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging Face's hub")
         folder = _fetched(source)
     if read_json(folder).get("model_type") == "gpt2":
-        config, reader = gpt2.read_config(folder), _quantizing_model(gpt2.load_gpt2)
+        config = gpt2.read_config(folder)
+        reader: Callable[[pathlib.Path, str], Any] = gpt2.load_gpt2
     else:
         config, reader = hf_llama.read_config(folder), hf_llama.load_llama
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take long.
@@ -232,15 +233,6 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
             "the model's own there"
         )
     return Trained(pathlib.PurePath(source).name, reader(folder, dtype), tokenizer)
-
-
-def _quantizing_model(reader):
-    """A reader of models in float32 and bfloat16 as one of int8 too."""
-
-    def read(folder: pathlib.Path, dtype: str):
-        return quantize(reader(folder, "float32")) if dtype == "int8" else reader(folder, dtype)
-
-    return read
 
 
 def _from_gguf(source: str, dtype: str) -> Trained:

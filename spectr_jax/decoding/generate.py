@@ -284,11 +284,11 @@ def stream(
 
 def _steps(key, method: Method, models, prompts, lengths, max_new_tokens: int, policies, observe) -> Iterator[Step]:
     loop = _begin(method, max_new_tokens, *models, prompts, lengths)
-    before = int(lengths[0])
-    while not bool(loop.done[0]):
+    before, done = int(lengths[0]), False
+    while not done:
         loop, new, observed = _advance(method, max_new_tokens, observe, *models, key, loop, lengths, policies)
-        after = int(loop.lengths[0])
-        yield Step(np.asarray(new)[: after - before].tolist(), observed)
+        new, after, done = jax.device_get((new, loop.lengths[0], loop.done[0]))
+        yield Step(new[: after - before].tolist(), observed)
         before = after
 
 

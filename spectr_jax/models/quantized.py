@@ -68,7 +68,7 @@ def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array, fine: bool) -> j
         rows = jax.lax.optimization_barrier(rows)
     whole, row_scale = quantized(rows)
     if fine:  # What is rounded off is at most half a scale: 127 parts of it.
-        rest = jnp.round((rows - whole.astype(jnp.float32) * row_scale) * (2 * LARGEST / row_scale)).astype(jnp.int8)
+        rest = jnp.round((rows - whole.astype(jnp.float32) * row_scale) / row_scale * (2 * LARGEST)).astype(jnp.int8)
         factors = jnp.concatenate([whole, rest])
     else:
         factors = pair_lone_row(whole)

@@ -152,6 +152,16 @@ def test_int8_of_the_family_keeps_what_a_large_channel_hides():
     assert quantize(random_model(SHAPE)).blocks[0].down.fine
 
 
+def test_int8_of_zeros_and_of_tiny_numbers():
+    """A token of zeros gives zeros; the second row is of the size of the first."""
+    linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32) * jnp.array([0, 1e-30, 1])[:, None]
+    made, exact = Int8Linear(linear, fine=True)(x), linear(x)
+    assert np.all(made[0] == 0) and np.all(np.isfinite(made))
+    for row in (1, 2):
+        np.testing.assert_allclose(made[row], exact[row], atol=0.02 * float(jnp.abs(exact[row]).max()))
+
+
 def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
     """Against the rule as the model's authors state it, by wavelength."""
     theta, width, context = 500_000.0, 64, 8192

@@ -59,9 +59,6 @@ class GGUF:
         except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again") from error
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._fields
-
     def get(self, name: str, default: Any = None) -> Any:
         """A value of the metadata."""
         field = self._fields.get(name)

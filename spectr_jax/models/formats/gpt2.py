@@ -18,6 +18,7 @@ from flax import nnx
 
 from spectr_jax.errors import UserError
 from spectr_jax.models.formats.folder import Folder, check_sizes, read_json, refuse, save
+from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig, sinusoidal_table
 from spectr_jax.models.weights import from_arrays
 
@@ -60,7 +61,7 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
 
     Args:
       folder: with config.json and model.safetensors, or its parts and their index.
-      dtype: "float32" or "bfloat16", of parameters and factors, whatever the files hold.
+      dtype: "float32" or "bfloat16", of parameters and factors, or "int8", whatever the files hold.
 
     Raises:
       UserError: a file is missing or damaged, or the model is not of GPT-2's family.
@@ -74,7 +75,7 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
             heads=config["n_head"],
             vocab_size=config["vocab_size"],
             context=config["n_positions"],
-            dtype=dtype,
+            dtype="float32" if dtype == "int8" else dtype,
             norm_epsilon=config["layer_norm_epsilon"],
             attention_bias=True,
             learned_positions=True,
@@ -91,7 +92,8 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
         raise
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"{str(folder)!r} has weights that cannot be read ({error}); save or fetch it again") from error
-    return from_arrays(shape, arrays, str(folder))
+    model = from_arrays(shape, arrays, str(folder))
+    return quantize(model) if dtype == "int8" else model
 
 
 def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, eos: int | None = None) -> None:
