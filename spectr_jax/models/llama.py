@@ -23,6 +23,7 @@ from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.attention import attention
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.dense import dense_layer
+from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,12 @@ class LlamaConfig:
       qkv_bias: queries, keys and values have biases (Qwen 2).
       qk_norm: queries and keys have RMS norms, over each head (Qwen 3).
       rope_divisors: of the rotary frequencies, one for each pair of channels; empty for none (`llama3_divisors`).
+      embed_rank: numbers a token in the embedding, of a draft for a large vocabulary (`models.vocabulary`); 0 for `width`.
+      head_tokens: tokens that the head scores, of such a draft; 0 for all.
 
     Raises:
-      UserError: the key and value heads do not divide the heads, or the width of a head is odd.
+      UserError: the key and value heads do not divide the heads, the width of a head is odd, or a head that is the embedding
+        shall score a part of the tokens.
     """
 
     layers: int
@@ -56,6 +60,8 @@ class LlamaConfig:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    embed_rank: int = 0
+    head_tokens: int = 0
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -63,6 +69,12 @@ class LlamaConfig:
             raise UserError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one")
         if self.head_width % 2 or self.head_width < 2:
             raise UserError(f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it by one")
+        if self.tied and (self.embed_rank or self.head_tokens):
+            raise UserError(
+                "tied=True makes the embedding the head, which embed_rank and head_tokens divide; leave it False"
+            )
+        if self.head_tokens > self.vocab_size:
+            raise UserError(f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give at most that")
         if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
             raise UserError(
                 f"{len(self.rope_divisors)} rope_divisors for {self.head_width // 2} pairs of channels; give one each"
@@ -151,12 +163,19 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         dtype = jnp.dtype(config.dtype)
+        V, E = config.vocab_size, config.width
         initial = nnx.initializers.normal(0.02 if config.tied else 1.0)
-        self.embed = nnx.Embed(config.vocab_size, config.width, dtype=dtype, embedding_init=initial, rngs=rngs)
+        if config.embed_rank:
+            self.embed: Any = NarrowEmbed(V, config.embed_rank, E, dtype=dtype, rngs=rngs)
+        else:
+            self.embed = nnx.Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.width, config.norm_epsilon)
-        head = functools.partial(dense_layer, config.width, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
-        self.head = None if config.tied else head()
+        self.head: Any = None
+        if config.head_tokens:
+            self.head = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
+        elif not config.tied:
+            self.head = dense_layer(E, V, use_bias=False, dtype=dtype, rngs=rngs)
 
     @property
     def vocab_size(self) -> int:
@@ -179,6 +198,11 @@ class Llama(nnx.Module):
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
         """See `Model.extend`."""
+        x_BxNxE, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        return self._logits(x_BxNxE), cache
+
+    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+        """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits."""
         config = self.config
         count = config.layers if layers is None else layers
         if cache is None:
@@ -193,11 +217,10 @@ class Llama(nnx.Module):
         for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
             x_BxNxE, rows = _run(*nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)
             new_rows.append(rows)
-        logits = self._logits(x_BxNxE)
-        return logits, None if cache is None else Cache((*new_rows, *layer_rows[count:]), cache.lengths)
+        rows = (*new_rows, *layer_rows[count:])
+        return self.norm(x_BxNxE), None if cache is None else Cache(rows, cache.lengths)
 
     def _logits(self, x_BxNxE):
-        x_BxNxE = self.norm(x_BxNxE)
         head = self.embed.attend if self.head is None else self.head
         return head(x_BxNxE).astype(jnp.float32)
 

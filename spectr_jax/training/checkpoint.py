@@ -27,12 +27,12 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the lowest `METRIC`."""
+    """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the lowest `metric`."""
 
-    def __init__(self, directory: pathlib.Path, keep: int = 3):
-        self.directory = directory
+    def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = METRIC):
+        self.directory, self._metric = directory, metric
         policies = ocp.training.preservation_policies
-        best = policies.BestN(get_metric_fn=lambda metrics: -metrics[METRIC], n=1, keep_checkpoints_without_metrics=False)
+        best = policies.BestN(get_metric_fn=lambda metrics: -metrics[metric], n=1, keep_checkpoints_without_metrics=False)
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
@@ -54,11 +54,11 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the lowest `METRIC` and its value, or None if there is none that was evaluated."""
+        """The step with the lowest `metric` and its value, or None if there is none that was evaluated."""
         evaluated = [
-            (checkpoint.metrics[METRIC], checkpoint.step)
+            (checkpoint.metrics[self._metric], checkpoint.step)
             for checkpoint in self._checkpointer.checkpoints
-            if checkpoint.metrics and METRIC in checkpoint.metrics
+            if checkpoint.metrics and self._metric in checkpoint.metrics
         ]
         value, step = min(evaluated, default=(0.0, None))
         return None if step is None else (step, value)

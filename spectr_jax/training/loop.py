@@ -1,9 +1,12 @@
 """A training run: data, steps, evaluation, checkpoints, and the record of it in the workdir."""
 
+import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -22,12 +25,32 @@ from spectr_jax.files import write_json
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.checkpoint import METRIC, Checkpoints
-from spectr_jax.training.heldout import Heldout, evaluate, pack_heldout
+from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.metrics import MetricsLog, Window, plot_curves
 from spectr_jax.training.optimizer import learning_rate
-from spectr_jax.training.programs import make_programs
+from spectr_jax.training.programs import Programs, make_programs
 from spectr_jax.training.step import TrainState
+
+
+class Task(NamedTuple):
+    """What a run learns, and from what.
+
+    Attributes:
+      programs: compiled when they are first called.
+      data: batches, at the place that belongs to a new run.
+      evaluate: scores of parameters on held-out text, by name.
+      metric: the score of which the best checkpoint has the least.
+      flops_per_token: of a step.
+      given: reads the parameters to start from; None for `programs.init`'s.
+    """
+
+    programs: Programs
+    data: grain.DatasetIterator
+    evaluate: Callable[[Any], dict[str, float]]
+    metric: str
+    flops_per_token: int
+    given: Callable[[], nnx.State | None]
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
@@ -48,31 +71,43 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     tfds_dir = config.data.tfds_dir or None
     corpus = open_corpus(config.data.train, tfds_dir)
     heldout_sentences = open_sentences(config.data.heldout, tfds_dir)
+    with explained(workdir), preparation.locked(workdir):
+        tokenizer = preparation.open_tokenizer(config, workdir, corpus)
+        heldout = pack_heldout(
+            heldout_sentences,
+            tokenizer,
+            first=config.data.heldout_sentences,
+            rows=config.batch_size // config.accumulate,  # What goes through the model at once.
+            length=config.model.context,
+            name=config.data.heldout,
+        )
+        dataset = batches.training_batches(
+            corpus,
+            tokenizer,
+            batch=config.batch_size,
+            length=config.model.context,
+            seed=config.seed,
+            streams=streams,
+            process=jax.process_index(),
+            processes=jax.process_count(),
+        )
+        programs = make_programs(config, mesh)
+        task = Task(
+            programs=programs,
+            data=iter(dataset),
+            evaluate=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
+            metric=METRIC,
+            flops_per_token=throughput.flops_per_token(TransformerConfig(**config.model)),
+            given=functools.partial(preparation.given_params, config, tokenizer),
+        )
+        return run(config, workdir, mesh, task)
+
+
+@contextlib.contextmanager
+def explained(workdir: pathlib.Path) -> Iterator[None]:
+    """A context in which failures of disks, memory and other processes become `UserError`, with their remedy."""
     try:
-        with preparation.locked(workdir):
-            tokenizer = preparation.open_tokenizer(config, workdir, corpus)
-            heldout = pack_heldout(
-                heldout_sentences,
-                tokenizer,
-                first=config.data.heldout_sentences,
-                rows=config.batch_size // config.accumulate,  # What goes through the model at once.
-                length=config.model.context,
-                name=config.data.heldout,
-            )
-            dataset = batches.training_batches(
-                corpus,
-                tokenizer,
-                batch=config.batch_size,
-                length=config.model.context,
-                seed=config.seed,
-                streams=streams,
-                process=jax.process_index(),
-                processes=jax.process_count(),
-            )
-            run = _Run(config, workdir, mesh, heldout, preparation.given_params(config, tokenizer))
-            if hosts.is_first():
-                write_json(workdir / "config.json", to_json(config))
-            return run.go(iter(dataset))
+        yield
     except OSError as error:
         raise UserError(
             f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: "
@@ -90,23 +125,27 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
         raise
 
 
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task) -> TrainState:
+    """Takes the steps of a task that are left, in a workdir that is claimed and locked; see `train`."""
+    return _Run(config, workdir, mesh, task).go()
+
+
 class _Run:
     """The mutable state of one run."""
 
-    def __init__(
-        self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, heldout: Heldout, given: nnx.State | None
-    ):
-        self.config, self.workdir, self.mesh, self.heldout, self.given = config, workdir, mesh, heldout, given
-        self.programs = make_programs(config, mesh)
+    def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task):
+        self.config, self.workdir, self.mesh, self.task = config, workdir, mesh, task
+        self.programs = task.programs
         self.learning_rate = learning_rate(config.optimizer, config.steps)
-        self.flops_per_token = throughput.flops_per_token(TransformerConfig(**config.model))
-        self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+        self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints, task.metric)
 
-    def go(self, data: grain.DatasetIterator) -> TrainState:
-        """Takes the steps that are left; `data` is at the place that belongs to a new run."""
-        config, step, stopping = self.config, 0, False
+    def go(self) -> TrainState:
+        """Takes the steps that are left."""
+        config, data, step, stopping = self.config, self.task.data, 0, False
         try:
             state = self._start(data)
+            if hosts.is_first():
+                write_json(self.workdir / "config.json", to_json(config))
             first = int(state.step)
             log = MetricsLog(self.workdir / "metrics.jsonl", first) if hosts.is_first() else None
             with Window() as window, Interruption() as interruption, _bar(first, config.steps) as bar:
@@ -139,9 +178,9 @@ class _Run:
         return state
 
     def _start(self, data: grain.DatasetIterator) -> TrainState:
-        given, self.given = self.given, None  # Not to be held while it trains.
         self.checkpoints.clean()
         if self.checkpoints.latest_step() is None:
+            given = self.task.given()
             state = self.programs.init(jax.random.key(self.config.seed))
             if given is None:
                 return state
@@ -162,7 +201,7 @@ class _Run:
         record = {"step": step, **window.means(), "learning_rate": float(self.learning_rate(step - 1))}
         short, speed = f"loss {record['loss']:.3f}", record.get("tokens_per_second")
         if speed is not None:
-            record["mfu"] = round(speed * self.flops_per_token / throughput.peak_flops(), 4)
+            record["mfu"] = round(speed * self.task.flops_per_token / throughput.peak_flops(), 4)
             short += f", {speed:,.0f} tokens/s"
         window.clear()
         if log:
@@ -170,7 +209,7 @@ class _Run:
         return short
 
     def _evaluate(self, step: int, state: TrainState, log: MetricsLog | None) -> dict[str, float]:
-        scores = evaluate(self.programs.evaluate, state.params, self.heldout, self.mesh)
+        scores = self.task.evaluate(state.params)
         if log:
             log.write({"step": step, **scores})
             plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png")
@@ -180,7 +219,7 @@ class _Run:
         if scores is None:
             return False
         best = self.checkpoints.best()
-        return best is None or scores[METRIC] < best[1]
+        return best is None or scores[self.task.metric] < best[1]
 
     def _check_finite(self, step: int, window: Window) -> None:
         for back, metrics in enumerate(reversed(window.metrics)):

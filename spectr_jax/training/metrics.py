@@ -89,7 +89,7 @@ class Window:
         rows = jax.device_get(self.metrics)
         seconds = time.monotonic() - self._started - self._aside
         tokens = np.array([row["tokens"] for row in rows], np.float64)
-        losses = [name for name in ("loss", "exit_loss") if name in rows[0]]
+        losses = [name for name in rows[0] if name not in ("grad_norm", "tokens")]
         timed = float(tokens[self._untimed :].sum())
         speed = {"tokens_per_second": round(timed / seconds, 1), "waiting_for_data": round(self._waited / seconds, 4)}
         return {

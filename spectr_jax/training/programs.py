@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import ml_collections
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -21,7 +22,7 @@ class Programs(NamedTuple):
     Attributes:
       init: (key) -> state; the key is consumed.
       step: (state, batch) -> state, metrics; the state is donated.
-      evaluate: (params, batch) -> what `eval_step` returns.
+      evaluate: (params, batch) -> sums over its tokens; of a language model, what `eval_step` returns.
       like: the state as abstract arrays with shardings.
     """
 
@@ -32,24 +33,41 @@ class Programs(NamedTuple):
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
-    """The programs of a training config, with parameters and optimizer state on `mesh` by `sharding.state_sharding`."""
+    """The programs of a language model's training config; see `compiled`."""
     optimizer = make_optimizer(config.optimizer, config.steps)
     shape = TransformerConfig(**config.model)
     options = StepOptions(config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat)
+    graphdef, _ = abstract(shape)
+    return compiled(
+        mesh,
+        build=lambda rngs: Transformer(shape, rngs=rngs),
+        optimizer=optimizer,
+        step=functools.partial(train_step, graphdef, optimizer, options),
+        evaluate=functools.partial(eval_step, graphdef, exit_layer=options.exit_layer),
+    )
+
+
+def compiled(
+    mesh: Mesh,
+    *,
+    build: Callable[[nnx.Rngs], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    step: Callable,
+    evaluate: Callable,
+) -> Programs:
+    """Programs with parameters and optimizer state on `mesh` by `sharding.state_sharding`; the functions are as in
+    `Programs`, and `build` makes the model of random numbers."""
 
     def init(key):
         params_key, run_key = jax.random.split(key)
-        return init_state(Transformer(shape, rngs=nnx.Rngs(params_key)), optimizer, run_key)
+        return init_state(build(nnx.Rngs(params_key)), optimizer, run_key)
 
-    graphdef, _ = abstract(shape)
-    shapes = jax.eval_shape(init, jax.random.key(config.seed))
+    shapes = jax.eval_shape(init, jax.random.key(0))
     places = sharding.state_sharding(mesh, shapes)
     return Programs(
         init=jax.jit(init, out_shardings=places),
         # The state comes out where it went in, whatever XLA would prefer: one program for all steps.
-        step=jax.jit(
-            functools.partial(train_step, graphdef, optimizer, options), donate_argnums=0, out_shardings=(places, None)
-        ),
-        evaluate=jax.jit(functools.partial(eval_step, graphdef, exit_layer=options.exit_layer)),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(places, None)),
+        evaluate=jax.jit(evaluate),
         like=jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +31,13 @@ class TrainState:
     key: jax.Array
 
 
+Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+"""What a step lowers: of (params, batch, key), which is consumed, the loss and what is logged, both summed over tokens."""
+
+
 def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step; `key` is kept in it."""
-    params = nnx.state(model)
+    params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
 
 
@@ -79,7 +84,7 @@ def train_step(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """One update.
+    """One update of a language model.
 
     Args:
       graphdef: of the model, from `nnx.split`.
@@ -91,28 +96,55 @@ def train_step(
     Returns:
       The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and `exit_loss` where there is an exit.
     """
-    tokens = jnp.sum(batch["segments"] > 0)
-    step_key = jax.random.fold_in(state.key, state.step)
 
     def objective(params, part, key):
         nats, exit_nats, _ = summed_loss(nnx.merge(graphdef, params), part, key, options.exit_layer, options.remat)
-        losses = jnp.stack([nats, exit_nats]) / jnp.maximum(tokens, 1)
-        return losses[0] + options.exit_weight * losses[1], losses
+        exits = {"exit_loss": exit_nats} if options.exit_layer else {}
+        return nats + options.exit_weight * exit_nats, {"loss": nats, **exits}
+
+    return update(objective, optimizer, options.accumulate, state, batch)
+
+
+def update(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    state: TrainState,
+    batch: dict[str, jax.Array],
+):
+    """One update that lowers `objective`, over the tokens of `batch` whose `segments` [B, N] are not 0.
+
+    Args:
+      objective: see `Objective`.
+      optimizer: with the schedule in it.
+      accumulate: see `StepOptions`.
+      state: donated by the caller.
+      batch: arrays [B, ...].
+
+    Returns:
+      The new state, and scalars: what the objective logs, per token, `grad_norm` and `tokens`.
+    """
+    tokens = jnp.sum(batch["segments"] > 0)
+    step_key = jax.random.fold_in(state.key, state.step)
+
+    def per_token(params, part, key):
+        loss, logged = objective(params, part, key)
+        count = jnp.maximum(tokens, 1)
+        return loss / count, {name: value / count for name, value in logged.items()}
 
     def add_part(sums, numbered):
         index, part = numbered
-        (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(
+        (_, logged), grads = jax.value_and_grad(per_token, has_aux=True)(
             state.params, part, jax.random.fold_in(step_key, index)
         )
-        return jax.tree.map(jnp.add, sums, (losses, grads)), None
+        return jax.tree.map(jnp.add, sums, grads), logged
 
-    parts = jax.tree.map(functools.partial(_split_rows, parts=options.accumulate), batch)
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(2), state.params))
-    (losses, grads), _ = jax.lax.scan(add_part, zeros, (jnp.arange(options.accumulate), parts))
+    parts = jax.tree.map(functools.partial(_split_rows, parts=accumulate), batch)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    grads, logged = jax.lax.scan(add_part, zeros, (jnp.arange(accumulate), parts))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    exits = {"exit_loss": losses[1]} if options.exit_layer else {}
-    metrics = {"loss": losses[0], **exits, "grad_norm": optax.tree.norm(grads), "tokens": tokens}
+    metrics = {**jax.tree.map(jnp.sum, logged), "grad_norm": optax.tree.norm(grads), "tokens": tokens}
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
