@@ -14,6 +14,13 @@ from ml_collections.config_dict import placeholder
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.models.transformer import LADDER
 
+STUDENTS = {
+    "2m": {"layers": 3, "width": 128, "mlp": 512, "heads": 4, "kv_heads": 4, "head_tokens": 8_192, "embed_rank": 96},
+    "6m": {"layers": 4, "width": 256, "mlp": 1_024, "heads": 4, "kv_heads": 4, "head_tokens": 8_192, "embed_rank": 96},
+    "20m": {"layers": 3, "width": 512, "mlp": 1_536, "heads": 8, "kv_heads": 8, "head_tokens": 16_384, "embed_rank": 128},
+}
+"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's drafts."""
+
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
     """A training run of one model of the ladder, with the recipe of Flax's LM1B example."""
@@ -56,6 +63,33 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
             "keep_checkpoints": 3,
         }
     )
+
+
+def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
+    """A student of any teacher that `load` takes, trained on labels that `spectr_jax.label` wrote."""
+    if student not in STUDENTS:
+        raise unknown("student", student, STUDENTS)
+    common = train_config()
+    kept = ("seed", "init", "steps", "batch_size", "accumulate", "optimizer", "mesh", "log_every", "eval_every")
+    config = ml_collections.ConfigDict(
+        {
+            **{name: common[name] for name in (*kept, "checkpoint_every", "keep_checkpoints")},
+            "teacher": "smollm2",
+            "model": {**STUDENTS[student], "dtype": "bfloat16"},  # Of the Llama family (`models.llama.LlamaConfig`).
+            "data": {
+                "train": "labels/train",  # A folder of labels, or several with commas between them.
+                "heldout": ("labels/heldout",),  # Others, each scored on its own; the first finds the best checkpoint.
+                "heldout_rows": 128,  # The first ones of each.
+                "streams": 8,
+            },
+            "loss": "kl",  # One of `distillation.losses.LOSSES`.
+            "cross_entropy": 0.0,  # Weight of the text's own next token beside it.
+        }
+    )
+    config.update(steps=4_000, batch_size=32, log_every=50, eval_every=500, checkpoint_every=500)
+    config.optimizer.update(name="muon", schedule="cosine", warmup_steps=100)
+    config.optimizer.learning_rate = {"2m": 0.02, "6m": 0.015, "20m": 0.01}[student]
+    return config
 
 
 def lm1b_config(model: str) -> ml_collections.ConfigDict:

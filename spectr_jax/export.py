@@ -51,7 +51,6 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.files import write_whole
     from spectr_jax.loading import BEST, load_run
     from spectr_jax.models.weights import STORED, save_weights
-    from spectr_jax.training.checkpoint import METRIC
     from spectr_jax.training.metrics import read_metrics
 
     dtype = _DTYPE.value or "bfloat16"
@@ -60,20 +59,27 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     best = _MODEL.value.endswith(BEST)
     workdir = expanded(_MODEL.value.removesuffix(BEST))
     trained = load_run(workdir, best=best)
-    tokenizer, proto = out / "tokenizer.model", (workdir / "tokenizer.model").read_bytes()
-    if tokenizer.exists() and tokenizer.read_bytes() != proto:
+    run = json.loads((workdir / "config.json").read_text())
+    if student := "teacher" in run:
+        from spectr_jax.distillation.training import METRIC
+    else:
+        from spectr_jax.training.checkpoint import METRIC
+    tokenizer, proto = out / "tokenizer.model", None if student else (workdir / "tokenizer.model").read_bytes()
+    if proto and tokenizer.exists() and tokenizer.read_bytes() != proto:
         raise UserError(f"{str(tokenizer)!r} is not the tokenizer of {str(workdir)!r}; choose another --out")
     records = read_metrics(workdir / "metrics.jsonl")
     evaluated = [record for record in records if METRIC in record]
     notes = {
-        "run": json.loads((workdir / "config.json").read_text()),
+        "run": run,
         "tokens": sum(record.get("tokens", 0) for record in records),
         "evaluation": (min(evaluated, key=lambda record: record[METRIC]) if best else evaluated[-1]) if evaluated else None,
     }
     out.mkdir(parents=True, exist_ok=True)
     part_bytes = round(_PART_MB.value * 1e6) or None
-    files = save_weights(out / trained.name, trained.model, proto, notes, dtype, part_bytes)
-    write_whole(tokenizer, proto)
+    names = trained.tokenizer.vocabulary if proto is None else proto
+    files = save_weights(out / trained.name, trained.model, names, notes, dtype, part_bytes)
+    if proto:
+        write_whole(tokenizer, proto)
     return files
 
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer
+from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest, expanded
+from spectr_jax.models import llama
+from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 
@@ -129,20 +132,41 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
     Raises:
       UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
     """
-    from spectr_jax.training.checkpoint import Checkpoints
+    from spectr_jax.training.checkpoint import METRIC
 
     try:
         config = json.loads((workdir / "config.json").read_text())
+        if "teacher" in config:
+            return _student(workdir, dtype, best)
         shape = TransformerConfig(**{**config["model"], "dtype": dtype, "dropout": 0.0})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path") from error
-    if not (workdir / "checkpoints").is_dir():
-        raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")
     tokenizer = Tokenizer(workdir / "tokenizer.model")
     graphdef, state = abstract(shape)
+    return Trained(workdir.name, nnx.merge(graphdef, _restored(workdir, state, dtype, best, METRIC)), tokenizer)
+
+
+def _student(workdir: pathlib.Path, dtype: str, best: bool) -> Trained:
+    """The student of a distillation."""
+    from spectr_jax.distillation.training import METRIC, read_student
+
+    shape, tokens, vocabulary = read_student(workdir)
+    graphdef, state = llama.abstract(dataclasses.replace(shape, dtype=dtype))
+    params = _restored(workdir, nnx.filter_state(state, nnx.Param), dtype, best, METRIC)
+    kept = jax.tree.map(lambda _: jnp.asarray(tokens), nnx.filter_state(state, nnx.Not(nnx.Param)))
+    model = nnx.merge(graphdef, params, kept)
+    return Trained(workdir.name, model, VocabularyOf(workdir.name, vocabulary, shape.vocab_size))
+
+
+def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
+    """Parameters of a run's newest checkpoint, or of its best, in the structure of `state`."""
+    from spectr_jax.training.checkpoint import Checkpoints
+
+    if not (workdir / "checkpoints").is_dir():
+        raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
-    checkpoints = Checkpoints(workdir / "checkpoints")
+    checkpoints = Checkpoints(workdir / "checkpoints", metric=metric)
     try:
         found = checkpoints.best() if best else None
         if best and found is None:
@@ -150,8 +174,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
         params = checkpoints.restore_params(like, found[0] if found else None)
     finally:
         checkpoints.close()
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
-    return Trained(workdir.name, nnx.merge(graphdef, params), tokenizer)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
 
 
 def embedded_names() -> list[str]:
@@ -201,10 +224,13 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
     from spectr_jax.models.weights import SUFFIX, load_weights
 
     model, tokenizer_digest = load_weights(path, dtype)
+    name = path.name.removesuffix(SUFFIX)
+    if isinstance(model, Llama):
+        return Trained(name, model, VocabularyOf(name, tokenizer_digest, model.vocab_size))
     tokenizer = Tokenizer(path.with_name("tokenizer.model"))
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own there")
-    return Trained(path.name.removesuffix(SUFFIX), model, tokenizer)
+    return Trained(name, model, tokenizer)
 
 
 def _from_hugging_face(source: str, dtype: str) -> Trained:

@@ -18,7 +18,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the s
 
 def main():
     # Once flags are parsed: `--help` need not wait for JAX.
-    from spectr_jax.training.loop import train
+    if "teacher" in _CONFIG.value:
+        from spectr_jax.distillation.training import distil as train
+    else:
+        from spectr_jax.training.loop import train
 
     train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
 

@@ -4,6 +4,7 @@ Several sentences share one row of a batch; `segments` numbers them (0 is paddin
 `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the pieces and EOS.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -64,15 +65,28 @@ def training_batches(
             f"{len(corpus)}"
         )
     share, rows = streams // processes, batch // streams
+    if isinstance(corpus, Rows):
+        return row_batches(corpus, _batch_of, batch, seed, streams, process, processes)
     mine = []
     for stream in range(process * share, (process + 1) * share):
-        if isinstance(corpus, Rows):
-            mine.append(ShuffledRows(corpus, count=rows, seed=seed + stream, stream=stream, streams=streams))
-        else:
-            shuffled = grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
-            mine.append(_packed(shuffled, tokenizer, length, threads=0).batch(rows))
-    joined = grain.experimental.ZipIterDataset(mine).map(_join)
-    return grain.experimental.ThreadPrefetchIterDataset(joined, prefetch_buffer_size=PREFETCHED_BATCHES)
+        shuffled = grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
+        mine.append(_packed(shuffled, tokenizer, length, threads=0).batch(rows))
+    return _joined(mine, _batch_of)
+
+
+def row_batches(
+    rows: Rows,
+    form: Callable[[np.ndarray], dict[str, np.ndarray]],
+    batch: int,
+    seed: int,
+    streams: int = 1,
+    process: int = 0,
+    processes: int = 1,
+) -> grain.IterDataset:
+    """The pipeline of `training_batches` for rows that are packed already; `form` makes a batch of some of them."""
+    share, count = streams // processes, batch // streams
+    mine = range(process * share, (process + 1) * share)
+    return _joined([ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams) for i in mine], form)
 
 
 def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
@@ -100,8 +114,9 @@ def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, thread
     return rows.map(lambda row: row["targets"])
 
 
-def _join(parts: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
-    return _batch_of(np.concatenate(parts))
+def _joined(streams: list, form: Callable[[np.ndarray], dict[str, np.ndarray]]) -> grain.IterDataset:
+    joined = grain.experimental.ZipIterDataset(streams).map(lambda parts: form(np.concatenate(parts)))
+    return grain.experimental.ThreadPrefetchIterDataset(joined, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:

@@ -95,6 +95,36 @@ class AnyTokenizer(Protocol):
         return [self.decode(row[:length]) for row, length in rows]
 
 
+class VocabularyOf(AnyTokenizer):
+    """What is known of the tokenizer of a draft that was trained for a target: that it is the target's."""
+
+    bos = eos = 0
+
+    def __init__(self, name: str, vocabulary: str, vocab_size: int):
+        self._name, self._vocabulary, self._vocab_size = name, vocabulary, vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def vocabulary(self) -> str:
+        """See `AnyTokenizer.vocabulary`."""
+        return self._vocabulary
+
+    def encode(self, text: str) -> list[int]:
+        raise self._none()
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        raise self._none()
+
+    def piece(self, token: int) -> str:
+        raise self._none()
+
+    def _none(self) -> UserError:
+        return UserError(f"{self._name!r} is a draft and has no tokenizer of its own; use its target's")
+
+
 def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
     """Trains a SentencePiece unigram model on `sentences` and writes it to `path`.
 

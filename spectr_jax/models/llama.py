@@ -65,6 +65,7 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __post_init__(self):
+        object.__setattr__(self, "rope_divisors", tuple(self.rope_divisors))  # JSON has lists.
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise UserError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one")
         if self.head_width % 2 or self.head_width < 2:
@@ -171,11 +172,10 @@ class Llama(nnx.Module):
             self.embed = nnx.Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.width, config.norm_epsilon)
-        self.head: Any = None
         if config.head_tokens:
-            self.head = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
-        elif not config.tied:
-            self.head = dense_layer(E, V, use_bias=False, dtype=dtype, rngs=rngs)
+            self.head: Any = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
+        else:
+            self.head = None if config.tied else dense_layer(E, V, use_bias=False, dtype=dtype, rngs=rngs)
 
     @property
     def vocab_size(self) -> int:

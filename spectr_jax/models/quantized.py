@@ -19,6 +19,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.dense import pair_lone_row
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.transformer import Transformer
+from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 
 LARGEST = 127
 Decoder = TypeVar("Decoder", Transformer, Llama)
@@ -95,7 +96,8 @@ def quantize(model: Decoder) -> Decoder:
     if not isinstance(model, (Transformer, Llama)):
         raise UserError(f"a {type(model).__name__} has no int8 products; give float32 or bfloat16")
     copy: Any = nnx.clone(model)
-    for module in (copy, *copy.blocks):
+    ends: list[Any] = [end for end in (copy.embed, copy.head) if isinstance(end, NarrowEmbed | PartialHead)]
+    for module in (copy, *copy.blocks, *ends):
         for name, part in list(vars(module).items()):
             if isinstance(part, (nnx.Linear, Int8Linear)):
                 setattr(module, name, Int8Linear(part, fine=isinstance(model, Llama)))

@@ -15,10 +15,14 @@ from flax import nnx
 
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest
+from spectr_jax.models import llama, transformer
+from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
-from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.models.vocabulary import Kept
 
 FORMAT = "spectr_jax/1"
+LLAMA = "llama"
 STORED = ("bfloat16", "int8")
 SUFFIX = ".safetensors"
 SCALE = ":scale"
@@ -28,8 +32,8 @@ EXPORT = "export_sha256"
 
 def save_weights(
     path: pathlib.Path,
-    model: Transformer,
-    tokenizer_proto: bytes,
+    model: Transformer | Llama,
+    tokenizer_proto: bytes | str,
     notes: dict[str, Any],
     dtype: str = "bfloat16",
     part_bytes: int | None = None,
@@ -39,7 +43,8 @@ def save_weights(
     Args:
       path: of the model, without the suffix; its tokenizer belongs in the same folder, as `tokenizer.model`.
       model: what to write.
-      tokenizer_proto: of the tokenizer, whose digest goes with the weights.
+      tokenizer_proto: of the tokenizer, whose digest goes with the weights; of a student, the digest of its teacher's
+        vocabulary.
       notes: JSON values on the training.
       dtype: "bfloat16", or "int8": matrices as int8 with a float32 scale for each output (for each token, of the embedding).
       part_bytes: the most bytes of a file; None for one file, whatever its size.
@@ -54,13 +59,16 @@ def save_weights(
         raise unknown("stored dtype", dtype, STORED)
     metadata = {
         "format": FORMAT,
+        **({"family": LLAMA} if isinstance(model, Llama) else {}),
         "model": json.dumps(dataclasses.asdict(model.config)),
-        "tokenizer_sha256": digest(tokenizer_proto),
+        "tokenizer_sha256": tokenizer_proto if isinstance(tokenizer_proto, str) else digest(tokenizer_proto),
         "notes": json.dumps(notes),
     }
     arrays: dict[str, jax.Array] = {}
-    for name, leaf in named_leaves(nnx.state(model, nnx.Param)).items():
-        if dtype == "int8" and leaf.ndim == 2:
+    for name, leaf in named_leaves(nnx.state(model, (nnx.Param, Kept))).items():
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            arrays[name] = jnp.asarray(leaf)
+        elif dtype == "int8" and leaf.ndim == 2:
             arrays[name], arrays[name + SCALE] = _quantized(name, jnp.asarray(leaf, jnp.float32))
         else:
             arrays[name] = jnp.asarray(leaf, jnp.bfloat16)
@@ -83,7 +91,7 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     return [whole] if whole.is_file() else _found_parts(path)
 
 
-def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transformer, str]:
+def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transformer | Llama, str]:
     """Reads a model for decoding: parameters and activations in `dtype`, no dropout.
 
     Args:
@@ -91,7 +99,7 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
       dtype: "float32" or "bfloat16", whatever the files hold.
 
     Returns:
-      The model and the digest of its tokenizer.
+      The model and the digest of its tokenizer, of a Llama that of its vocabulary.
 
     Raises:
       UserError: a file is missing, truncated, not ours, or of another export than the others.
@@ -113,7 +121,7 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
                     "all of its parts anew"
                 )
             arrays.update(safetensors.flax.load_file(file))
-        config = TransformerConfig(**{**json.loads(metadata["model"]), "dtype": dtype, "dropout": 0.0})
+        config = _config(metadata, dtype)
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
         raise UserError(f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it again") from error
     scales = {name.removesuffix(SCALE): arrays.pop(name) for name in list(arrays) if name.endswith(SCALE)}
@@ -122,13 +130,21 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
     return from_arrays(config, arrays, str(path)), metadata["tokenizer_sha256"]
 
 
-def from_arrays(config: TransformerConfig, arrays: dict[str, jax.Array], source: str) -> Transformer:
-    """A transformer with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
-    graphdef, state = abstract(config)
+def _config(metadata: dict[str, str], dtype: str) -> TransformerConfig | LlamaConfig:
+    fields = json.loads(metadata["model"])
+    if metadata.get("family") == LLAMA:
+        return LlamaConfig(**{**fields, "dtype": dtype})
+    return TransformerConfig(**{**fields, "dtype": dtype, "dropout": 0.0})
+
+
+def from_arrays(config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.Array], source: str) -> Any:
+    """A decoder with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
+    graphdef, state = llama.abstract(config) if isinstance(config, LlamaConfig) else transformer.abstract(config)
     shapes = {name: array.shape for name, array in arrays.items()}
     if shapes != {name: leaf.shape for name, leaf in named_leaves(state).items()}:
         raise UserError(f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again")
-    typed = {name: jnp.asarray(array, config.dtype) for name, array in arrays.items()}
+    integers = {name for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.integer)}
+    typed = {name: array if name in integers else jnp.asarray(array, config.dtype) for name, array in arrays.items()}
     return nnx.merge(graphdef, with_leaves(state, typed))
 
 
@@ -145,7 +161,7 @@ def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
 
 def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int8 and float32 scales of a kernel [inputs, outputs] by output, of an embedding [tokens, width] by token."""
-    if name.startswith(("embed/", "positions")):
+    if name.endswith("embedding") or name.startswith("positions"):
         return quantized(matrix)
     whole, scale = quantized(matrix.T)
     return whole.T, scale.T

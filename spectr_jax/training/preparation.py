@@ -57,10 +57,11 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
             f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote, such as "
             "spectr_jax/embedded/draft_6m"
         )
-    _check_optimizer(config)
+    check_optimizer(config)
 
 
-def _check_optimizer(config: ml_collections.ConfigDict) -> None:
+def check_optimizer(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for an optimizer, or a seed, that no run can use."""
     optimizer = config.optimizer
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
@@ -116,14 +117,17 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     return nnx.state(model)
 
 
-def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
-    """Raises `UserError` if `workdir` holds a run of another config; creates it if need be."""
+def claim_workdir(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, known: ml_collections.ConfigDict | None = None
+) -> None:
+    """Raises `UserError` if `workdir` holds a run of another config; creates it if need be. `known` has the defaults of all
+    fields, by default those of a language model."""
     path = workdir / "config.json"
     if path.exists():
         ours = flatten_dict(to_json(config), sep=".")
         try:
             # A field that is newer than the run had its default.
-            defaults = flatten_dict(to_json(train_config()), sep=".")
+            defaults = flatten_dict(to_json(known or train_config()), sep=".")
             theirs = {**defaults, **flatten_dict(json.loads(path.read_text()), sep=".")}
         except ValueError as error:
             raise UserError(f"{str(path)!r} is not JSON ({error}); choose a new --workdir") from error

@@ -1,0 +1,17 @@
+"""A draft for any target: a small student that learns to agree with its teacher. Students: 2m, 6m, 20m.
+
+    python -m spectr_jax.label --text='corpus/train-*.txt.xz' --count=20000 --out=labels/train
+    python -m spectr_jax.label --text='corpus/heldout-*' --count=512 --out=labels/heldout
+    python -m spectr_jax.train --config=configs/distil.py:6m --workdir=runs/draft_6m
+    python -m spectr_jax.export --model=runs/draft_6m --out=drafts --dtype=int8
+    python -m spectr_jax.sample --target=smollm2 --draft=drafts/draft_6m
+
+The teacher is SmolLM2-135M; --teacher of `label` and --config.teacher name another. Labels take most of the time: two CPU
+cores read 750 tokens a second of it.
+"""
+
+from spectr_jax.config import distil_config
+
+
+def get_config(student: str = "6m"):
+    return distil_config(student)

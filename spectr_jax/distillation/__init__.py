@@ -1,0 +1,1 @@
+"""Drafts trained to agree with a target: labels of the target, losses, students."""

@@ -1,0 +1,149 @@
+"""A teacher's likeliest next tokens at every place of a text, kept on disk, so that students need not ask it again.
+
+A row is several sequences one after the other, then padding. At each place it holds the token, the number of its sequence
+(0 is padding), and the `TOP` likeliest next tokens with the logarithms of their probabilities. A folder has shards of such
+rows, each written whole, and an index that names the teacher.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from spectr_jax.data.packed import PackedRows
+from spectr_jax.errors import UserError
+from spectr_jax.files import expanded, write_json
+
+FORMAT = "spectr_jax/labels/1"
+INDEX = "labels.json"
+TOP = 64
+"""Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability."""
+
+
+def row_type(vocab_size: int, length: int) -> np.dtype:
+    """The structured type of a row of `length` tokens."""
+    token = np.uint16 if vocab_size <= 2**16 else np.uint32
+    return np.dtype(
+        [
+            ("tokens", token, (length,)),
+            ("segments", np.uint16, (length,)),
+            ("top", token, (length, TOP)),
+            ("log_probabilities", np.float16, (length, TOP)),
+        ]
+    )
+
+
+class LabelledRows(PackedRows):
+    """Random access to labelled rows, of the type `row_type`.
+
+    Attributes:
+      vocabulary: digest of the teacher's (`AnyTokenizer.vocabulary`).
+      vocab_size: of the teacher's logits.
+      context: the teacher's, in tokens.
+    """
+
+    def __init__(self, shards: list[np.ndarray], vocabulary: str, vocab_size: int, context: int):
+        super().__init__(shards, tokenizer_digest=vocabulary)
+        self.vocabulary, self.vocab_size, self.context = vocabulary, vocab_size, context
+
+    @property
+    def length(self) -> int:
+        """Tokens a row."""
+        return self._shards[0].dtype["tokens"].shape[0]
+
+
+def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
+    """The file of a shard."""
+    return folder / f"labels-{number:05d}.npy"
+
+
+def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
+    """Writes the index of a folder of labels, or checks that it says the same; makes the folder if need be.
+
+    Args:
+      folder: of the labels.
+      about: JSON values: `vocabulary`, `vocab_size`, `length`, and what else makes them these labels.
+
+    Raises:
+      UserError: it holds other labels.
+    """
+    wanted = {"format": FORMAT, "top": TOP, **about}
+    if (folder / INDEX).exists():
+        there = _index(folder)
+        for name in sorted(wanted.keys() | there.keys()):
+            if wanted.get(name) != there.get(name):
+                raise UserError(
+                    f"{str(folder)!r} has labels of {name}={there.get(name)!r}, this command makes {wanted.get(name)!r}; "
+                    "choose another --out, or give what it was made with"
+                )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / INDEX, wanted)
+
+
+def open_labels(name: str) -> LabelledRows:
+    """The shards of a folder, or of several with commas between them, memory-mapped.
+
+    Raises:
+      UserError: none there, a damaged one, or folders whose teachers or lengths differ.
+    """
+    folders = [expanded(each.strip()) for each in name.split(",")]
+    indices = [_index(folder) for folder in folders]
+    for folder, index in zip(folders, indices, strict=True):
+        for field in ("vocabulary", "vocab_size", "context", "length", "top"):
+            if index[field] != indices[0][field]:
+                raise UserError(
+                    f"{str(folder)!r} has labels of {field}={index[field]!r} and {str(folders[0])!r} of "
+                    f"{indices[0][field]!r}; give folders that agree"
+                )
+    wanted = row_type(indices[0]["vocab_size"], indices[0]["length"])
+    shards = [_read(path, wanted) for folder in folders for path in sorted(folder.glob("labels-*.npy"))]
+    if not any(len(shard) for shard in shards):
+        raise UserError(f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ...")
+    return LabelledRows(shards, *(indices[0][field] for field in ("vocabulary", "vocab_size", "context")))
+
+
+def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The batch of labelled rows [B].
+
+    Returns:
+      `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its end), int32 [B, N];
+      `top` int32 and `log_probabilities` float32, [B, N, TOP].
+    """
+    tokens, segments = rows["tokens"].astype(np.int32), rows["segments"].astype(np.int32)
+    places = np.arange(tokens.shape[1])
+    first = np.diff(segments, axis=1, prepend=0) != 0
+    positions = places - np.maximum.accumulate(np.where(first, places, 0), axis=1)
+    ends = np.roll(segments, -1, axis=1) != segments
+    ends[:, -1] = True
+    return {
+        "inputs": tokens,
+        "segments": segments,
+        "positions": np.where(segments > 0, positions, 0).astype(np.int32),
+        "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
+        "top": rows["top"].astype(np.int32),
+        "log_probabilities": rows["log_probabilities"].astype(np.float32),
+    }
+
+
+def _index(folder: pathlib.Path) -> dict[str, Any]:
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        if index["format"] != FORMAT or index["top"] != TOP:
+            raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
+        return index
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{str(folder)!r} has no labels that can be read ({error}); make some: python -m spectr_jax.label"
+        ) from error
+
+
+def _read(path: pathlib.Path, wanted: np.dtype) -> np.ndarray:
+    try:
+        rows = np.load(path, mmap_mode="r")
+        if rows.dtype != wanted or rows.ndim != 1:
+            raise ValueError(f"{rows.dtype} {rows.shape}")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{str(path)!r} cannot be read ({error}); remove it, and label again") from error
+    return np.asarray(rows)

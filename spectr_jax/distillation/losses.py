@@ -1,0 +1,92 @@
+"""How far a student's distribution is from its teacher's, at one place; the losses that drafts are trained with.
+
+p is the student's, over the tokens that its head scores. Of the teacher's q the likeliest tokens are known; the rest of both
+is one more outcome. Every loss is 0 or more for one place, and `losses` vmaps. Acceptance is that of one draft,
+sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+TINY = 1e-9
+HYBRID_DECAY = 3.0
+"""How fast `lk_hybrid` turns from KL to total variation as acceptance grows."""
+
+
+class Place(NamedTuple):
+    """What a loss sees at one place.
+
+    Attributes:
+      log_p: [TOP] the student's, of the tokens that the teacher's labels name; -inf where its head does not score one.
+      log_q: [TOP] the teacher's, of the same tokens.
+      log_target: [] the student's, of the token that follows in the text; -inf where none does or its head lacks it.
+    """
+
+    log_p: jax.Array
+    log_q: jax.Array
+    log_target: jax.Array
+
+
+def acceptance(place: Place) -> jax.Array:
+    """[] the sum of min(p, q) over the labels: no more than the acceptance, and less by at most what they leave out."""
+    return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
+
+
+def kl(place: Place) -> jax.Array:
+    """[] KL(q, p): Hinton et al., 2015, and what most drafts are trained with."""
+    known = jnp.isfinite(place.log_p)
+    q = jnp.where(known, jnp.exp(place.log_q), 0)
+    log_p = jnp.where(known, place.log_p, 0)
+    rest_p, rest_q = _rest(place)
+    return jnp.sum(q * (place.log_q - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
+
+
+def reverse_kl(place: Place) -> jax.Array:
+    """[] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et al., 2023, arXiv 2310.08461)."""
+    known = jnp.isfinite(place.log_p)
+    log_p = jnp.where(known, place.log_p, 0)
+    p = jnp.where(known, jnp.exp(log_p), 0)
+    rest_p, rest_q = _rest(place)
+    return jnp.sum(p * (log_p - place.log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
+
+
+def total_variation(place: Place) -> jax.Array:
+    """[] 1 - acceptance (DistillSpec). Its gradient vanishes where p is far from q."""
+    return 1 - acceptance(place)
+
+
+def lk(place: Place) -> jax.Array:
+    """[] -log(acceptance), which has no such plateau (LK losses: Samarin et al., 2026, arXiv 2602.23881)."""
+    return -jnp.log(jnp.maximum(acceptance(place), TINY))
+
+
+def lk_hybrid(place: Place) -> jax.Array:
+    """[] KL first, total variation as acceptance grows (the same paper; here the weight is of each place)."""
+    weight = jnp.exp(-HYBRID_DECAY * jax.lax.stop_gradient(acceptance(place)))
+    return weight * kl(place) + (1 - weight) * total_variation(place)
+
+
+def cross_entropy(place: Place) -> jax.Array:
+    """[] of the text's own next token: training without a teacher; 0 where there is none."""
+    there = jnp.isfinite(place.log_target)
+    return -jnp.where(there, place.log_target, 0)
+
+
+LOSSES: dict[str, Callable[[Place], jax.Array]] = {
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "tv": total_variation,
+    "lk": lk,
+    "lk_hybrid": lk_hybrid,
+    "cross_entropy": cross_entropy,
+}
+
+
+def _rest(place: Place) -> tuple[jax.Array, jax.Array]:
+    """What p and q leave for the tokens that are not labelled, or not scored by the student; at least `TINY`."""
+    known = jnp.isfinite(place.log_p)
+    left = [1 - jnp.sum(jnp.where(known, jnp.exp(jnp.where(known, part, 0)), 0)) for part in (place.log_p, place.log_q)]
+    return jnp.maximum(left[0], TINY), jnp.maximum(left[1], TINY)

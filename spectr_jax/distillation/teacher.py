@@ -1,0 +1,169 @@
+"""The teacher at work: texts that it reads or writes, and the labels of its next tokens.
+
+Texts are sentences of a corpus, continuations that the teacher samples of their beginnings, or conversations that it writes
+from its chat template alone, the user's part too (Magpie: Xu et al., 2024, arXiv 2406.08464).
+"""
+
+import io
+import pathlib
+from collections.abc import Callable, Sequence
+
+import grain
+import jax
+import numpy as np
+import tqdm
+
+from spectr_jax.data.corpus import Sentences
+from spectr_jax.data.tokenizer import AnyTokenizer
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
+from spectr_jax.distillation import labels
+from spectr_jax.errors import UserError
+from spectr_jax.files import write_whole
+from spectr_jax.loading import Trained
+from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.transformer import causal
+
+SHARD = 512
+"""Texts a shard: what a stopped command loses is less than one."""
+ROWS = 16
+"""Rows that the teacher reads at once."""
+LONGEST_BEGINNING = 12
+"""Tokens of a sentence that the teacher continues, at most; at least 1."""
+
+Texts = Callable[[int, int], list[list[int]]]
+"""The tokens of texts `first` to `end`, the same ones each time."""
+
+
+def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
+    """Sentences of a corpus, as prompts are encoded; it begins anew after the last."""
+
+    def texts(first: int, end: int) -> list[list[int]]:
+        return [tokenizer.prompt(sentences[index % len(sentences)]) for index in range(first, end)]
+
+    return texts
+
+
+def starting_at(texts: Texts, first: int) -> Texts:
+    """The same texts, from number `first` on."""
+    return lambda begin, end: texts(first + begin, first + end)
+
+
+def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int) -> Texts:
+    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens."""
+    write = _writer(teacher, policy)
+
+    def texts(first: int, end: int) -> list[list[int]]:
+        rng = np.random.default_rng((seed, first))
+        whole = read_texts(sentences, teacher.tokenizer)(first, end)
+        cut = [tokens[: rng.integers(1, LONGEST_BEGINNING + 1)] for tokens in whole]
+        return write(jax.random.key(rng.integers(2**31)), [tokens or [teacher.tokenizer.bos] for tokens in cut], length)
+
+    return texts
+
+
+def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
+    """A user's message and the answer to it, both written by the teacher, to `length` tokens.
+
+    Raises:
+      UserError: it has no chat template.
+    """
+    opening, closing = chat_frame(teacher.tokenizer)
+    if len(opening) + len(closing) >= length // 2:
+        raise UserError(f"the chat template alone takes {len(opening) + len(closing)} tokens; raise --length={length}")
+    write = _writer(teacher, policy)
+
+    def texts(first: int, end: int) -> list[list[int]]:
+        rng = np.random.default_rng((seed, first))
+        asked = write(jax.random.key(rng.integers(2**31)), [opening] * (end - first), length // 2)
+        asked = [tokens[:-1] if teacher.tokenizer.ends(tokens[-1]) else tokens for tokens in asked]
+        return write(jax.random.key(rng.integers(2**31)), [[*tokens, *closing] for tokens in asked], length)
+
+    return texts
+
+
+def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
+    """What the chat template puts before a user's message, and what between it and the answer, in tokens."""
+    one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apples", "Rivers"))
+    same = [a == b for a, b in zip(one, two, strict=False)]
+    before = same.index(False)
+    behind = [a == b for a, b in zip(reversed(one), reversed(two), strict=False)].index(False)
+    return one[:before], one[len(one) - behind :]
+
+
+def _writer(teacher: Trained, policy: Policy) -> Callable[[jax.Array, list[list[int]], int], list[list[int]]]:
+    """A function that continues texts until an end of the teacher's, or to a number of tokens; its key is consumed."""
+    model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
+
+    def write(key: jax.Array, texts: list[list[int]], length: int) -> list[list[int]]:
+        longest = max(len(tokens) for tokens in texts)
+        padded = np.array([[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in texts], np.int32)
+        lengths = np.array([len(tokens) for tokens in texts], np.int32)
+        made = generate(key, method, model, None, padded, lengths, length - min(map(len, texts)), policy)
+        rows = zip(np.asarray(made.tokens).tolist(), np.asarray(made.lengths).tolist(), strict=True)
+        return [row[:end] for row, end in rows]
+
+    return write
+
+
+def pack_rows(texts: Sequence[Sequence[int]], vocab_size: int, length: int) -> np.ndarray:
+    """Rows [R] of `labels.row_type`, labels still empty: texts cut to `length` tokens, first fit; those of one token left
+    out."""
+    source = [{"tokens": np.asarray(tokens[:length], np.int32)} for tokens in texts if len(tokens) > 1]
+    packed = grain.experimental.FirstFitPackIterDataset(
+        grain.MapDataset.source(source).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+        length_struct={"tokens": length},
+        num_packing_bins=64,
+        shuffle_bins=False,
+    )
+    found = list(packed)
+    rows = np.zeros(len(found), labels.row_type(vocab_size, length))
+    for row, filled in zip(rows, found, strict=True):
+        row["tokens"], row["segments"] = filled["tokens"], filled["tokens_segment_ids"]
+    return rows
+
+
+def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
+    """A function that fills the labels of packed rows in place; its programs compile once."""
+    model = freeze(teacher)
+
+    @jax.jit
+    def likeliest(model: Frozen, tokens: jax.Array, segments: jax.Array, positions: jax.Array):
+        logits, _ = model.merge().extend(tokens, positions, causal(segments))
+        top, tokens = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
+        return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def fill(rows: np.ndarray) -> None:
+        for first in range(0, len(rows), ROWS):
+            part = rows[first : first + ROWS]
+            padded = np.zeros(ROWS, rows.dtype)
+            padded[: len(part)] = part
+            batch = labels.batch_of(padded)
+            tokens, logs = likeliest(model, batch["inputs"], batch["segments"], batch["positions"])
+            count = tokens.shape[-1]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
+            part["log_probabilities"] = -np.inf
+            part["top"][..., :count] = np.asarray(tokens)[: len(part)]
+            part["log_probabilities"][..., :count] = np.asarray(logs)[: len(part)]
+
+    return fill
+
+
+def write_labels(
+    folder: pathlib.Path, texts: Texts, count: int, fill: Callable[[np.ndarray], None], vocab_size: int, length: int
+) -> int:
+    """Labels `count` texts in shards of `SHARD`, but for those that are there already; returns the tokens labelled."""
+    tokens = 0
+    firsts = range(0, count, SHARD)
+    bar = tqdm.tqdm(firsts, unit="shard", dynamic_ncols=True)
+    for number, first in enumerate(bar):
+        path = labels.shard_path(folder, number)
+        if path.exists():
+            continue
+        rows = pack_rows(texts(first, min(first + SHARD, count)), vocab_size, length)
+        fill(rows)
+        file = io.BytesIO()
+        np.save(file, rows)
+        write_whole(path, file.getvalue())
+        tokens += int((rows["segments"] > 0).sum())
+        bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+    return tokens

@@ -1,0 +1,83 @@
+"""Labels text with a teacher's likeliest next tokens, for students to learn from.
+
+    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*.txt.xz' --count=20000 --out=labels/text
+    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*' --write=continuations --count=4096 --out=labels/own
+    python -m spectr_jax.label --teacher=smollm2 --write=chats --count=4096 --temperature=0.7 --out=labels/chats
+
+Then train with configs/distil.py. Stop it at any time: the same command resumes, and a larger --count adds to what is there.
+"""
+
+import pathlib
+
+from absl import flags
+
+from spectr_jax import cli
+
+_TEACHER = flags.DEFINE_string("teacher", "smollm2", "Any model by its name, as for --target of spectr_jax.sample.")
+_TEXT = flags.DEFINE_string("text", "", "A corpus, as in data.train of a training config; not for chats.")
+_WRITE = flags.DEFINE_enum(
+    "write",
+    "nothing",
+    ["nothing", "continuations", "chats"],
+    "What the teacher writes itself: nothing, the rest of sentences, or both sides of a chat.",
+)
+_OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", required=True)
+_COUNT = flags.DEFINE_integer("count", 10_000, "Sentences, or texts that the teacher writes.", lower_bound=1)
+_FIRST = flags.DEFINE_integer("first", 0, "The first sentence of the corpus to take.", lower_bound=0)
+_LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of what the teacher writes; labels are at 1.", lower_bound=0.0)
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the teacher: float32, bfloat16 or int8.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of what the teacher writes.", lower_bound=0)
+_TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
+
+
+def main():
+    from spectr_jax.data.corpus import open_sentences
+    from spectr_jax.decoding import Policy
+    from spectr_jax.distillation import labels
+    from spectr_jax.distillation import teacher as teaching
+    from spectr_jax.errors import UserError
+    from spectr_jax.files import expanded
+    from spectr_jax.loading import load
+
+    chats, writes = _WRITE.value == "chats", _WRITE.value != "nothing"
+    if bool(_TEXT.value) == chats:
+        raise UserError("--write=chats takes no --text" if chats else "give --text, or --write=chats")
+    sentences = None if chats else open_sentences(_TEXT.value, _TFDS.value)
+    teacher = load(_TEACHER.value, _DTYPE.value)
+    tokenizer, vocab_size, length = teacher.tokenizer, teacher.model.vocab_size, _LENGTH.value
+    if length > teacher.model.context:
+        raise UserError(
+            f"--length={length} is more than the teacher's context of {teacher.model.context}; give at most that"
+        )
+    policy = Policy(temperature=_TEMPERATURE.value, eos=tokenizer.eos)
+    if sentences is None:
+        texts = teaching.conversations(teacher, length, policy, _SEED.value)
+    elif writes:
+        texts = teaching.continued_texts(teacher, sentences, length, policy, _SEED.value)
+    else:
+        texts = teaching.read_texts(sentences, tokenizer)
+    about = {
+        "teacher": _TEACHER.value,
+        "dtype": _DTYPE.value,
+        "vocabulary": tokenizer.vocabulary,
+        "vocab_size": vocab_size,
+        "context": teacher.model.context,
+        "length": length,
+        "text": _TEXT.value,
+        "first": _FIRST.value,
+        "write": _WRITE.value,
+        **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),
+    }
+    out = expanded(_OUT.value)
+    labels.claim_folder(out, about)
+    fill = teaching.labeller(teacher)
+    shifted = teaching.starting_at(texts, _FIRST.value)
+    tokens = teaching.write_labels(out, shifted, _COUNT.value, fill, vocab_size, length)
+    rows = labels.open_labels(str(out))
+    print(f"{tokens:,} tokens labelled now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
+
+
+if __name__ == "__main__":
+    cli.define_import_flag()
+    cli.run(main, output=_OUT)
