@@ -180,7 +180,7 @@ def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, 
     """Sums over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are."""
     real, seen = batch["segments"] > 0, see(params, batch)
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
-    found = {"nats": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
+    found: dict[str, Callable] = {"nats": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
     sums = {name: jnp.sum(real * jax.lax.map(jax.vmap(each), seen)) for name, each in found.items()}
     return {**sums, "tokens": jnp.sum(real)}
 
