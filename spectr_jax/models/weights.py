@@ -79,6 +79,7 @@ def save_weights(
     for file, part in zip(files, parts, strict=True):
         partial = file.with_name(file.name + ".partial")
         safetensors.flax.save_file(part, partial, metadata)
+        partial.chmod(0o644)  # The library leaves it to the owner alone.
         partial.replace(file)
     for old in {_whole(path), *_found_parts(path)} - set(files):
         old.unlink(missing_ok=True)
