@@ -47,7 +47,7 @@ class _Reader(gguf.GGUFReader):
 
 
 class GGUF:
-    """An open GGUF file: its metadata, and its tensors one at a time."""
+    """An open GGUF file: its metadata, and its tensors, each read when it is asked for."""
 
     def __init__(self, path: pathlib.Path):
         """Opens `path`; raises `UserError` if it is no whole GGUF file."""
@@ -73,8 +73,9 @@ class GGUF:
     def tensor(self, name: str) -> np.ndarray:
         """A tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
         found = self.tensors[name]
-        try:
-            return np.asarray(gguf.dequantize(found.data, found.tensor_type), np.float32)
+        try:  # Not from the reader's map of the file, whose pages would stay in memory beside the model.
+            stored = np.fromfile(self.path, found.data.dtype, found.data.size, offset=found.data_offset)
+            return np.asarray(gguf.dequantize(stored.reshape(found.data.shape), found.tensor_type), np.float32)
         except (NotImplementedError, ValueError) as error:
             kind = found.tensor_type.name
             raise UserError(f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give another") from error

@@ -39,7 +39,7 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
     return made._tokenizer
 
 
-def write(path, model: Llama, kind: str, quantization=None, tensors=True, **changes) -> None:
+def write(path, model: Llama, kind: str, quantization=None, more=None, **changes) -> None:
     """A GGUF as llama.cpp's converter writes it: with a byte-pair tokenizer, and rotary pairs side by side for `llama`."""
     config, arch = model.config, "llama" if kind == "tied" else kind
     tokenizer = json.loads(byte_pairs().to_str())
@@ -71,7 +71,9 @@ def write(path, model: Llama, kind: str, quantization=None, tensors=True, **chan
             put = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
             put[type(value)](name, value)
     theirs = {theirs: NAMES[ours] for ours, theirs in HF_NAMES.items()}
-    for name, array in llama_tensors(model).items() if tensors else ():
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
+    for name, array in llama_tensors(model).items():
         layer, found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name).groups()
         if arch == "llama" and found in (HF_NAMES["q"], HF_NAMES["k"]):
             heads = array.reshape(-1, 2, config.head_width // 2, config.width)
@@ -135,11 +137,9 @@ def test_frequencies_of_their_own(models, tmp_path):
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     write(tmp_path / "linear.gguf", models["llama"], "llama", **scaling)
     assert load_gguf(GGUF(tmp_path / "linear.gguf")).config.rope_divisors == (4.0,) * 4
-    file = GGUF(tmp_path / "linear.gguf")
-    file._fields = {name: field for name, field in file._fields.items() if "scaling" not in name}
-    divisors = np.array([1, 1.5, 8, 8], np.float32)
-    file.tensors["rope_freqs.weight"] = type("Tensor", (), {"data": divisors, "tensor_type": gguf.GGMLQuantizationType.F32})
-    assert load_gguf(file).config.rope_divisors == (1.0, 1.5, 8.0, 8.0)
+    divisors = {"rope_freqs.weight": np.array([1, 1.5, 8, 8], np.float32)}
+    write(tmp_path / "own.gguf", models["llama"], "llama", more=divisors)
+    assert load_gguf(GGUF(tmp_path / "own.gguf")).config.rope_divisors == (1.0, 1.5, 8.0, 8.0)
 
 
 @pytest.mark.parametrize(
