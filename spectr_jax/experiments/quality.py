@@ -84,7 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 def _contender(spec: str) -> Contender:
     trained = load(spec)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
     return Contender(spec, trained.name, parameters, trained.model.context, trained.tokenizer)
 
 
@@ -153,7 +153,7 @@ def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
     logits, _ = nnx.merge(graphdef, state).extend(inputs, positions, causal(jnp.zeros_like(inputs)))
     chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - chosen
-    return jnp.sum(batch["real"] * nats), jnp.zeros(()), jnp.sum(batch["real"])
+    return jnp.sum(jnp.where(batch["real"] > 0, nats, 0)), jnp.zeros(()), jnp.sum(batch["real"])
 
 
 def markdown(result: dict[str, Any]) -> str:

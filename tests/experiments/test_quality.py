@@ -86,12 +86,12 @@ def llama(tmp_path_factory):
 
 def test_another_programs_model_beside_ours(toy, llama, tmp_path):
     """On the sentences that fit both, with what stands before and after them; of each, nats by hand."""
-    fitting = ["law law", "draft target token 3 law", "the token 日", "a", "target"]
-    too_long = ["x" * 24, "draft " * 18]  # 25 tokens with the newline; more than 32 of ours.
+    fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]
+    too_long = ["x" * 24, "draft " * 18]  # 25 tokens with the newline, where one less is the context; more than 32 of ours.
     (tmp_path / "heldout.txt").write_text("\n".join([too_long[0], *fitting, too_long[1], "not among the first"]))
     own, other = str(toy.folder / "target"), f"hf:{llama}"
     heldout = str(tmp_path / "heldout.txt")
-    changes = {"models": (own, other), "dtypes": ("float32",), "sentences": 7, "batch_size": 2, "heldout": heldout}
+    changes = {"models": (own, other), "dtypes": ("float32",), "sentences": 8, "batch_size": 2, "heldout": heldout}
     result = run(_config(toy, **changes), tmp_path / "run")
     assert result["sentences"] == len(fitting)
     characters = sum(len(line) + 1 for line in fitting)
@@ -109,7 +109,7 @@ def test_another_programs_model_beside_ours(toy, llama, tmp_path):
         assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
         assert scores["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
         assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    assert "the 5 that fit the context of every model" in (tmp_path / "run" / "quality.md").read_text()
+    assert "the 6 that fit the context of every model" in (tmp_path / "run" / "quality.md").read_text()
     with pytest.raises(UserError, match=r"fits all models; leave out that of the shortest context, 'hf:.*llama"):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
