@@ -91,15 +91,15 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
     }
 
 
-def read_json(folder: pathlib.Path) -> dict[str, Any]:
-    """What config.json gives; raises `UserError` if it is not there or damaged."""
+def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
+    """What config.json gives, with or without what is null; raises `UserError` if it is not there or damaged."""
     try:
         given = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
     if not isinstance(given, dict):
         raise UserError(f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if nulls or value is not None}
 
 
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
