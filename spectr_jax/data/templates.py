@@ -33,8 +33,10 @@ def render(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[
       names: other variables, such as `bos_token`.
 
     Raises:
-      UserError: the template refuses the messages, or fails.
+      UserError: the template refuses the messages, or fails; or they are no list of messages.
     """
+    if isinstance(messages, str | Mapping) or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+        raise UserError(f"messages are {messages!r:.60}; give a list, such as [{{'role': 'user', 'content': 'Why?'}}]")
     house = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )

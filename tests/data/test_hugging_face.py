@@ -186,6 +186,14 @@ def test_a_template_that_fails_is_one_line(template, message):
         HuggingFaceTokenizer(_special(), 0, 2, template=template).chat([{"role": "user", "content": "again"}])
 
 
+@pytest.mark.parametrize("messages", ["Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}]])
+def test_messages_are_a_list_of_messages(messages):
+    with pytest.raises(
+        UserError, match=r"^messages are .*; give a list, such as \[\{'role': 'user', 'content': 'Why\?'\}\]$"
+    ):
+        HuggingFaceTokenizer(_special(), 0, 2, template="{{ messages }}").chat(messages)
+
+
 def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
     special, text = _special(), "Sentence 7 of many, again and again."
     whole = special.encode(text).ids
