@@ -241,7 +241,8 @@ def _ours(shape: TransformerConfig, tensors: Folder, *, tied: bool) -> Iterator[
 
     def read(ours: str, theirs: str, transposed: bool = False) -> tuple[str, jax.Array]:
         array = tensors[names[theirs]]
-        return f"{ours}/value", jnp.asarray(array.T if transposed else array, shape.dtype)
+        made = jnp.asarray(array.T if transposed else array, shape.dtype)
+        return f"{ours}/value", jax.block_until_ready(made)  # Else arrays that are still to be copied stay in memory.
 
     yield read("embed/embedding", "wte.weight")
     yield read("positions", "wpe.weight")
