@@ -29,17 +29,19 @@ The packages, from the lowest layer up:
 | `spectr_jax.models` | what predicts? | `spectr_jax.models.base`, then `transformer` |
 | `spectr_jax.data` | where do tokens come from? | `spectr_jax.data.corpus` |
 | `spectr_jax.training` | how does a model learn? | `spectr_jax.training.loop`, then `step` |
+| `spectr_jax.distillation` | how does a draft learn from its target? | `spectr_jax.distillation.training`, `losses` |
 | `spectr_jax.planning` | which tree to draft, and what to expect of it? | `spectr_jax.planning.tree_search` |
 | `spectr_jax.measure` | what does one method do on prompts? | `spectr_jax.measure.measurement` |
 | `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call` |
 | `spectr_jax.figures` | what do the papers draw? | `spectr_jax.figures.acceptance` |
 | `spectr_jax.sampling` | how does a decoded sequence look, token by token? | `spectr_jax.sampling.session` |
 
-Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `export`; each has `--help`.
+Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `label`, `export`; each has `--help`.
 
 .. include:: ../README.md
 .. include:: ../docs/which_method.md
 .. include:: ../docs/otm_layer.md
+.. include:: ../docs/drafts.md
 .. include:: ../docs/speed.md
 .. include:: ../docs/training.md
 .. include:: ../docs/architecture.md

@@ -31,6 +31,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
     "spectr_jax.figures": ("workdir",),
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
+    "spectr_jax.label": ("out", "--text=spectr_jax/embedded/prompts.txt", "--teacher=embedded:2m"),
     "spectr_jax.export": ("out", "--model=/nowhere"),
     "spectr_jax.sample": ("", "--prompt=x"),
     "scripts/dev/bench_select.py": ("workdir",),
@@ -53,6 +54,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     EVAL,
     FIGURES,
     PACK,
+    LABEL,
     EXPORT,
     SAMPLE,
     SELECT,
@@ -70,7 +72,8 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     ARCHITECTURES,
     LLAMA_CPP,
 ) = PROGRAMS
-TREES, LATENCY, QUALITY, AUTO = (f"--config=configs/{name}.py" for name in ("trees", "latency", "quality", "auto"))
+EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil")
+TREES, LATENCY, QUALITY, AUTO, DISTIL = (f"--config=configs/{name}.py" for name in EXPERIMENTS)
 
 CASES = [
     (TRAIN, "--config.learning_rat=1", "unknown config field 'learning_rat'"),
@@ -130,6 +133,16 @@ CASES = [
     (PACK, "--tokenizer=README.md", "'README.md' is not a SentencePiece model"),
     (PACK, "--length=1", "flag --length=1: 1 is not integer >= 2"),
     (PACK, "--compress true", "unexpected argument 'true'"),
+    (LABEL, "--teacher=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (LABEL, "--text=", "give --text, or --write=chats"),
+    (LABEL, "--write=chats", "--write=chats takes no --text"),
+    (LABEL, "--write=chats --text=", "the model has no chat template; give an instructed one"),
+    (LABEL, "--length=129", "--length=129 is more than the teacher's context of 128; give at most that"),
+    (LABEL, "--temperature=-1", "flag --temperature=-1: -1.0 is not a non-negative number"),
+    (LABEL, "--text=/nowhere", "no text file matches '/nowhere'"),
+    (TRAIN, f"{DISTIL} --config.loss=sk", "unknown loss 'sk'; known: cross_entropy, kl, lk"),
+    (TRAIN, f"{DISTIL} --config.data.train=/nowhere", "'/nowhere' has no labels that can be read"),
+    (TRAIN, "--config=configs/distil.py:7m", "unknown student '7m'"),
     (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
     (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2|llama>"),
     (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),

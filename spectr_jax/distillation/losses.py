@@ -11,7 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-TINY = 1e-9
+from spectr_jax.transport import otm
+
+TINY = 1e-6
 HYBRID_DECAY = 3.0
 """How fast `lk_hybrid` turns from KL to total variation as acceptance grows."""
 
@@ -33,6 +35,14 @@ class Place(NamedTuple):
 def acceptance(place: Place) -> jax.Array:
     """[] the sum of min(p, q) over the labels: no more than the acceptance, and less by at most what they leave out."""
     return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
+
+
+def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
+    """[] of the exact plan (`otm`) with so many i.i.d. drafts, from the labels alone: no more than it is."""
+    p, q = (jnp.where(jnp.isfinite(place.log_p), jnp.exp(part), 0) for part in (place.log_p, place.log_q))
+    # What is left of p and of q are two tokens of their own: neither is accepted.
+    p, q = jnp.append(p, jnp.stack([1 - p.sum(), 0])), jnp.append(q, jnp.stack([0, 1 - q.sum()]))
+    return otm.acceptance(jnp.maximum(p, 0), jnp.maximum(q, 0), drafts)
 
 
 def kl(place: Place) -> jax.Array:

@@ -6,7 +6,6 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.distillation.labels import LabelledRows
-from spectr_jax.errors import UserError
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.vocabulary import Kept
 
@@ -15,13 +14,7 @@ COUNTED_ROWS = 4_096
 
 
 def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
-    """The `count` tokens to which the teacher gives most probability in its labels, int32 in ascending order.
-
-    Raises:
-      UserError: the teacher has fewer tokens.
-    """
-    if count > rows.vocab_size:
-        raise UserError(f"model.head_tokens={count} is more than the teacher's {rows.vocab_size} tokens; give at most that")
+    """The `count` tokens to which the teacher gives most probability in its labels, int32 in ascending order."""
     mass = np.zeros(rows.vocab_size)
     spread = np.linspace(0, len(rows) - 1, min(len(rows), COUNTED_ROWS)).astype(int)
     for part in np.array_split(spread, -(-len(spread) // 256)):
@@ -40,35 +33,25 @@ def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
     return model
 
 
-def with_embedding(params: nnx.State, config: LlamaConfig, table: jax.Array, tokens: np.ndarray) -> nnx.State:
-    """The parameters of a student, with an embedding and a head that begin as the teacher's, as far as they fit.
+def begin_as_teacher(model: Llama, table: jax.Array) -> None:
+    """Gives a student of random weights an embedding and a head that begin as its teacher's, as far as they fit.
 
-    The embedding becomes the first principal components of the teacher's [V, E'], of unit variance all in all; the head
+    The embedding becomes the first principal components of the teacher's, `table` float32 [V, E], of mean square 1; the head
     scores a token by its embedding.
-
-    Args:
-      params: of a student of random weights.
-      config: its shape.
-      table: the teacher's embedding, float32 [V, E'].
-      tokens: that its head scores.
     """
-    rank = config.embed_rank or config.width
-    coordinates = principal_components(table, rank)
-    state = jax.tree.map(lambda leaf: leaf, params)
+    config = model.config
+    coordinates = principal_components(table, config.embed_rank or config.width)
+    wide = coordinates
     if config.embed_rank:
-        state["embed"]["table"]["embedding"].value = coordinates
-        wide = coordinates @ state["embed"]["widen"]["kernel"].value
+        model.embed.table.embedding[...] = coordinates
+        wide = coordinates @ model.embed.widen.kernel[...]
     else:
-        state["embed"]["embedding"].value = coordinates
-        wide = coordinates
-    if config.tied:
-        return state
-    kernel = wide[tokens].T / jnp.sqrt(config.width)
+        model.embed.embedding[...] = coordinates
+    wide /= jnp.sqrt(config.width)
     if config.head_tokens:
-        state["head"]["linear"]["kernel"].value = kernel
+        model.head.linear.kernel[...] = wide[model.head.tokens[...]].T
     else:
-        state["head"]["kernel"].value = kernel
-    return state
+        model.head.kernel[...] = wide.T
 
 
 def principal_components(table: jax.Array, rank: int) -> jax.Array:

@@ -84,7 +84,7 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
 
 def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
     """What the chat template puts before a user's message, and what between it and the answer, in tokens."""
-    one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apples", "Rivers"))
+    one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apple", "Sum"))
     same = [a == b for a, b in zip(one, two, strict=False)]
     before = same.index(False)
     behind = [a == b for a, b in zip(reversed(one), reversed(two), strict=False)].index(False)
@@ -101,7 +101,7 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[[jax.Array, list[list[
         lengths = np.array([len(tokens) for tokens in texts], np.int32)
         made = generate(key, method, model, None, padded, lengths, length - min(map(len, texts)), policy)
         rows = zip(np.asarray(made.tokens).tolist(), np.asarray(made.lengths).tolist(), strict=True)
-        return [row[:end] for row, end in rows]
+        return [row[: min(end, length)] for row, end in rows]
 
     return write
 

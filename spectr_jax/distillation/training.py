@@ -18,7 +18,7 @@ from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
 from spectr_jax.distillation import losses
 from spectr_jax.distillation.labels import LabelledRows, batch_of, open_labels
-from spectr_jax.distillation.students import build, frequent_tokens, parameters, with_embedding
+from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import expanded, write_json
 from spectr_jax.loading import Trained, load
@@ -30,7 +30,6 @@ from spectr_jax.training.loop import Task, explained, run
 from spectr_jax.training.optimizer import make_optimizer
 from spectr_jax.training.programs import Programs, compiled
 from spectr_jax.training.step import TrainState, update
-from spectr_jax.transport import otm
 
 STUDENT = "student.json"
 METRIC = "eval_rejection"
@@ -180,14 +179,8 @@ def places(model: Callable[[Any], Llama], number_of: jax.Array, params: Any, bat
 def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Sums over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are."""
     real, seen = batch["segments"] > 0, see(params, batch)
-
-    def optimum(place: losses.Place) -> jax.Array:
-        p, q = (jnp.where(jnp.isfinite(place.log_p), jnp.exp(part), 0) for part in (place.log_p, place.log_q))
-        # What is left of p and of q are two more tokens, of which neither is accepted: no more than what is so.
-        p, q = jnp.append(p, jnp.stack([1 - p.sum(), 0])), jnp.append(q, jnp.stack([0, 1 - q.sum()]))
-        return otm.acceptance(jnp.maximum(p, 0), jnp.maximum(q, 0), DRAFTS)
-
-    found = {"nats": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
+    optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
+    found: dict[str, Callable] = {"nats": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
     sums = {name: jnp.sum(real * jax.lax.map(jax.vmap(each), seen)) for name, each in found.items()}
     return {**sums, "tokens": jnp.sum(real)}
 
@@ -223,8 +216,10 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
         if dataclasses.replace(model.config, dtype=shape.dtype) != shape or (model.head.tokens[...] != tokens).any():
             raise UserError(f"init={config.init!r} has another shape or head than this student; change model, or start anew")
         return nnx.state(model, nnx.Param)
-    random = nnx.state(build(shape, tokens, nnx.Rngs(config.seed)), nnx.Param)
-    return with_embedding(random, shape, teacher_embedding(load(config.teacher)), tokens)
+    table = teacher_embedding(load(config.teacher))
+    student = build(shape, tokens, nnx.Rngs(config.seed))
+    begin_as_teacher(student, table)
+    return nnx.state(student, nnx.Param)
 
 
 def teacher_embedding(teacher: Trained) -> jax.Array:

@@ -1,0 +1,111 @@
+"""What a teacher reads and writes, and the labels of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.decoding import Policy
+from spectr_jax.distillation import labels
+from spectr_jax.distillation import teacher as teaching
+from spectr_jax.errors import UserError
+
+from .conftest import LENGTH
+
+
+def log_probabilities(model, tokens):
+    """[N, V] after each of some tokens, alone in a call."""
+    positions, visible = jnp.arange(len(tokens))[None], np.tri(len(tokens), dtype=bool)[None]
+    return np.asarray(jax.nn.log_softmax(model.extend(jnp.asarray([tokens]), positions, visible)[0])[0])
+
+
+def label(folder, teacher, texts, count):
+    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    labels.claim_folder(folder, {**about, "length": LENGTH})
+    return teaching.write_labels(folder, texts, count, teaching.labeller(teacher), teacher.model.vocab_size, LENGTH)
+
+
+def sequences(rows):
+    """The tokens of each sequence, and the places that they have."""
+    for row in rows:
+        for number in range(1, row["segments"].max() + 1):
+            where = np.flatnonzero(row["segments"] == number)
+            yield row["tokens"][where].tolist(), row, where
+
+
+def test_labels_are_the_teachers_likeliest_tokens(teacher, sentences, tmp_path, monkeypatch):
+    monkeypatch.setattr(labels, "TOP", 5)
+    texts = teaching.read_texts(sentences, teacher.tokenizer)
+    assert label(tmp_path / "labels", teacher, texts, 40) > 200
+    rows = labels.open_labels(str(tmp_path / "labels"))
+    seen = []
+    for tokens, row, where in sequences(rows.take(np.arange(len(rows)))):
+        seen.append(tokens)
+        wanted = log_probabilities(teacher.model, tokens)
+        best = -np.sort(-wanted, axis=1)[:, :5]
+        np.testing.assert_allclose(row["log_probabilities"][where], best, atol=5e-3)
+        named = np.take_along_axis(wanted, row["top"][where].astype(int), axis=1)
+        np.testing.assert_allclose(named, best, atol=1e-5)
+    given = [teacher.tokenizer.encode(sentence)[:LENGTH] for sentence in sentences[:40]]
+    assert sorted(seen) == sorted(tokens for tokens in given if len(tokens) > 1)
+
+
+def test_a_batch_knows_where_sequences_begin_and_end(teacher, sentences, tmp_path):
+    label(tmp_path / "labels", teacher, teaching.read_texts(sentences, teacher.tokenizer), 30)
+    rows = labels.open_labels(str(tmp_path / "labels")).take(np.arange(4))
+    batch = labels.batch_of(rows)
+    for index, row in enumerate(rows):
+        for tokens, _, where in sequences(row[None]):
+            np.testing.assert_array_equal(batch["positions"][index, where], np.arange(len(where)))
+            np.testing.assert_array_equal(batch["targets"][index, where], [*tokens[1:], -1])
+    assert (batch["positions"][batch["segments"] == 0] == 0).all()
+
+
+def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_path, monkeypatch):
+    monkeypatch.setattr(teaching, "SHARD", 10)
+    texts, folder = teaching.read_texts(sentences, teacher.tokenizer), tmp_path / "labels"
+    label(folder, teacher, texts, 20)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    (folder / "labels-00001.npy").unlink()
+    label(folder, teacher, texts, 30)
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    assert len(after) == 3 and after["labels-00000.npy"] == before["labels-00000.npy"]
+    label(tmp_path / "at_once", teacher, texts, 30)
+    for name in after:
+        assert (folder / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes()
+    with pytest.raises(UserError, match="has labels of length=24, this command makes 12"):
+        about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+        labels.claim_folder(folder, {**about, "length": 12})
+    (folder / "labels-00002.npy").write_bytes((folder / "labels-00002.npy").read_bytes()[:-7])
+    with pytest.raises(UserError, match=r"labels-00002.npy' cannot be read .*; remove it, and label again"):
+        labels.open_labels(str(folder))
+    with pytest.raises(UserError, match="has no labels that can be read"):
+        labels.open_labels(str(tmp_path / "none"))
+
+
+def test_the_teacher_continues_sentences(teacher, sentences):
+    texts = teaching.continued_texts(teacher, sentences, LENGTH, Policy(eos=teacher.tokenizer.eos), seed=0)
+    made = texts(5, 15)
+    assert made == texts(5, 15) != texts(15, 25)
+    for tokens, sentence in zip(made, sentences[5:15], strict=True):
+        known = teacher.tokenizer.encode(sentence)
+        assert tokens[0] == known[0] and 1 < len(tokens) <= LENGTH
+        ends = [teacher.tokenizer.ends(token) for token in tokens]
+        assert not any(ends[:-1]) and (ends[-1] or len(tokens) == LENGTH)
+    assert len({tuple(tokens) for tokens in made}) == 10
+    cold = teaching.continued_texts(teacher, sentences, LENGTH, Policy(temperature=0.0, eos=teacher.tokenizer.eos), seed=0)
+    for tokens in cold(0, 3):
+        likeliest = log_probabilities(teacher.model, tokens).argmax(1)
+        assert (likeliest[len(tokens) // 2 + 6 : -1] == tokens[len(tokens) // 2 + 7 :]).all()
+
+
+def test_the_teacher_writes_both_sides_of_a_chat(teacher):
+    opening, closing = teaching.chat_frame(teacher.tokenizer)
+    said = teacher.tokenizer.encode("token tree")
+    assert [*opening, *said, *closing] == teacher.tokenizer.chat([{"role": "user", "content": "token tree"}])
+    texts = teaching.conversations(teacher, 40, Policy(eos=teacher.tokenizer.eos), seed=3)
+    for tokens in texts(0, 6):
+        assert tokens[: len(opening)] == opening and len(tokens) <= 40
+        assert any(tokens[at : at + len(closing)] == closing for at in range(len(tokens)))
+    with pytest.raises(UserError, match="the chat template alone takes"):
+        teaching.conversations(teacher, 12, Policy(), seed=0)

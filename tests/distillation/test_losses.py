@@ -1,0 +1,92 @@
+"""The losses against sums over a whole vocabulary in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.distillation.losses import LOSSES, Place, acceptance, optimal_acceptance
+from spectr_jax.transport import otm
+
+KNOWN, V = 7, 12
+
+
+def distributions(seed, kept=V):
+    """p and q [V] in float64; the student scores the first `kept` tokens."""
+    p, q = np.random.default_rng(seed).dirichlet(np.full(V, 0.7), 2)
+    p[kept:] = 0
+    return p / p.sum(), q
+
+
+def place(p, q, target=0):
+    """What the losses see: labels of the first `KNOWN` tokens."""
+    with np.errstate(divide="ignore"):
+        return Place(*(jnp.asarray(np.log(part), jnp.float32) for part in (p[:KNOWN], q[:KNOWN], p[target])))
+
+
+def merged(p, q):
+    """p and q of the labels that the student scores, and of the rest as one."""
+    named = (np.arange(V) < KNOWN) & (p > 0)
+    return [np.append(part[named], part[~named].sum()) for part in (p, q)]
+
+
+@pytest.mark.parametrize("kept", [V, KNOWN + 2, KNOWN - 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_values(seed, kept):
+    p, q = distributions(seed, kept)
+    mp, mq = merged(p, q)
+    accepted = np.minimum(p[:KNOWN], q[:KNOWN]).sum()
+    forward = (mq * np.log(mq / np.maximum(mp, 1e-6))).sum()
+    weight = np.exp(-3 * accepted)
+    wanted = {
+        "kl": forward,
+        "reverse_kl": (mp * np.log(np.maximum(mp, 1e-6) / mq)).sum(),
+        "tv": 1 - accepted,
+        "lk": -np.log(accepted),
+        "lk_hybrid": weight * forward + (1 - weight) * (1 - accepted),
+        "cross_entropy": -np.log(p[0]),
+    }
+    assert wanted.keys() == LOSSES.keys()
+    seen = place(p, q)
+    assert float(acceptance(seen)) == pytest.approx(accepted, rel=1e-5)
+    for name, loss in LOSSES.items():
+        assert float(loss(seen)) == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_optimum_of_the_labels_is_no_more_than_that_of_all(seed):
+    p, q = distributions(seed)
+    for drafts in (1, 4):
+        told, best = float(optimal_acceptance(place(p, q), drafts)), otm.acceptance(p, q, drafts)
+        left = np.minimum(p, q)[KNOWN:].sum()  # What could be accepted there at K = 1.
+        assert best - drafts * left - 1e-4 <= told <= best + 1e-4
+        if drafts == 1:
+            assert told == pytest.approx(float(acceptance(place(p, q))), abs=1e-4)
+    assert left > 0.02
+
+
+def test_where_a_student_lacks_a_token_or_a_text_ends():
+    p, q = distributions(0, kept=3)
+    assert float(LOSSES["cross_entropy"](place(p, q, target=5))) == 0
+    for name, loss in LOSSES.items():
+        value, gradient = jax.value_and_grad(lambda log_p, loss=loss: loss(place(p, q)._replace(log_p=log_p)))(
+            place(p, q).log_p
+        )
+        assert np.isfinite(value) and np.isfinite(gradient).all(), name
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
+def test_each_is_least_where_the_student_is_the_teacher(name):
+    """Gradient steps on a student's logits reach its teacher's distribution, and an acceptance of 1."""
+    _, q = distributions(1)
+    q = np.append(q[: KNOWN - 1], q[KNOWN - 1 :].sum())  # All labelled.
+    log_q = jnp.asarray(np.log(q), jnp.float32)
+
+    def objective(logits):
+        return LOSSES[name](Place(jax.nn.log_softmax(logits), log_q, jnp.float32(0)))
+
+    step = jax.jit(lambda logits, rate: logits - rate * jax.grad(objective)(logits))
+    logits = jnp.zeros(KNOWN)
+    for number in range(2_000):
+        logits = step(logits, 1.0 / (1 + number / 50))
+    assert float(acceptance(Place(jax.nn.log_softmax(logits), log_q, jnp.float32(0)))) > 0.99

@@ -1,0 +1,140 @@
+"""A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft for its teacher."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from spectr_jax import export, generate, get_method, load
+from spectr_jax.config import distil_config
+from spectr_jax.distillation import labels, training
+from spectr_jax.distillation import teacher as teaching
+from spectr_jax.errors import Interrupted, UserError
+from spectr_jax.loading import load_pair
+from spectr_jax.models.transformer import causal
+from spectr_jax.training.metrics import read_metrics
+from spectr_jax.transport import otm
+
+from .conftest import LENGTH
+
+KEPT = 120
+
+
+@pytest.fixture
+def folder(teacher, sentences, all_labels, tmp_path):
+    """Labels of two parts of the sentences, `train` and `heldout`."""
+    for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
+        about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+        labels.claim_folder(tmp_path / name, {**about, "length": LENGTH})
+        texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
+        fill = teaching.labeller(teacher)
+        teaching.write_labels(tmp_path / name, texts, count, fill, teacher.model.vocab_size, LENGTH)
+    return tmp_path
+
+
+@pytest.fixture
+def config(folder):
+    """The config of a small run, with changes."""
+
+    def make(**changes):
+        made = distil_config("2m")
+        model = {"layers": 1, "width": 16, "mlp": 32, "heads": 2, "kv_heads": 1, "head_tokens": KEPT, "embed_rank": 6}
+        made.model.update(model, dtype="float32")
+        made.data.update(train=str(folder / "train"), heldout=(str(folder / "heldout"),), heldout_rows=100, streams=4)
+        made.update(teacher="school:teacher", steps=30, batch_size=8, log_every=10, eval_every=30, checkpoint_every=10)
+        made.optimizer.update(warmup_steps=3)
+        made.update_from_flattened_dict(changes)
+        return made
+
+    return make
+
+
+def scores(workdir):
+    return [record for record in read_metrics(workdir / "metrics.jsonl") if training.METRIC in record][-1]
+
+
+def test_scores_are_those_of_whole_distributions(config, folder, teacher):
+    """alpha_1 and alpha_4 from the labels of held-out rows equal those of the two models' own distributions."""
+    training.distil(config(loss="lk", cross_entropy=0.1), folder / "run")
+    student, found = load(str(folder / "run")), scores(folder / "run")
+    rows = labels.open_labels(str(folder / "heldout"))
+    batch = labels.batch_of(rows.take(np.arange(len(rows))))
+    call = batch["inputs"], batch["positions"], causal(batch["segments"])
+    real = batch["segments"] > 0
+    p, q = (np.asarray(jax.nn.softmax(each.model.extend(*call)[0]), np.float64)[real] for each in (student, teacher))
+    assert ((p > 0).sum(axis=1) <= KEPT).all()
+    known = p > 0
+    rest = 1 - (q * known).sum(1)
+    nats = (q * np.log(q / np.where(known, p, 1)) * known).sum(1) + rest * np.log(rest / training.losses.TINY)
+    best = [otm.acceptance(*each, 4) for each in zip(p, q, strict=True)]
+    sums = [np.minimum(p, q).sum(), sum(best), nats.sum(), len(p)]
+    assert found["eval_alpha_1_heldout"] == pytest.approx(sums[0] / sums[3], abs=2e-3) == 1 - found[training.METRIC]
+    assert found["eval_alpha_4_heldout"] == pytest.approx(sums[1] / sums[3], abs=4e-3)
+    assert found["eval_nats_per_token"] == pytest.approx(sums[2] / sums[3], rel=0.05)
+    assert sums[0] < sums[1] < sums[3]
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
+def test_a_student_learns_to_agree(config, folder, loss):
+    training.distil(config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run")
+    logged = [record["alpha_1"] for record in read_metrics(folder / "run/metrics.jsonl") if "alpha_1" in record]
+    assert logged[-1] > logged[0] + 0.1
+
+
+def test_it_resumes_where_it_stopped(config, folder, monkeypatch):
+    whole = training.distil(config(), folder / "whole")
+    stop = iter([False] * 14 + [True] * 99)
+    with monkeypatch.context() as patched:
+        patched.setattr("spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop))
+        with pytest.raises(Interrupted, match="stopped and saved at step 15 of 30"):
+            training.distil(config(), folder / "run")
+    resumed = training.distil(config(), folder / "run")
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    with pytest.raises(UserError, match="was made with loss='kl', the config has 'tv'"):
+        training.distil(config(loss="tv"), folder / "run")
+
+
+def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentences):
+    training.distil(config(steps=12, eval_every=6), folder / "run")
+    flags.FLAGS.mark_as_parsed()
+    for dtype in ("bfloat16", "int8"):
+        with flagsaver.flagsaver(model=str(folder / "run"), out=str(folder / dtype), dtype=dtype):
+            export.main()
+    assert not (folder / "int8/tokenizer.model").exists()
+    target, drafts = load_pair("school:teacher", (str(folder / "int8/run"), str(folder / "run@best")), "float32")
+    stored, best = drafts
+    assert stored.model.config == best.model.config and stored.name == best.name == "run"
+    np.testing.assert_array_equal(stored.model.head.tokens[...], best.model.head.tokens[...])
+    prompts, lengths = target.tokenizer.prompts(sentences[:3])
+    key, method = jax.random.key(0), get_method("otm_layer", tree="2,1")
+    whole = generate(key, get_method("baseline"), target, None, prompts, lengths, 8)
+    assert whole.tokens.shape == generate(key, method, target, stored, prompts, lengths, 8).tokens.shape
+    with pytest.raises(UserError, match="'run' is a draft and has no tokenizer of its own"):
+        stored.tokenizer.encode("draft")
+    kept = training.distil(config(steps=1, init=str(folder / "bfloat16/run")), folder / "further")
+    near = training.distil(config(steps=1), folder / "anew")
+    first = np.asarray(stored.model.head.linear.kernel[...])
+    moved = [np.abs(np.asarray(each.params["head"]["linear"]["kernel"][...]) - first).max() for each in (kept, near)]
+    assert moved[0] < 0.1 < moved[1]
+
+
+def test_what_is_refused(config, folder, teacher):
+    cases = {
+        "unknown loss 'sk'": {"loss": "sk"},
+        "cross_entropy=-1.0 is negative": {"cross_entropy": -1.0},
+        "head_tokens=999 is more than vocab_size": {"model.head_tokens": 999},
+        "no labels that can be read": {"data.train": str(folder / "none")},
+        "are too few for 64 streams": {"data.streams": 64, "batch_size": 64},
+        "no model at 'none'": {"teacher": "none"},
+        "model.width=18 is not a multiple": {"model.width": 18},
+    }
+    for message, changes in cases.items():
+        with pytest.raises(UserError, match=message):
+            training.distil(config(**changes), folder / "refused" / str(len(message)))
+    index = json.loads((folder / "heldout" / labels.INDEX).read_text())
+    (folder / "heldout" / labels.INDEX).write_text(json.dumps({**index, "vocabulary": "another"}))
+    with pytest.raises(UserError, match="held-out labels 'heldout' are of another teacher"):
+        training.distil(config(), folder / "run")
