@@ -101,13 +101,23 @@ def main():
 
 def _method(draft: str | None):
     """The method that the flags name; else one that is faster than the baseline with the default models on a CPU, or the
-    baseline if there is no draft."""
+    baseline if there is no draft.
+
+    Raises:
+      UserError: flags that do not go together; in terms of the flags where no method is named.
+    """
     from spectr_jax.decoding import get_method
+    from spectr_jax.errors import UserError
 
     options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
     given = {name: flag.value for name, flag in options.items() if flag.value is not None}
     if _METHOD.value is not None:
         return get_method(_METHOD.value, **given)
+    if "layers" in given:
+        raise UserError(f"--layers={_LAYERS.value} is for --method=self_speculative; give both, or leave it out")
+    if "tree" in given and len(given) > 1:
+        other = next(name for name in given if name != "tree")
+        raise UserError(f"--tree={_TREE.value} and --{other}={given[other]} are both given; give one of them")
     if "tree" in given or "num_drafts" in given:
         return get_method("otm_block", **given)
     return get_method("block", **{"draft_length": 3, **given}) if draft or given else get_method("baseline")
@@ -121,6 +131,10 @@ def _prompts() -> Iterable[str]:
     if _PROMPT.value is not None and _FILE.value is not None:
         raise UserError(f"--prompt and --file={_FILE.value} are both given; give one of them")
     if _PROMPT.value is not None:
+        if not _PROMPT.value.strip():
+            if _CHAT.value:
+                raise UserError("--prompt is empty, which is nothing to answer; give --chat a message")
+            print("--prompt is empty: the sequence begins from nothing", file=sys.stderr)
         return prompts.from_flag(_PROMPT.value)
     if _FILE.value is not None:
         return prompts.from_file(_FILE.value)

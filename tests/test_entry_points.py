@@ -156,6 +156,10 @@ CASES = [
     (SAMPLE, "--target=gguf:x --method=spectr", "method 'spectr' needs a draft model with the vocabulary of 'gguf:x'"),
     (SAMPLE, "--method=spectre", "unknown method 'spectre'; did you mean 'spectr'?"),
     (SAMPLE, "--method=block --num_drafts=4", "method 'block' has no option 'num_drafts'; it has draft_length"),
+    (SAMPLE, "--tree=4,2 --num_drafts=4", "--tree=4,2 and --num_drafts=4 are both given; give one of them"),
+    (SAMPLE, "--tree=4,2 --draft_length=3", "--tree=4,2 and --draft_length=3 are both given; give one of them"),
+    (SAMPLE, "--layers=2", "--layers=2 is for --method=self_speculative; give both, or leave it out"),
+    (SAMPLE, "--chat --prompt=", "--prompt is empty, which is nothing to answer; give --chat a message"),
     (SAMPLE, "--tree=4;2", "tree '4;2' is not known; give the children of each level"),
     (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give embedded:NAME"),
     (SAMPLE, "--target=", "no model at ''; give embedded:NAME"),
@@ -284,6 +288,11 @@ def test_what_is_missing(run):
     check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
     check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere cannot be read")
     check_one_line(run(TRAIN, "--confg=x"), "Unknown command line flag 'confg'. Did you mean: config ?; see --help")
+
+
+def test_an_empty_prompt_is_said_to_be_one(run):
+    ended = run(SAMPLE, "--prompt=", "--target=embedded:2m", "--method=baseline", "--max_new_tokens=2")
+    assert ended.status == 0 and ended.stderr == "--prompt is empty: the sequence begins from nothing\n"
 
 
 @pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])

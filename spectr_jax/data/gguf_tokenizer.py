@@ -9,9 +9,14 @@ from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
-ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")
+ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+)
 """Control tokens that end a sequence wherever a vocabulary has them, as in llama.cpp."""
-DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+"""Names of Llama 3's way; BOS is added there unless the file says otherwise."""
+DIGITS = {**dict.fromkeys(LLAMA3, r"\p{N}{1,3}"), "qwen2": r"\p{N}"}
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -40,11 +45,13 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     if (kind := need("model")) != "gpt2":
         raise UserError(f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging Face folder")
     tokens, types = need("tokens"), need("token_type")
+    if len(types) != len(tokens):
+        raise UserError(f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again")
     numbers = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in need("merges")]
-    splitter = metadata.get("tokenizer.ggml.pre", "default")
+    splitter = need("pre")
     try:
-        bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=splitter == "llama-bpe")
+        bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=splitter in LLAMA3)
     except Exception as error:  # The library raises bare exceptions.
         raise UserError(f"{source!r} has merges that do not fit its tokens ({error}); fetch it again") from error
     made = tokenizers.Tokenizer(bpe)
@@ -55,7 +62,8 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
         added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
         made.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False) for token in added])
-    bos, eos = need("bos_token_id"), need("eos_token_id")
+    eos = need("eos_token_id")
+    bos = metadata.get("tokenizer.ggml.bos_token_id", eos)  # Some have none, as Qwen's.
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
     known = [numbers[end] for end in ENDS if end in numbers and types[numbers[end]] == CONTROL]
     ends = tuple(dict.fromkeys([*named, *known]))
@@ -66,7 +74,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         made,
         bos,
         ends,
-        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", splitter in LLAMA3)),
         template=metadata.get("tokenizer.chat_template"),
     )
 
@@ -76,7 +84,7 @@ def _splitter(name: str, source: str) -> pre_tokenizers.PreTokenizer:
     if name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if name in ("gpt-2", "default"):
+    if name == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if name in DIGITS:
         words = pre_tokenizers.Split(tokenizers.Regex(WORDS % DIGITS[name]), "isolated")

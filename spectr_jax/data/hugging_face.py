@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, AnyTokenizer, Tokenizer, vocabulary_digest
 from spectr_jax.errors import UserError
@@ -61,20 +61,10 @@ class HuggingFaceTokenizer(AnyTokenizer):
         """See `AnyTokenizer.chat`."""
         if self.template is None:
             return super().chat(messages)
-        import jinja2.sandbox  # Imported late, for those who do not chat.
-
-        def refuse(message):
-            raise jinja2.TemplateError(message)
+        from spectr_jax.data.templates import render  # Imported late, for those who do not chat.
 
         names = {"bos_token": self.bos, "eos_token": self.eos if isinstance(self.eos, int) else self.eos[0]}
-        tokens = {name: self._tokenizer.id_to_token(token) for name, token in names.items()}
-        house = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        house.globals["raise_exception"] = refuse
-        house.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        try:
-            text = house.from_string(self.template).render(messages=messages, add_generation_prompt=True, **tokens)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template refuses these messages ({error}); change them") from error
+        text = render(self.template, messages, {name: self._tokenizer.id_to_token(names[name]) for name in names})
         return self.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -96,7 +86,14 @@ class HuggingFaceTokenizer(AnyTokenizer):
           folder: exists.
           context: of the model, in tokens.
         """
-        write_whole(folder / FILE, self._tokenizer.to_str(pretty=True))
+        written = self._tokenizer
+        if self._adds_bos and not adds_bos(written, self.bos):  # As of a GGUF file, whose metadata says so.
+            written = tokenizers.Tokenizer.from_str(written.to_str())
+            begin = written.id_to_token(self.bos)
+            made = processors.TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, self.bos)])
+            others = written.post_processor
+            written.post_processor = processors.Sequence([others, made]) if others else made
+        write_whole(folder / FILE, written.to_str(pretty=True))
         names = {"bos_token": self.bos, "eos_token": self.eos if isinstance(self.eos, int) else self.eos[0]}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -108,14 +105,21 @@ class HuggingFaceTokenizer(AnyTokenizer):
 
 
 def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
-    """Reads tokenizer.json, or the older vocab.json and merges.txt, of a model's folder.
+    """Reads tokenizer.json, or the older vocab.json and merges.txt of a GPT-2, of a model's folder.
+
+    Whatever tokenizer.json says of training, texts are neither cut nor padded.
 
     Raises:
       UserError: neither is there, or it cannot be read.
     """
     try:
         if (folder / FILE).exists():
-            return tokenizers.Tokenizer.from_file(str(folder / FILE))
+            read = tokenizers.Tokenizer.from_file(str(folder / FILE))
+            read.no_truncation()
+            read.no_padding()
+            return read
+        if (kind := _json(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
+            raise FileNotFoundError(f"no {FILE}, without which it is unknown how a {kind} splits texts")
         old = [str(folder / name) for name in OLD_FILES if (folder / name).exists()]
         if len(old) < len(OLD_FILES):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
@@ -130,13 +134,13 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
 def read_template(folder: pathlib.Path) -> str | None:
     """The chat template of a model's folder; None if it has none. The default one, where there are several."""
     if (folder / TEMPLATE).exists():
-        return (folder / TEMPLATE).read_text()
-    try:
-        given = json.loads((folder / SETTINGS).read_text()).get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        return None
+        try:
+            return (folder / TEMPLATE).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{str(folder / TEMPLATE)!r} cannot be read ({error}); save or fetch it again") from error
+    given = _json(folder / SETTINGS).get("chat_template")
     if isinstance(given, list):
-        given = {each.get("name"): each.get("template") for each in given}.get("default")
+        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}.get("default")
     return given if isinstance(given, str) else None
 
 
@@ -146,11 +150,8 @@ def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -
     Raises:
       UserError: one is missing, or no token of its vocabulary.
     """
-    try:
-        own = json.loads((folder / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        own = {}
-    given = {name: own.get(name, config.get(name)) for name in ("eos_token_id", "bos_token_id")}
+    own = {name: value for name, value in _json(folder / "generation_config.json").items() if value is not None}
+    given: dict[str, Any] = {name: own.get(name, config.get(name)) for name in ("eos_token_id", "bos_token_id")}
     ends = given["eos_token_id"] if isinstance(given["eos_token_id"], list) else [given["eos_token_id"]]
     bos = ends[0] if given["bos_token_id"] is None and ends else given["bos_token_id"]  # Qwen's have none.
     for name, tokens in (("bos", [bos]), ("eos", ends)):
@@ -160,6 +161,15 @@ def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -
                 "config.json"
             )
     return bos, ends[0] if len(ends) == 1 else tuple(ends)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a file; an empty one if there is none."""
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return given if isinstance(given, dict) else {}
 
 
 def adds_bos(tokenizer: tokenizers.Tokenizer, bos: int) -> bool:

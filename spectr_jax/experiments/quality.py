@@ -1,29 +1,47 @@
-"""Bits per character of models on held-out sentences, in each precision used for decoding."""
+"""Bits per character of models on held-out sentences, in each precision used for decoding.
+
+All models score the same sentences, those that fit the context of every one, by one definition (`scored`).
+"""
 
 import functools
 import itertools
 import pathlib
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 from flax import nnx
 
 from spectr_jax import sharding
 from spectr_jax.config import check_fields, check_positive, quality_config
-from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.data.corpus import Sentences, open_sentences
+from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.loading import check_dtype, load
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
-from spectr_jax.models.transformer import parameter_count
-from spectr_jax.training.heldout import evaluate, pack_heldout
-from spectr_jax.training.step import eval_step
+from spectr_jax.models.transformer import causal
+from spectr_jax.training.heldout import Heldout, evaluate
 
 NAME = "quality"
+SEPARATOR = "<|endoftext|>"
+"""What stands between texts where a model that adds no BOS was trained: GPT-2's, SmolLM's, Qwen's."""
+WIDTH = 32
+
+
+class Contender(NamedTuple):
+    """A model of the table: how it is named, and what is asked of it before any is scored."""
+
+    spec: str
+    name: str
+    parameters: int
+    context: int
+    tokenizer: AnyTokenizer
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -42,44 +60,100 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         raise UserError(f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple")
     measurement.claim_workdir(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
-    for spec in config.models:
-        if not isinstance(load(spec).tokenizer, Tokenizer):
-            raise UserError(f"model {spec!r} has another program's tokenizer, which packs no sentences; leave it out")
+    contenders = [_contender(spec) for spec in config.models]
+    kept = fitting(sentences, contenders, config.sentences, config.heldout)
     journal = Journal(workdir, NAME, config)
     started = time.monotonic() - journal.seconds
 
-    def entry(spec: str, dtype: str) -> str:
-        return f"{spec} in {dtype}"
+    def entry(contender: Contender, dtype: str) -> str:
+        return f"{contender.spec} in {dtype}"
 
     rows = []
-    wanted = dict.fromkeys(itertools.product(config.models, config.dtypes))
+    wanted = dict.fromkeys(itertools.product({each.spec: each for each in contenders}.values(), config.dtypes))
     missing = [each for each in wanted if entry(*each) not in journal]
-    found = side_by_side([functools.partial(_scores, config, sentences, *each) for each in missing])
-    for spec in config.models:
-        scores = {dtype: journal.value(entry(spec, dtype), functools.partial(next, found)) for dtype in config.dtypes}
-        trained = load(spec)
-        rows.append({"model": trained.name, "parameters": parameter_count(trained.model.config), "scores": scores})
+    found = side_by_side([functools.partial(_scores, kept, config.batch_size, *each) for each in missing])
+    for each in contenders:
+        scores = {dtype: journal.value(entry(each, dtype), functools.partial(next, found)) for dtype in config.dtypes}
+        rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
-    result = {"rows": rows, **report.about(config, started)}
+    result = {"rows": rows, "sentences": len(kept), **report.about(config, started)}
     report.write(workdir, NAME, result, markdown(result))
     journal.remove()
     return result
 
 
-def _scores(config: ml_collections.ConfigDict, sentences, spec: str, dtype: str) -> dict[str, float]:
-    trained = load(spec, dtype)
-    assert isinstance(trained.tokenizer, Tokenizer)
-    heldout = pack_heldout(
-        sentences,
-        trained.tokenizer,
-        first=config.sentences,
-        rows=config.batch_size,
-        length=trained.model.context,
-        name=config.heldout,
-    )
+def _contender(spec: str) -> Contender:
+    trained = load(spec)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
+    return Contender(spec, trained.name, parameters, trained.model.context, trained.tokenizer)
+
+
+def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
+    """The tokens of a sentence as a line: all but the first are scored, the first is what stands before a text.
+
+    That is BOS where the model's own program puts one there; else the separator that texts were trained with, if the
+    vocabulary has it. Behind the sentence is its line end: a newline, or EOS where the tokenizer drops newlines, as ours.
+    """
+    text = tokenizer.encode(f"{sentence}\n")
+    if not tokenizer.decode(text).endswith("\n"):
+        text = [*tokenizer.encode(sentence), tokenizer.eos if isinstance(tokenizer.eos, int) else tokenizer.eos[0]]
+    separator = tokenizer.encode(SEPARATOR)
+    adds_bos = tokenizer.prompt(sentence) != tokenizer.encode(sentence)
+    return [tokenizer.bos if adds_bos or len(separator) != 1 else separator[0], *text]
+
+
+def fitting(sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus") -> list[str]:
+    """Those of the first sentences that fit the context of every model whole.
+
+    Raises:
+      UserError: none does.
+    """
+    tried = [sentences[index] for index in range(min(first, len(sentences)))]
+    kept = [text for text in tried if all(len(scored(each.tokenizer, text)) <= each.context + 1 for each in contenders)]
+    if not kept:
+        least = min(contenders, key=lambda each: each.context)
+        raise UserError(
+            f"no held-out sentence of {name!r} fits all models; leave out that of the shortest context, {least.spec!r}"
+        )
+    return kept
+
+
+def _scores(sentences: list[str], batch_size: int, contender: Contender, dtype: str) -> dict[str, float]:
+    model = load(contender.spec, dtype).model
+    tokens = [scored(contender.tokenizer, sentence) for sentence in sentences]
+    heldout = Heldout(batches(tokens, batch_size, contender.context), sum(len(sentence) + 1 for sentence in sentences))
     mesh = sharding.make_mesh()
-    graphdef, state = nnx.split(trained.model)
-    return evaluate(jax.jit(functools.partial(eval_step, graphdef)), sharding.replicate(mesh, state), heldout, mesh)
+    graphdef, state = nnx.split(model)
+    return evaluate(jax.jit(functools.partial(_nats, graphdef)), sharding.replicate(mesh, state), heldout, mesh)
+
+
+def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
+    """This process's rows of batches of texts, one a row, the short ones first; `real` marks what is scored.
+
+    All of a batch are as long as its longest, up to a multiple of `WIDTH`, and at most the `context`.
+    """
+    share = rows // jax.process_count()
+    mine = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    ordered, made = sorted(texts, key=len), []
+    for start in range(0, len(ordered), rows):
+        chosen = ordered[start : start + rows]
+        width = min(-(-(len(chosen[-1]) - 1) // WIDTH) * WIDTH, context)
+        batch = {name: np.zeros((rows, width), np.int32) for name in ("inputs", "targets", "real")}
+        for row, text in enumerate(chosen):
+            for name, values in (("inputs", text[:-1]), ("targets", text[1:]), ("real", 1)):
+                batch[name][row, : len(text) - 1] = values
+        made.append({name: array[mine] for name, array in batch.items()})
+    return made
+
+
+def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Summed nats of a batch, those of an early exit, of which there is none, and the number of tokens."""
+    inputs = batch["inputs"]
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    logits, _ = nnx.merge(graphdef, state).extend(inputs, positions, causal(jnp.zeros_like(inputs)))
+    chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    nats = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return jnp.sum(jnp.where(batch["real"] > 0, nats, 0)), jnp.zeros(()), jnp.sum(batch["real"])
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -88,8 +162,11 @@ def markdown(result: dict[str, Any]) -> str:
     header = ["Model", "Parameters", "Nats per token", *(f"Bits per character, {dtype}" for dtype in config["dtypes"])]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
-        f"The first {config['sentences']:,} sentences of `{config['heldout']}` that fit the context; a line end, which EOS "
-        f"stands for, counts as one character. Nats per token in {config['dtypes'][0]}.",
+        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}` the {result['sentences']:,} that fit the "
+        f"context of every model, each on its own. Before a sentence stands BOS, or `{SEPARATOR}` where the model's own "
+        "program adds no BOS; it is not scored. After it comes the line end, which is scored and counts as one character: "
+        "a newline, or EOS where the tokenizer has none. Tokenizers differ, so that bits per character compare and nats per "
+        f"token, here in {config['dtypes'][0]}, do not.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
         report.made_by(result),
     ]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -151,18 +152,94 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
         HuggingFaceTokenizer(special, 0, 2).chat([])
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{% if tools is not none %}many{% endif %}{% if documents is not none %}many{% endif %}{{ messages[0].content }}",
+        "{{ messages | tojson(indent=2, separators=(',', ':'), sort_keys=True) }}{{ messages | tojson(ensure_ascii=True) }}",
+        "{{ strftime_now('%Y') }}",
+    ],
+)
+def test_what_templates_use_beside_messages(template):
+    special = _special()
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=special)
+    theirs.chat_template = template
+    messages = [{"role": "user", "content": "again <日>"}, {"role": "assistant", "content": "many"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert HuggingFaceTokenizer(special, 0, 2, template=template).chat(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'a' + 3 }}", "refuses these messages (can only concatenate str"),
+        ("{{ range(10**9) | list }}", "refuses these messages (Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages (access to attribute '__class__'"),
+        ("{{ messages[3].content }}", "refuses these messages (list object has no element 3)"),
+        ("{% if %}", "cannot be read (Expected an expression, got 'end of statement block'); decode without chat"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(template, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        HuggingFaceTokenizer(_special(), 0, 2, template=template).chat([{"role": "user", "content": "again"}])
+
+
+@pytest.mark.parametrize("messages", ["Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}]])
+def test_messages_are_a_list_of_messages(messages):
+    with pytest.raises(
+        UserError, match=r"^messages are .*; give a list, such as \[\{'role': 'user', 'content': 'Why\?'\}\]$"
+    ):
+        HuggingFaceTokenizer(_special(), 0, 2, template="{{ messages }}").chat(messages)
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
+    special, text = _special(), "Sentence 7 of many, again and again."
+    whole = special.encode(text).ids
+    special.enable_truncation(4)
+    special.enable_padding(length=99)
+    special.save(str(tmp_path / "tokenizer.json"))
+    assert read_tokenizer(tmp_path).encode(text).ids == whole
+
+
+def test_files_of_old_are_read_for_a_gpt2_only(byte_pairs, tmp_path):
+    """They do not say how a text is split, which differs from a GPT-2's in all others."""
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((byte_pairs / "old" / name).read_bytes())
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert read_tokenizer(tmp_path).get_vocab_size() > 256
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(UserError, match=r"no tokenizer\.json, without which it is unknown how a qwen2 splits texts"):
+        read_tokenizer(tmp_path)
+
+
+def test_what_is_saved_adds_bos_as_it_did(tmp_path):
+    """A GGUF's tokenizer adds BOS because its metadata say so; a folder's has a rule for it."""
+    for adds in (True, False):
+        tokenizer = HuggingFaceTokenizer(_special(), 1, 2, adds_bos=adds)
+        tokenizer.save(tmp_path, 64)
+        read = read_tokenizer(tmp_path)
+        assert adds_bos(read, 1) == adds
+        assert read.encode("again", add_special_tokens=True).ids == tokenizer.prompt("again")
+
+
 def test_where_a_template_is_found(tmp_path):
     assert read_template(tmp_path) is None
     settings = tmp_path / "tokenizer_config.json"
     for given, found in (
         ({"chat_template": "one"}, "one"),
         ({"chat_template": [{"name": "tool", "template": "no"}, {"name": "default", "template": "two"}]}, "two"),
+        ({"chat_template": ["one"]}, None),
         ({}, None),
     ):
         settings.write_text(json.dumps(given))
         assert read_template(tmp_path) == found
     (tmp_path / "chat_template.jinja").write_text("three")
     assert read_template(tmp_path) == "three"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja' cannot be read"):
+        read_template(tmp_path)
 
 
 def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
@@ -182,6 +259,9 @@ def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
 def test_controls_of_a_folder(tmp_path):
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
     assert controls(tmp_path, {"eos_token_id": 2}, 9) == (2, 2)
+    for nothing in ("[]", '{"eos_token_id": null, "bos_token_id": null}'):
+        (tmp_path / "generation_config.json").write_text(nothing)
+        assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, (7, 8))
     with pytest.raises(UserError, match=r"has eos_token_id=\[7, 8\], no token of its vocabulary"):

@@ -7,13 +7,18 @@ import re
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from flax import nnx
 
 from spectr_jax.config import quality_config
+from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, save_tokenizer
 from spectr_jax.data.tokenizer import BOS, EOS
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import quality
-from spectr_jax.experiments.quality import run
+from spectr_jax.experiments.quality import run, scored
 from spectr_jax.loading import load
+from spectr_jax.models.formats.hf_llama import save_llama
+from spectr_jax.models.llama import Llama, LlamaConfig
 
 
 def _config(toy, **changes):
@@ -27,11 +32,11 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
     """Although it is stopped at the second of three, and goes on; the first is said to have taken an hour."""
     scores, begun = quality._scores, []
 
-    def stopped(config, sentences, spec, dtype):
+    def stopped(sentences, batch_size, contender, dtype):
         begun.append(dtype)
         if dtype == "bfloat16" and begun.count(dtype) == 1:
             raise KeyboardInterrupt
-        return scores(config, sentences, spec, dtype)
+        return scores(sentences, batch_size, contender, dtype)
 
     monkeypatch.setattr(quality, "_scores", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -61,6 +66,70 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
             assert other == pytest.approx(scores["eval_bits_per_character"], rel=0.01)
     table = [line.split("|") for line in (tmp_path / "quality.md").read_text().splitlines() if line[:1] == "|"]
     assert table[2][4].strip() == f"{result['rows'][0]['scores']['float32']['eval_bits_per_character']:.4f}"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with a small Llama of random weights and byte pairs; no BOS is added, and `<|endoftext|>` is not its BOS."""
+    folder = tmp_path_factory.mktemp("llama")
+    pairs = tokenizers.ByteLevelBPETokenizer()
+    controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    pairs.train_from_iterator(["draft target token law"] * 9, vocab_size=280, special_tokens=controls, show_progress=False)
+    tokenizer = HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(pairs.to_str()), 0, 1, adds_bos=False)
+    shape = LlamaConfig(
+        layers=1, width=16, mlp=32, heads=2, kv_heads=1, head_width=8, vocab_size=tokenizer.vocab_size, context=24
+    )
+    save_llama(folder, Llama(shape, rngs=nnx.Rngs(0)), 0, 1)
+    tokenizer.save(folder, shape.context)
+    return folder
+
+
+def test_another_programs_model_beside_ours(toy, llama, tmp_path):
+    """On the sentences that fit both, with what stands before and after them; of each, nats by hand."""
+    fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]
+    too_long = ["x" * 24, "draft " * 18]  # 25 tokens with the newline, where one less is the context; more than 32 of ours.
+    (tmp_path / "heldout.txt").write_text("\n".join([too_long[0], *fitting, too_long[1], "not among the first"]))
+    own, other = str(toy.folder / "target"), f"hf:{llama}"
+    heldout = str(tmp_path / "heldout.txt")
+    changes = {"models": (own, other), "dtypes": ("float32",), "sentences": 8, "batch_size": 2, "heldout": heldout}
+    result = run(_config(toy, **changes), tmp_path / "run")
+    assert result["sentences"] == len(fitting)
+    characters = sum(len(line) + 1 for line in fitting)
+    for spec, row in zip((own, other), result["rows"], strict=True):
+        _, model, tokenizer = load(spec)
+        nats = tokens = 0
+        for line in fitting:
+            pieces = [2, *tokenizer.encode(line), *tokenizer.encode("\n")] if spec == other else None
+            pieces = pieces or [BOS, *tokenizer.encode(line), EOS]
+            count = len(pieces) - 1
+            logits, _ = model.extend(np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None])
+            nats -= float(np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]]))
+            tokens += count
+        scores = row["scores"]["float32"]
+        assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
+        assert scores["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
+        assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    assert "the 6 that fit the context of every model" in (tmp_path / "run" / "quality.md").read_text()
+    with pytest.raises(UserError, match=r"fits all models; leave out that of the shortest context, 'hf:.*llama"):
+        run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
+
+
+def test_what_stands_before_and_after_a_sentence(toy, llama, tmp_path):
+    """A newline and the separator, or BOS where it is added; ours in another program's files is as it is in ours."""
+    ours = load(str(toy.folder / "target")).tokenizer
+    save_tokenizer(tmp_path, ours, 32)
+    written = HuggingFaceTokenizer(read_tokenizer(tmp_path), BOS, (EOS, 3))
+    line = "token 3 law"
+    assert scored(ours, line) == scored(written, line) == [BOS, *ours.encode(line), EOS]
+    pairs = read_tokenizer(llama)
+    text = pairs.encode(f"{line}\n").ids
+    assert text[-1] == pairs.encode("\n").ids[0]
+    assert scored(HuggingFaceTokenizer(pairs, 0, 1), line) == [0, *text]
+    assert scored(HuggingFaceTokenizer(pairs, 0, 1, adds_bos=False), line) == [2, *text]
+    bare = tokenizers.ByteLevelBPETokenizer()
+    bare.train_from_iterator([line], vocab_size=270, special_tokens=["<s>"], show_progress=False)
+    alone = HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(bare.to_str()), 0, 0, adds_bos=False)
+    assert scored(alone, line)[0] == 0  # No separator in the vocabulary.
 
 
 @pytest.mark.parametrize(

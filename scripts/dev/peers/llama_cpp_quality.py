@@ -17,6 +17,7 @@ from peers.llama_cpp_build import Built
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.decoding import generate, get_method
 from spectr_jax.decoding.policy import Policy
+from spectr_jax.experiments import quality
 from spectr_jax.loading import EMBEDDED, SMOLLM2, Trained, load
 from spectr_jax.models.transformer import causal
 
@@ -166,16 +167,13 @@ def compare_loss(worker: subprocess.Popen, files: Built, heldout: str, sentences
 
 
 def bits(heldout: str, sentences: int) -> dict[str, Any]:
-    """Bits per character of ours on the first sentences: a line end is one, as in results/quality.
-
-    `<|endoftext|>` is before each sentence, as in the model's training, and a newline, its line end, after it.
-    """
+    """Bits per character of ours on the first sentences, by the definition of `experiments.quality`."""
     corpus = open_sentences(heldout)
     given = [corpus[index] for index in range(sentences)]
     characters, rows = sum(len(text) + 1 for text in given), []
     for dtype in ("float32", "int8"):
         trained = load(SMOLLM2, dtype)
-        tokens = [trained.tokenizer.encode(f"<|endoftext|>{text}\n") for text in given]
+        tokens = [quality.scored(trained.tokenizer, text) for text in given]
         nats, inner = our_nats(trained, tokens), our_nats(trained, [row[1:-1] for row in tokens])
         unscored = sum(len(trained.tokenizer.decode(row[1:2])) + 1 for row in tokens)
         rows.append(

@@ -92,8 +92,8 @@ def bits(found: dict[str, Any]) -> str:
     return (
         f"## Bits per character\n\n`spectr_jax` on the first {found['sentences']} held-out sentences. Before each is "
         "`<|endoftext|>`, after each a newline, which counts as a character, as the line end does in "
-        "[results/quality](../quality/quality.md). The embedded models were trained on such sentences, whose words and "
-        f"marks are apart as in LM1B; SmolLM2 was not.\n\n{report.markdown_table(header, cells)}"
+        "[results/quality](../quality/quality.md). The embedded models were trained on such sentences, SmolLM2 was not; "
+        f"[quality](quality.md) has all of them on the same ones.\n\n{report.markdown_table(header, cells)}"
     )
 
 

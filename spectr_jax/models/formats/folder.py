@@ -3,9 +3,9 @@
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -16,30 +16,44 @@ from spectr_jax.files import write_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+"""Dtypes that are read, by safetensors' names."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is: its file, its first byte there, its dtype and shape."""
+
+    file: pathlib.Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Folder:
-    """The tensors of a folder by name, each read when it is asked for."""
+    """The tensors of a folder by name, each read when it is asked for, without the library's map of the whole file."""
 
     def __init__(self, path: pathlib.Path):
         """Finds the files; raises `UserError` if they are not there, or cannot be read."""
         self.path = path
         try:
-            self._open = {file: safetensors.safe_open(path / file, framework="flax") for file in self._files()}
-            self._places = {name: file for file, opened in self._open.items() for name in opened.keys()}  # noqa: SIM118
+            self._places = {name: place for file in self._files() for name, place in _places(path / file).items()}
         except UserError:
             raise
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise self._damaged(error) from error
 
     def _files(self) -> list[str]:
-        if (self.path / INDEX).exists():
-            index = json.loads((self.path / INDEX).read_text())
-            names = index.get("weight_map") if isinstance(index, dict) else None
-            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-                raise UserError(f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch it again")
-            return sorted(set(names.values()))
-        if (self.path / WEIGHTS).exists():
+        if (self.path / WEIGHTS).exists():  # As transformers, whatever index is beside it.
             return [WEIGHTS]
-        raise UserError(f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., safe_serialization=True)")
+        if not (self.path / INDEX).exists():
+            raise UserError(
+                f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., safe_serialization=True)"
+            )
+        index = json.loads((self.path / INDEX).read_text())
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserError(f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch it again")
+        return sorted(set(names.values()))
 
     def _damaged(self, error: Exception) -> UserError:
         return UserError(f"{str(self.path)!r} has weights that cannot be read ({error}); save or fetch it again")
@@ -47,23 +61,45 @@ class Folder:
     def __iter__(self):
         return iter(self._places)
 
-    def __getitem__(self, name: str) -> jax.Array:
-        """A tensor in the dtype of its file; raises KeyError if there is none."""
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A tensor in the dtype of its file.
+
+        Raises:
+          KeyError: there is none.
+          UserError: it cannot be read.
+        """
+        file, start, dtype, shape = self._places[name]
+        if dtype not in DTYPES:
+            raise UserError(f"{str(file)!r} has {name} in {dtype}, which is not read; give another model")
         try:
-            return self._open[self._places[name]].get_tensor(name)
-        except safetensors.SafetensorError as error:
+            count = int(np.prod(shape))
+            values = np.fromfile(file, np.uint8, count * np.dtype(DTYPES[dtype]).itemsize, offset=start)
+            return values.view(DTYPES[dtype]).reshape(shape)
+        except (OSError, ValueError) as error:
             raise self._damaged(error) from error
 
 
-def read_json(folder: pathlib.Path) -> dict[str, Any]:
-    """What config.json gives; raises `UserError` if it is not there or damaged."""
+def _places(file: pathlib.Path) -> dict[str, Place]:
+    """Where each tensor of a safetensors file is; raises what the library raises for one that is damaged."""
+    with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    return {
+        name: Place(file, 8 + length + given["data_offsets"][0], given["dtype"], tuple(given["shape"]))
+        for name, given in header.items()
+        if name != "__metadata__"
+    }
+
+
+def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
+    """What config.json gives, with or without what is null; raises `UserError` if it is not there or damaged."""
     try:
         given = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
     if not isinstance(given, dict):
         raise UserError(f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if nulls or value is not None}
 
 
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:

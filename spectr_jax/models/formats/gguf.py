@@ -32,6 +32,10 @@ NAMES = {
 }
 """Parts of a model by llama.cpp's names; those of a layer have its `blk.LAYER.` before them."""
 ROPE_DIVISORS = "rope_freqs.weight"
+SIZES = (
+    *("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "rope.dimension_count"),
+)
 
 
 class _Reader(gguf.GGUFReader):
@@ -47,7 +51,7 @@ class _Reader(gguf.GGUFReader):
 
 
 class GGUF:
-    """An open GGUF file: its metadata, and its tensors one at a time."""
+    """An open GGUF file: its metadata, and its tensors, each read when it is asked for."""
 
     def __init__(self, path: pathlib.Path):
         """Opens `path`; raises `UserError` if it is no whole GGUF file."""
@@ -73,8 +77,9 @@ class GGUF:
     def tensor(self, name: str) -> np.ndarray:
         """A tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
         found = self.tensors[name]
-        try:
-            return np.asarray(gguf.dequantize(found.data, found.tensor_type), np.float32)
+        try:  # Not from the reader's map of the file, whose pages would stay in memory beside the model.
+            stored = np.fromfile(self.path, found.data.dtype, found.data.size, offset=found.data_offset)
+            return np.asarray(gguf.dequantize(stored.reshape(found.data.shape), found.tensor_type), np.float32)
         except (NotImplementedError, ValueError) as error:
             kind = found.tensor_type.name
             raise UserError(f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give another") from error
@@ -92,15 +97,21 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
     """
     config = gguf_config(file, "float32" if dtype == "int8" else dtype)
     interleaved = file.need("general.architecture") == "llama"
+    unread = set(file.tensors) - {ROPE_DIVISORS}
 
     def part(name: str) -> np.ndarray:
         layer, dot, own = name.rpartition(".")
-        array = file.tensor(f"blk.{layer}.{NAMES[own]}" if dot else NAMES[own])
-        if interleaved and own in ("q", "k"):
+        theirs = f"blk.{layer}.{NAMES[own]}" if dot else NAMES[own]
+        array = file.tensor(theirs)
+        unread.discard(theirs)
+        if interleaved and own in ("q", "k", "q_bias", "k_bias"):
             return _in_halves(array, config.head_width)
         return array
 
-    return fill(config, part, int8=dtype == "int8", source=str(file.path))
+    model = fill(config, part, int8=dtype == "int8", source=str(file.path))
+    if unread:  # Nothing else in the file says that a model has such parts.
+        raise UserError(f"{str(file.path)!r} has {min(unread)}, a part that is not read; give another model")
+    return model
 
 
 def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
@@ -115,10 +126,16 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     def get(name, default=None):
         return file.get(f"{kind}.{name}", default)
 
+    for name in SIZES:
+        if type(size := get(name, 1)) is not int or size < 1:
+            raise UserError(
+                f"{str(file.path)!r} has {kind}.{name}={size!r:.40}, not one positive integer; give another model"
+            )
     context = need("context_length")
+    window = get("attention.sliding_window", context)
     for name, understood in (
         ("expert_count", get("expert_count", 0) == 0),
-        ("attention.sliding_window", get("attention.sliding_window", context) >= context),
+        ("attention.sliding_window", type(window) is int and window >= context),
         ("rope.scaling.type", get("rope.scaling.type", "none") in ("none", "linear")),
     ):
         if not understood:
@@ -128,10 +145,6 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     if get("rope.dimension_count", head_width) != head_width:
         turned = get("rope.dimension_count")
         raise UserError(f"{str(file.path)!r} turns {turned} of {head_width} channels of a head; give another model")
-    if get("rope.scaling.type") == "linear":
-        divisors = (float(get("rope.scaling.factor", 1.0)),) * (head_width // 2)
-    else:
-        divisors = tuple(file.tensor(ROPE_DIVISORS).tolist()) if ROPE_DIVISORS in file.tensors else ()
     return LlamaConfig(
         layers=need("block_count"),
         width=width,
@@ -142,7 +155,7 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
         vocab_size=len(file.need("tokenizer.ggml.tokens")),
         context=context,
         rope_theta=get("rope.freq_base", 10_000.0),
-        rope_divisors=divisors,
+        rope_divisors=_divisors(file, kind, head_width),
         norm_epsilon=need("attention.layer_norm_rms_epsilon"),
         tied=NAMES["head"] not in file.tensors,
         qkv_bias=f"blk.0.{NAMES['q_bias']}" in file.tensors,
@@ -151,7 +164,17 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     )
 
 
-def _in_halves(kernel: np.ndarray, head_width: int) -> np.ndarray:
-    """The rows of each head of `kernel` [outputs, inputs], whose rotary pairs llama.cpp keeps side by side."""
-    pairs = kernel.reshape(-1, head_width // 2, 2, kernel.shape[-1])
-    return pairs.swapaxes(1, 2).reshape(kernel.shape)
+def _divisors(file: GGUF, kind: str, head_width: int) -> tuple[float, ...]:
+    """Those of the tensor, times the factor of a linear stretch; that is what a factor means unless its type is `none`."""
+    factor = file.get(f"{kind}.rope.scaling.factor", file.get(f"{kind}.rope.scale_linear", 0.0)) or 1.0
+    if file.get(f"{kind}.rope.scaling.type", "linear") == "none":
+        factor = 1.0
+    if ROPE_DIVISORS in file.tensors:
+        return tuple((file.tensor(ROPE_DIVISORS) * factor).tolist())
+    return () if factor == 1 else (float(factor),) * (head_width // 2)
+
+
+def _in_halves(part: np.ndarray, head_width: int) -> np.ndarray:
+    """The rows of each head of a kernel [outputs, inputs] or bias, whose rotary pairs llama.cpp keeps side by side."""
+    pairs = part.reshape(-1, head_width // 2, 2, *part.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(part.shape)

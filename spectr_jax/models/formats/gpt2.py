@@ -7,6 +7,7 @@ of zero, and the bias of its head, which GPT-2 lacks, becomes one more channel p
 
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,12 +81,12 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
             attention_bias=True,
             learned_positions=True,
         )
-        tensors = _read_tensors(folder)
+        tensors = Folder(folder)
         if not config["tie_word_embeddings"] and "lm_head.weight" not in tensors:
             raise UserError(
                 f"{str(folder)!r} has tie_word_embeddings=False and no 'lm_head.weight'; fetch it again with its head"
             )
-        arrays = _ours(shape, tensors, tied=config["tie_word_embeddings"])
+        arrays = dict(_ours(shape, tensors, tied=config["tie_word_embeddings"]))
     except KeyError as error:
         raise UserError(f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again") from error
     except UserError:
@@ -231,29 +232,29 @@ def _centred(rows: np.ndarray) -> np.ndarray:
     return rows - rows.mean(-1, keepdims=True)
 
 
-def _read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
-    """All tensors by name without the prefix, which some files have; without the masks that old ones keep."""
-    tensors = Folder(folder)
-    masks = (".attn.bias", ".attn.masked_bias")
-    return {name.removeprefix(PREFIX): tensors[name] for name in tensors if not name.endswith(masks)}
+def _ours(shape: TransformerConfig, tensors: Folder, *, tied: bool) -> Iterator[tuple[str, jax.Array]]:
+    """Arrays by our names, in the model's dtype before the next is read.
 
+    The head is the embedding where they are tied, whatever the file has, and has no bias.
+    """
+    names = {name.removeprefix(PREFIX): name for name in tensors}  # Some files have none.
 
-def _ours(shape: TransformerConfig, tensors: dict[str, jax.Array], *, tied: bool) -> dict[str, jax.Array]:
-    """Arrays by our names; the head is the embedding where they are tied, whatever the file has, and has no bias."""
-    arrays: dict[str, jax.Array] = {
-        "embed/embedding": tensors["wte.weight"],
-        "positions": tensors["wpe.weight"],
-        "norm/scale": tensors["ln_f.weight"],
-        "norm/bias": tensors["ln_f.bias"],
-        "head/kernel": tensors["wte.weight" if tied else "lm_head.weight"].T,
-        "head/bias": jnp.zeros(shape.vocab_size),
-    }
+    def read(ours: str, theirs: str, transposed: bool = False) -> tuple[str, jax.Array]:
+        array = tensors[names[theirs]]
+        made = jnp.asarray(array.T if transposed else array, shape.dtype)
+        return f"{ours}/value", jax.block_until_ready(made)  # Else arrays that are still to be copied stay in memory.
+
+    yield read("embed/embedding", "wte.weight")
+    yield read("positions", "wpe.weight")
+    yield read("norm/scale", "ln_f.weight")
+    yield read("norm/bias", "ln_f.bias")
+    yield read("head/kernel", "wte.weight" if tied else "lm_head.weight", transposed=True)
+    yield "head/bias/value", jnp.zeros(shape.vocab_size)
     for layer in range(shape.layers):
         for ours, theirs in OURS_TO_THEIRS.items():
             weight = "scale" if ours.startswith("norm") else "kernel"
-            arrays[f"blocks/{layer}/{ours}/{weight}"] = tensors[f"h.{layer}.{theirs}.weight"]
-            arrays[f"blocks/{layer}/{ours}/bias"] = tensors[f"h.{layer}.{theirs}.bias"]
-    return {f"{name}/value": array for name, array in arrays.items()}
+            yield read(f"blocks/{layer}/{ours}/{weight}", f"h.{layer}.{theirs}.weight")
+            yield read(f"blocks/{layer}/{ours}/bias", f"h.{layer}.{theirs}.bias")
 
 
 def _float32(array) -> np.ndarray:

@@ -17,6 +17,12 @@ SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings"),
 )
+DEFAULTS: dict[str, dict[str, int]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""What transformers takes for a field that a config.json leaves out, unlike one that it has as null."""
 NEEDED = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps"),
@@ -158,7 +164,9 @@ def llama_config(folder: pathlib.Path, dtype: str) -> LlamaConfig:
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
     """The config.json of a model of the family; raises `UserError` if it is of another, damaged, or lacks something."""
-    given = read_json(folder)
+    given = read_json(folder, nulls=True)
+    given = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
+    given = {name: value for name, value in given.items() if value is not None}
     check_sizes(folder, given, SIZES)
     for name, known in (("model_type", MODEL_TYPES), ("hidden_act", ("silu",))):
         if given.get(name, known[0] if name == "hidden_act" else None) not in known:
@@ -177,7 +185,9 @@ def _check_understood(folder: pathlib.Path, given: dict[str, Any]) -> None:
     for name in ("tie_word_embeddings", "use_sliding_window"):
         if type(given.get(name, False)) is not bool:
             refuse(folder, given, name, "true or false")
-    windows = given.get("use_sliding_window", given.get("model_type") == "mistral")
+    windows = given.get("model_type") == "mistral" or given.get("use_sliding_window", False)
+    if windows:
+        check_sizes(folder, given, ("sliding_window",))
     window, context = given.get("sliding_window", math.inf), given.get("max_position_embeddings", 0)
     for name, understood in (
         ("attention_bias", not given.get("attention_bias", False)),
@@ -191,20 +201,30 @@ def _check_understood(folder: pathlib.Path, given: dict[str, Any]) -> None:
 
 def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tuple[float, tuple[float, ...]]:
     """The base of the rotary positions and their divisors; newer files have both in `rope_parameters`."""
-    scaling = given.get("rope_parameters", given.get("rope_scaling", {}))
-    theta = float(scaling.get("rope_theta", given.get("rope_theta", 10_000.0)))
+    field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
+    scaling = given.get(field, {})
+    if not isinstance(scaling, dict):
+        refuse(folder, given, field, "an object")
+
+    def number(name: str) -> float:
+        if type(value := scaling[name]) not in (int, float) or not 0 < value < math.inf:
+            refuse(folder, scaling, name, "a positive number")
+        return float(value)
+
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)) != 1:
         raise UserError(f"{str(folder)!r} has partial_rotary_factor, which is not read; give another model")
+    scaling = {"rope_theta": given.get("rope_theta", 10_000.0), **scaling}
+    theta = number("rope_theta")
     if kind == "default":
         return theta, ()
     try:
         if kind == "linear":
-            return theta, (float(scaling["factor"]),) * (head_width // 2)
+            return theta, (number("factor"),) * (head_width // 2)
         if kind == "llama3":
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            context = scaling["original_max_position_embeddings"]
-            return theta, llama3_divisors(theta, head_width, factor=scaling["factor"], low=low, high=high, context=context)
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            context = int(number("original_max_position_embeddings"))
+            return theta, llama3_divisors(theta, head_width, factor=number("factor"), low=low, high=high, context=context)
     except KeyError as error:
         raise UserError(f"{str(folder)!r} has a rope_scaling without {error}; save or fetch it again") from error
     raise UserError(f"{str(folder)!r} has rope_type={kind!r}; read are default, linear, llama3")

@@ -47,7 +47,8 @@ def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
                 raise UserError(
                     f"{source!r}: {name} is {list(value.shape)} where its configuration gives {expected}; fetch both anew"
                 )
-            leaves[leaf] = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
+            made = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
+            leaves[leaf] = jax.block_until_ready(made)  # Else copies are made later, and parts wait for them in memory.
     return nnx.merge(graphdef, with_leaves(state, leaves))
 
 

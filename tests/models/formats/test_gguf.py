@@ -39,7 +39,7 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
     return made._tokenizer
 
 
-def write(path, model: Llama, kind: str, quantization=None, tensors=True, **changes) -> None:
+def write(path, model: Llama, kind: str, quantization=None, more=None, **changes) -> None:
     """A GGUF as llama.cpp's converter writes it: with a byte-pair tokenizer, and rotary pairs side by side for `llama`."""
     config, arch = model.config, "llama" if kind == "tied" else kind
     tokenizer = json.loads(byte_pairs().to_str())
@@ -71,7 +71,9 @@ def write(path, model: Llama, kind: str, quantization=None, tensors=True, **chan
             put = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
             put[type(value)](name, value)
     theirs = {theirs: NAMES[ours] for ours, theirs in HF_NAMES.items()}
-    for name, array in llama_tensors(model).items() if tensors else ():
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
+    for name, array in llama_tensors(model).items():
         layer, found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name).groups()
         if arch == "llama" and found in (HF_NAMES["q"], HF_NAMES["k"]):
             heads = array.reshape(-1, 2, config.head_width // 2, config.width)
@@ -135,11 +137,36 @@ def test_frequencies_of_their_own(models, tmp_path):
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     write(tmp_path / "linear.gguf", models["llama"], "llama", **scaling)
     assert load_gguf(GGUF(tmp_path / "linear.gguf")).config.rope_divisors == (4.0,) * 4
-    file = GGUF(tmp_path / "linear.gguf")
-    file._fields = {name: field for name, field in file._fields.items() if "scaling" not in name}
-    divisors = np.array([1, 1.5, 8, 8], np.float32)
-    file.tensors["rope_freqs.weight"] = type("Tensor", (), {"data": divisors, "tensor_type": gguf.GGMLQuantizationType.F32})
-    assert load_gguf(file).config.rope_divisors == (1.0, 1.5, 8.0, 8.0)
+    divisors = {"rope_freqs.weight": np.array([1, 1.5, 8, 8], np.float32)}
+    for scaling, more, expected in (
+        ({}, divisors, (1.0, 1.5, 8.0, 8.0)),
+        ({"llama.rope.scaling.factor": 4.0}, None, (4.0,) * 4),  # As in llama.cpp a factor alone is linear.
+        ({"llama.rope.scale_linear": 4.0}, None, (4.0,) * 4),  # Its old name.
+        ({"llama.rope.scaling.factor": 2.0}, divisors, (2.0, 3.0, 16.0, 16.0)),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, None, ()),
+        ({"llama.rope.freq_base": None}, None, ()),
+    ):
+        write(tmp_path / "own.gguf", models["llama"], "llama", more=more, **scaling)
+        config = load_gguf(GGUF(tmp_path / "own.gguf")).config
+        assert config.rope_divisors == expected and config.rope_theta == 10_000.0
+
+
+def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(tmp_path):
+    model = Llama(dataclasses.replace(SHAPE, qkv_bias=True), rngs=nnx.Rngs(0))
+    for block in model.blocks:
+        block.qkv.bias[...] = np.arange(64, dtype=np.float32)
+    write(tmp_path / "model.gguf", model, "llama")  # The writer leaves biases as they are.
+    read = np.asarray(load_gguf(GGUF(tmp_path / "model.gguf")).blocks[1].qkv.bias[...])
+    heads, values = read[:48].reshape(6, 8), read[48:]
+    np.testing.assert_array_equal(heads - 8 * np.arange(6)[:, None], np.tile([0, 2, 4, 6, 1, 3, 5, 7], (6, 1)))
+    np.testing.assert_array_equal(values, np.arange(48, 64))
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias", "blk.1.attn_q.bias", "extra.weight"])
+def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
+    write(tmp_path / "model.gguf", models["llama"], "llama", more={name: np.ones(32, np.float32)})
+    with pytest.raises(UserError, match=rf"has {name}, a part that is not read; give another model"):
+        load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +175,11 @@ def test_frequencies_of_their_own(models, tmp_path):
         ({"arch": "gemma"}, "is of architecture 'gemma'; read are llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not read"),
         ({"llama.attention.sliding_window": 32}, "has llama.attention.sliding_window=32, which is not read"),
+        ({"llama.attention.sliding_window": [8, 9]}, "has llama.attention.sliding_window=[8, 9], which is not read"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "has llama.attention.head_count_kv=[2, 2], not one positive integer"),
+        ({"llama.feed_forward_length": [64, 64]}, "has llama.feed_forward_length=[64, 64], not one positive integer"),
+        ({"llama.attention.head_count": 0}, "has llama.attention.head_count=0, not one positive integer"),
+        ({"llama.context_length": "x"}, "has llama.context_length='x', not one positive integer"),
         ({"llama.rope.scaling.type": "yarn"}, "has llama.rope.scaling.type='yarn', which is not read"),
         ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels of a head"),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
@@ -192,16 +224,36 @@ def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
     return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "llama3", "qwen2"])
 def test_texts_are_split_as_the_name_says(pre):
     """Digits: one at a time, all of a number, or up to three; the rest of a split is checked by joining it again."""
     read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
     split = read._tokenizer.pre_tokenizer.pre_tokenize_str
     numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
-    assert numbers == {"gpt-2": ["Ġ12345"], "llama-bpe": ["123", "45"]}.get(pre, [*"12345"])
+    assert numbers == {"gpt-2": ["Ġ12345"], "llama-bpe": ["123", "45"], "llama3": ["123", "45"]}.get(pre, [*"12345"])
     for text in (*SENTENCES[:20], "  two   spaces  ", "日本 😀 it's\r\n\n9", ""):
         assert read.decode(read.encode(text)) == text
     assert read.encode("<|im_start|>again") == [1, *read.encode("again")]
+
+
+def test_what_a_tokenizer_may_leave_out():
+    """BOS, and whether it is added, which Llama 3's files do not say although it is; as in llama.cpp."""
+    for pre, given, adds in (
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("gpt-2", None, False),
+        ("gpt-2", True, True),
+    ):
+        read = gguf_tokenizer(_metadata(byte_pairs(), pre, add_bos_token=given), "file")
+        assert read.prompt("again") == [*([1] if adds else []), *read.encode("again")]
+    assert gguf_tokenizer(_metadata(byte_pairs(), "qwen2", bos_token_id=None), "file").bos == 2
+
+
+@pytest.mark.parametrize("end", ["<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot_id|>"])
+def test_every_token_that_ends_a_sequence(end):
+    metadata = _metadata(byte_pairs(), "gpt-2")
+    metadata["tokenizer.ggml.tokens"][1] = end
+    assert gguf_tokenizer(metadata, "file").eos == (2, 0, 1)
 
 
 def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
@@ -219,10 +271,13 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
     ("changes", "message"),
     [
         ({"model": "llama"}, "has a tokenizer of kind 'llama', and only 'gpt2' is read"),
-        ({"pre": "tekken"}, "splits texts as 'tekken'; known are smollm, gpt-2, llama-bpe, qwen2"),
+        ({"pre": "tekken"}, "splits texts as 'tekken'; known are smollm, gpt-2, llama-bpe, llama3, llama-v3, qwen2"),
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
         ({"eos_token_id": 300}, "names token 300 of 300"),
+        ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
+        ({"pre": "default"}, "splits texts as 'default'"),  # Which llama.cpp warns of.
+        ({"token_type": [1, 3]}, "has 300 tokens and 2 types of them; fetch it again"),
     ],
 )
 def test_tokenizers_that_are_not_read(changes, message):

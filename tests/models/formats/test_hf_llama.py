@@ -100,6 +100,14 @@ def test_what_a_config_may_leave_out(folder):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has rope_type='yarn'; read are default, linear, llama3"),
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "has a rope_scaling without 'low_freq_factor'"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "has sliding_window=4096, which is not read"),
+        ({"model_type": "mistral", "sliding_window": 4, "use_sliding_window": False}, "has sliding_window=4, which is not"),
+        ({"model_type": "mistral", "sliding_window": "4"}, "has sliding_window='4', which is not a positive integer"),
+        ({"rope_scaling": "linear"}, "has rope_scaling='linear', which is not an object; fix its config.json"),
+        ({"rope_theta": "x"}, "has rope_theta='x', which is not a positive number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "has factor=0, which is not a positive number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "has factor='2', which is not a positive number"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "has rope_type='dynamic'; read are default, linear, llama3"),
         ({"rms_norm_eps": "small"}, "has rms_norm_eps='small', which is not a number from 0 on"),
         ({"rms_norm_eps": "gone"}, "has a config.json without 'rms_norm_eps'"),
         ({"vocab_size": 2.5}, "has vocab_size=2.5, which is not a positive integer"),
@@ -113,6 +121,50 @@ def test_what_a_config_may_leave_out(folder):
 def test_what_is_not_understood_is_refused(folder, fields, message):
     _change(folder, **fields)
     with pytest.raises(UserError, match=re.escape(message)):
+        hf_llama.load_llama(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
+    """Absent, or null, which is not the same; the sizes of attention as transformers' own classes have them."""
+    fields = {"model_type": kind, "num_attention_heads": 32, "hidden_size": 320, "max_position_embeddings": 4096}
+    for given in ("gone", None):
+        _change(
+            folder, **fields, head_dim=given, num_key_value_heads=given, tie_word_embeddings="gone", sliding_window=given
+        )
+        theirs = transformers.AutoConfig.from_pretrained(folder)
+        read = hf_llama.llama_config(folder, "float32")
+        width = getattr(theirs, "head_dim", None) or 10
+        assert (read.kv_heads, read.head_width, read.tied) == (
+            theirs.num_key_value_heads or 32,
+            width,
+            theirs.tie_word_embeddings,
+        )
+
+
+def test_one_file_comes_before_an_index(llamas, folder):
+    """As in transformers; and an index that names a file that is not there says which."""
+    index = folder / INDEX
+    index.write_text("{")
+    assert hf_llama.load_llama(folder).config == llamas["llama"].config
+    (folder / WEIGHTS).unlink()
+    index.write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(UserError, match=r"weights that cannot be read \(.*model-00001-of-00002\.safetensors"):
+        hf_llama.load_llama(folder)
+
+
+def test_tensors_of_several_dtypes_in_one_file(llamas, folder):
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+    kinds = (np.float16, jnp.bfloat16, np.float32, np.float64)
+    mixed = {name: array.astype(kinds[index % 4]) for index, (name, array) in enumerate(sorted(tensors.items()))}
+    safetensors.numpy.save_file(mixed, folder / WEIGHTS)
+    written = hf_llama.llama_tensors(hf_llama.load_llama(folder))
+    assert written.keys() == mixed.keys()
+    for name, array in written.items():
+        np.testing.assert_array_equal(array, mixed[name].astype(np.float32))
+    tensors["model.norm.weight"] = np.ones(24, np.int8)
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(UserError, match=r"has model\.norm\.weight in I8, which is not read; give another model"):
         hf_llama.load_llama(folder)
 
 
