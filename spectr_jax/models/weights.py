@@ -162,7 +162,7 @@ def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
 
 def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int8 and float32 scales of a kernel [inputs, outputs] by output, of an embedding [tokens, width] by token."""
-    if name.endswith("embedding") or name.startswith("positions"):
+    if "embedding" in name or name.startswith("positions"):
         return quantized(matrix)
     whole, scale = quantized(matrix.T)
     return whole.T, scale.T
