@@ -252,7 +252,8 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     bos, ends = hugging_face.controls(folder, config, config["vocab_size"])
     puts_bos = config["model_type"] == "gpt2" or hugging_face.adds_bos(read, bos)
     template = hugging_face.read_template(folder)
-    tokenizer = hugging_face.HuggingFaceTokenizer(read, bos, ends, adds_bos=puts_bos, template=template)
+    names = hugging_face.read_names(folder)
+    tokenizer = hugging_face.HuggingFaceTokenizer(read, bos, ends, adds_bos=puts_bos, template=template, names=names)
     if tokenizer.vocab_size > config["vocab_size"]:
         raise UserError(
             f"the tokenizer of {str(folder)!r} has {tokenizer.vocab_size} tokens and its model {config['vocab_size']}; put "

@@ -29,14 +29,18 @@ class HuggingFaceTokenizer(AnyTokenizer):
         *,
         adds_bos: bool = True,
         template: str | None = None,
+        names: Mapping[str, str] | None = None,
     ):
         """Wraps `tokenizer`; `bos` and `eos` are the model's, `template` is in Jinja.
 
-        With `adds_bos` a prompt begins with BOS; without it, only one of no tokens does.
+        With `adds_bos` a prompt begins with BOS; without it, only one of no tokens does. `names` are what a template calls
+        `bos_token` and `eos_token`, where these are not the tokens `bos` and the first of `eos`.
         """
         self.bos, self.eos = bos, eos
         self.template = template
         self._tokenizer, self._adds_bos = tokenizer, adds_bos
+        ids = {"bos_token": bos, "eos_token": eos if isinstance(eos, int) else eos[0]}
+        self._names = {**{name: tokenizer.id_to_token(token) for name, token in ids.items()}, **(names or {})}
 
     @property
     def vocab_size(self) -> int:
@@ -63,9 +67,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
             return super().chat(messages)
         from spectr_jax.data.templates import render  # Imported late, for those who do not chat.
 
-        names = {"bos_token": self.bos, "eos_token": self.eos if isinstance(self.eos, int) else self.eos[0]}
-        text = render(self.template, messages, {name: self._tokenizer.id_to_token(names[name]) for name in names})
-        return self.encode(text)
+        return self.encode(render(self.template, messages, self._names))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, without BOS and EOS."""
@@ -94,12 +96,11 @@ class HuggingFaceTokenizer(AnyTokenizer):
             others = written.post_processor
             written.post_processor = processors.Sequence([others, made]) if others else made
         write_whole(folder / FILE, written.to_str(pretty=True))
-        names = {"bos_token": self.bos, "eos_token": self.eos if isinstance(self.eos, int) else self.eos[0]}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context,
             "clean_up_tokenization_spaces": False,
-            **{name: self._tokenizer.id_to_token(token) for name, token in names.items()},
+            **self._names,
         }
         write_json(folder / SETTINGS, {**settings, **({"chat_template": self.template} if self.template else {})})
 
@@ -142,6 +143,17 @@ def read_template(folder: pathlib.Path) -> str | None:
     if isinstance(given, list):
         given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}.get("default")
     return given if isinstance(given, str) else None
+
+
+def read_names(folder: pathlib.Path) -> dict[str, str]:
+    """What tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see them; none where it does not."""
+    try:
+        settings = json.loads((folder / SETTINGS).read_text())
+        given = {name: settings.get(name) for name in ("bos_token", "eos_token")}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    given = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
+    return {name: value for name, value in given.items() if isinstance(value, str)}
 
 
 def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, int | tuple[int, ...]]:

@@ -13,6 +13,7 @@ from spectr_jax.data.hugging_face import (
     HuggingFaceTokenizer,
     adds_bos,
     controls,
+    read_names,
     read_template,
     read_tokenizer,
     save_tokenizer,
@@ -150,6 +151,21 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
         refusing.chat([{"role": "user", "content": ""}])
     with pytest.raises(UserError, match="the model has no chat template"):
         HuggingFaceTokenizer(special, 0, 2).chat([])
+
+
+def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
+    """Of several tokens that end a sequence, the one that tokenizer_config.json names, and no BOS that it does not have."""
+    names = {"bos_token": {"content": "<|user|>", "lstrip": False}, "eos_token": "<|stop|>", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    assert read_names(tmp_path) == {"bos_token": "<|user|>", "eos_token": "<|stop|>"} and read_names(tmp_path / "none") == {}
+    messages = [{"role": "user", "content": "hi"}]
+    special, template = _special(), "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    assert special.token_to_id("<|stop|>") == 2
+    for given, ends in ((read_names(tmp_path), (1, 2)), (None, (0, 0))):
+        tokens = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=given).chat(
+            [{"role": "user", "content": "hi"}]
+        )
+        assert (tokens[0], tokens[-1]) == ends
 
 
 @pytest.mark.parametrize(
