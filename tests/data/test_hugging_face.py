@@ -162,9 +162,7 @@ def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
     special, template = _special(), "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     assert special.token_to_id("<|stop|>") == 2
     for given, ends in ((read_names(tmp_path), (1, 2)), (None, (0, 0))):
-        tokens = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=given).chat(
-            [{"role": "user", "content": "hi"}]
-        )
+        tokens = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=given).chat(messages)
         assert (tokens[0], tokens[-1]) == ends
 
 
