@@ -79,7 +79,7 @@ def test_auto(registered, toy, tmp_path):
     config = auto_config()
     config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("lazy", "chains")})
     config.update(
-        {"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (1, 2), "size": 2, "tries": 1}
+        {"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (1, 2), "size": 2, "tries": 2}
     )
     result = auto.run(config, tmp_path / "auto")
     assert {row["shape"] for row in result["predicted"] if row["method"] == "lazy"} == {"1", "1,1"}
