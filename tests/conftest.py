@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 # Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX is imported.
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # Takes half as long to compile; 0.11 has no choice.
     _flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_experimental_ynn_fusion_type="  # The latter for small arrays.
+    _flags += " --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true"  # On one thread.
     os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=1 {_flags}")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -18,12 +19,13 @@ os.environ.setdefault("NPROC", "1")  # XLA's threads for a program: the workers 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
+gc.set_threshold(50_000, 50, 50)  # A trace makes many small objects, most of which live on: to look for garbage takes long.
 
 
 def pytest_runtest_setup(item):

@@ -36,7 +36,7 @@ DECODING = {"prompt_tokens": 3, "max_new_tokens": 5, "seeds": (0, 1), "num_promp
 PHASES = {"methods": ("spectr",), "num_drafts": 2, "phase_batch_sizes": (1,)}
 TOY = {
     "train": {**TRAINING, "eval_every": 10, "checkpoint_every": 10},
-    "table2": {"num_drafts": (1,), "draft_lengths": (2,)},
+    "table2": {"num_drafts": (1,), "draft_lengths": (2,), "optimal_acceptance": False},
     "latency": {**PHASES, "runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,)},
     "quality": {"sentences": 60, "dtypes": ("float32",)},
     "trees": {"sizes": (1,), "draft_length": 1, "extra_trees": ("1",), "exit_layer": 0},

@@ -72,16 +72,22 @@ def registered(folder, monkeypatch):
 
 
 def test_auto(registered, toy, tmp_path):
+    """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured on batches: the method
+    itself does not draft these."""
+    plan = transport.get("recursive_without_replacement")
+    decoding.register("chains", lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), plan))
     config = auto_config()
-    config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("lazy",)})
+    config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("lazy", "chains")})
     config.update(
-        {"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (1, 2), "size": 2, "tries": 1}
+        {"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (3,), "draft_lengths": (1, 2), "size": 2, "tries": 2}
     )
     result = auto.run(config, tmp_path / "auto")
     assert {row["shape"] for row in result["predicted"] if row["method"] == "lazy"} == {"1", "1,1"}
-    tried = result["rows"][1]
-    assert tried["method"] == "lazy" and tried["options"] == f"draft_length={tried['levels']}"
-    assert 1 < tried["tokens_per_call"] < 3 and len(result["acceptance_by_drafts"]["lazy"]) == 2
+    tried = {row["method"]: row for row in result["rows"]}
+    assert next(iter(tried)) == "baseline" and set(tried) == {"baseline", "lazy", "chains"}
+    assert tried["lazy"]["options"] == f"draft_length={tried['lazy']['levels']}"
+    assert 1 < tried["lazy"]["tokens_per_call"] < 3
+    assert len(result["acceptance_by_drafts"]["lazy"]) == len(result["acceptance_by_child"]["chains"]) == 3
 
 
 def test_rows_of_trees(registered):
@@ -102,17 +108,6 @@ def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
     mine = decoding.get_method("mine")
     assert mine.name == "mine" and mine.plan.name == "otm"
     assert decoding.methods.on_tree("mine", mine.tree) == mine
-
-
-def test_distinct_drafts_on_chains_only_are_measured(monkeypatch, toy, tmp_path):
-    """The acceptance of the plan is measured on batches, which the method itself does not draft."""
-    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
-    plan = transport.get("recursive_without_replacement")
-    decoding.register("chains", lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), plan))
-    config = auto_config()
-    config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("chains",)})
-    config.update({"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (2,), "size": 2, "tries": 1})
-    assert [row["method"] for row in auto.run(config, tmp_path / "auto")["rows"]] == ["baseline", "chains"]
 
 
 def test_whole_paths_need_a_winner():

@@ -43,11 +43,14 @@ def check_method(method: Method) -> None:
     check_compilations(method, dataclasses.replace(method))
 
 
-def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_square.LEAST) -> None:
+def check_outputs(
+    method: Method, policy: Policy = PLAIN, least: float = chi_square.LEAST, generations: int | None = None
+) -> None:
     """Chi-square test of 200,000 whole outputs against the exact distribution of the target under `policy`, which has `eos`.
 
     A part of them is drafted at the target's temperature, one at twice that, one greedily, of which a plan sees a p that has
-    one token. `least` is the p-value that is too small to be chance.
+    one token. `least` is the p-value that is too small to be chance; `generations`, a multiple of 12,000, how many are
+    decoded if not 200,000.
 
     Raises:
       AssertionError: they are not drawn from it.
@@ -56,7 +59,8 @@ def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_squ
     prompts, lengths = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)), np.full(BATCH, len(PROMPT))
     digits = VOCAB ** np.arange(LENGTH)
     counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)
-    for chunk in range(GENERATIONS // BATCH):
+    generations = generations or GENERATIONS
+    for chunk in range(generations // BATCH):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(11), chunk), BATCH)
         own = policy.temperature * (1, 2, 0)[chunk % 3]
         result = _texts(method, keys, prompts, lengths, policy, draft_temperature=own)
@@ -68,15 +72,15 @@ def check_outputs(method: Method, policy: Policy = PLAIN, least: float = chi_squ
 
     continuations = list(law)
     places = [len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)])) for tokens in continuations]
-    observed, expected = counts[places], GENERATIONS * np.array(list(law.values()))
+    observed, expected = counts[places], generations * np.array(list(law.values()))
     p_value = chi_square.p_value(observed, expected)
-    if observed[expected > 0].sum() < GENERATIONS or not p_value >= least:
+    if observed[expected > 0].sum() < generations or not p_value >= least:
         worst = int(np.argmax(np.abs(observed - expected) / np.sqrt(expected + 1)))
         _fail(
             method,
-            f"whole outputs do not follow the target under {policy}: of {GENERATIONS:,} texts {observed[worst]:,} continue "
+            f"whole outputs do not follow the target under {policy}: of {generations:,} texts {observed[worst]:,} continue "
             f"{PROMPT} by {continuations[worst]}, {expected[worst]:,.0f} expected, and "
-            f"{GENERATIONS - observed[expected > 0].sum():,} as the target never does (chi-square: p-value {p_value:.1g})",
+            f"{generations - observed[expected > 0].sum():,} as the target never does (chi-square: p-value {p_value:.1g})",
         )
 
 

@@ -97,17 +97,17 @@ def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path)
 
 
 def test_methods_without_a_table_are_replayed(toy, tmp_path):
-    config = _config(toy.folder, methods=("otm_layer", "traversal"), draft_lengths=(1, 2), num_drafts=(1, 2, 3), size=4)
+    config = _config(toy.folder, methods=("otm_layer", "traversal"), draft_lengths=(1, 2, 3), num_drafts=(1, 2), size=4)
     target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))
     table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config))
     acceptance = auto.measure_acceptance(table)
-    shapes = ["2", "2,1", "3"]  # Three chains of two have more than four nodes.
+    shapes = ["2", "2,1"]  # Two chains of three have more than four nodes.
     assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(config.methods, shapes)
     times = call_parts.Times(
         lambda _: 100.0, 1.0, (0.0, 0.0), *[lambda _: 0.0] * 2, dict.fromkeys(config.methods, lambda _: 0.0)
     )
     found = {(each.name, each.shape): each for each in auto.candidates(config, acceptance, times)}
-    assert len(found) == 1 + 2 * 3
+    assert len(found) == 1 + 2 * len(shapes)
     for (name, shape), each in found.items():
         tree = each.method.tree
         assert each.method.name == name and 1 <= each.tokens_per_call <= tree.height + 1

@@ -45,17 +45,22 @@ def _config(folder, **changes):
     return config
 
 
-@pytest.mark.xdist_group("table")  # These two share programs.
-def test_table_is_written_and_repeats(toy, tmp_path):
-    first, second = (run(_config(toy.folder), tmp_path / name) for name in ("a", "b"))
+@pytest.fixture(scope="module")
+def whole(toy, tmp_path_factory):
+    """The folder of a table, and the table."""
+    folder = tmp_path_factory.mktemp("table")
+    return folder, run(_config(toy.folder), folder)
+
+
+@pytest.mark.xdist_group("table")  # They share programs, and this table.
+def test_table_is_written(whole):
+    folder, first = whole
     assert [(row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]] == [
         ("baseline", 0, 0),
         ("speculative", 1, 2),
         ("otm_block", 2, 2),
     ]
-    for row, again in zip(first["rows"], second["rows"], strict=True):
-        assert row["tokens_per_call_by_seed"] == again["tokens_per_call_by_seed"]
-        assert row["tokens_per_second"] > 0
+    assert all(row["tokens_per_second"] > 0 for row in first["rows"])
     assert first["rows"][0]["tokens_per_call"] == 1.0 and first["rows"][0]["speedup"] == 1.0
     assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
     for row in first["rows"][1:]:  # alpha is a share of `nodes` draws of mean at most alpha*.
@@ -64,13 +69,13 @@ def test_table_is_written_and_repeats(toy, tmp_path):
             assert row["acceptance"] <= row["optimal_acceptance"] + error
         if row["algorithm"] == "speculative":  # It is optimal for one draft.
             assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
-    assert json.loads((tmp_path / "a/tokens_per_call.json").read_text()) == first
+    assert json.loads((folder / "tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
-    table = [line.split("|") for line in (tmp_path / "a/tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
+    table = [line.split("|") for line in (folder / "tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
     assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "otm_block"]
     for cells, row in zip(table[2:], first["rows"], strict=True):
         assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
-    assert (tmp_path / "a/tokens_per_call.png").stat().st_size > 5_000
+    assert (folder / "tokens_per_call.png").stat().st_size > 5_000
 
 
 def test_the_paper_is_cited_at_its_temperature():
@@ -164,10 +169,9 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
 
 
 @pytest.mark.xdist_group("table")
-def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
-    """Nothing is measured twice, and nothing comes out differently."""
+def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
+    """Nothing is measured twice, and the second table is the first, but for its times."""
     config, measured = _config(toy.folder), []
-    whole = run(config, tmp_path / "whole")
     monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Some side by side.
 
     def stopped(*args, batches=None, observe=None, **kwargs):
@@ -191,7 +195,7 @@ def test_a_table_that_was_stopped_goes_on(toy, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
         f"tokens_per_call.{kind}" for kind in ("json", "md", "png")
     ]
-    for ours, theirs in zip(parts["rows"], whole["rows"], strict=True):
+    for ours, theirs in zip(parts["rows"], whole[1]["rows"], strict=True):
         for name in ("tokens_per_call_by_seed", "acceptance", "optimal_acceptance", "nodes"):
             assert ours[name] == theirs[name]
 
