@@ -48,6 +48,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_dynamic.py": ("workdir",),
     "scripts/dev/compare_architectures.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
+    "scripts/dev/compare_losses.py": ("workdir",),
 }
 (
     TRAIN,
@@ -71,6 +72,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     DYNAMIC,
     ARCHITECTURES,
     LLAMA_CPP,
+    WHICH_LOSS,
 ) = PROGRAMS
 EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil")
 TREES, LATENCY, QUALITY, AUTO, DISTIL = (f"--config=configs/{name}.py" for name in EXPERIMENTS)
@@ -143,6 +145,8 @@ CASES = [
     (TRAIN, f"{DISTIL} --config.loss=sk", "unknown loss 'sk'; known: cross_entropy, kl, lk"),
     (TRAIN, f"{DISTIL} --config.data.train=/nowhere", "'/nowhere' has no labels that can be read"),
     (TRAIN, "--config=configs/distil.py:7m", "unknown student '7m'"),
+    (WHICH_LOSS, "--losses=kl,sk", "unknown loss 'sk'"),
+    (WHICH_LOSS, "--labels=/nowhere", "'/nowhere' has no labels that can be read"),
     (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
     (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2|llama>"),
     (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),
