@@ -68,10 +68,10 @@ def markdown(result: dict[str, Any]) -> str:
     config, seen = result["config"], result["rows"][0]["tokens"]
     passes = seen / result["labelled"]
     notes = [
-        f"The `{result['student']}` student of `{config['teacher']}`, {config['steps']} steps with each loss: {seen:,} tokens, "
-        f"{passes:.1f} passes over {result['labelled']:,} labelled ones. Scores of the last step on held-out labels.",
-        "alpha_1 is the acceptance of one draft, alpha_4 that of four under the exact plan. Both are told from the 64 labels "
-        "of a place, and are at most the true ones. KL in nats per token.",
+        f"The `{result['student']}` student of `{config['teacher']}`, {config['steps']} steps with each loss: {seen:,} "
+        f"tokens, {passes:.1f} passes over {result['labelled']:,} labelled ones. Scores of the last step on held-out labels.",
+        "alpha_1 is the acceptance of one draft, alpha_4 that of four under the exact plan. Both are told from the 64 "
+        "labels of a place, and are at most the true ones. KL in nats per token.",
         report.made_by(result),
     ]
     return f"# Losses\n\n{report.markdown_table(header, body)}\n\n" + "\n\n".join(notes) + "\n"
