@@ -69,7 +69,7 @@ def markdown(result: dict[str, Any]) -> str:
     passes = seen / result["labelled"]
     notes = [
         f"The `{result['student']}` student of `{config['teacher']}`, {config['steps']} steps with each loss: {seen:,} "
-        f"tokens, {passes:.1f} passes over {result['labelled']:,} labelled ones. Scores of the last step on held-out labels.",
+        f"tokens, {passes:.1f} passes over {result['labelled']:,} labelled ones. Scores of the last step, held out.",
         "alpha_1 is the acceptance of one draft, alpha_4 that of four under the exact plan. Both are told from the 64 "
         "labels of a place, and are at most the true ones. KL in nats per token.",
         report.made_by(result),
