@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ from spectr_jax.training.metrics import MetricsLog, Window, plot_curves
 from spectr_jax.training.optimizer import learning_rate
 from spectr_jax.training.programs import Programs, make_programs
 from spectr_jax.training.step import TrainState
+
+SECONDS_BETWEEN_PLOTS = 10
 
 
 class Task(NamedTuple):
@@ -135,7 +138,7 @@ class _Run:
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task):
         self.config, self.workdir, self.mesh, self.task = config, workdir, mesh, task
-        self.programs = task.programs
+        self.programs, self.redraw_at = task.programs, 0.0
         self.learning_rate = learning_rate(config.optimizer, config.steps)
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints, task.metric)
 
@@ -212,7 +215,9 @@ class _Run:
         scores = self.task.evaluate(state.params)
         if log:
             log.write({"step": step, **scores})
-            plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png")
+            if step == self.config.steps or time.monotonic() > self.redraw_at:  # It takes a fifth of a second.
+                plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png")
+                self.redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS
         return scores
 
     def _is_best(self, scores: dict[str, float] | None) -> bool:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.distillation import labels
-from spectr_jax.loading import LOADERS, Trained, register_loader
+from spectr_jax.loading import LOADERS, Trained
 from spectr_jax.models.llama import Llama, LlamaConfig
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
@@ -24,7 +24,7 @@ def sentences():
 
 @pytest.fixture(scope="session")
 def teacher(sentences):
-    """`load("school:teacher")`."""
+    """What `load("school:teacher")` returns, where `all_labels` is asked for."""
     made = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made.train_from_iterator(sentences, vocab_size=300, special_tokens=controls, show_progress=False)
@@ -32,17 +32,13 @@ def teacher(sentences):
     shape = LlamaConfig(
         layers=1, width=24, mlp=32, heads=2, kv_heads=1, head_width=12, vocab_size=tokenizer.vocab_size + 4, context=64
     )
-    found = {}
-    for seed, name in enumerate(("teacher", "other")):
-        model = Llama(shape, rngs=nnx.Rngs(seed))
-        model.head.kernel[...] *= 3
-        found[name] = Trained(name, model, tokenizer)
-    if "school" not in LOADERS:
-        register_loader("school", lambda name, dtype: found[name])
-    return found["teacher"]
+    model = Llama(shape, rngs=nnx.Rngs(0))
+    model.head.kernel[...] *= 3
+    return Trained("teacher", model, tokenizer)
 
 
 @pytest.fixture
 def all_labels(monkeypatch, teacher):
     """Labels of the whole vocabulary, so that what is told of them is exact."""
     monkeypatch.setattr(labels, "TOP", teacher.model.vocab_size)
+    monkeypatch.setitem(LOADERS, "school", lambda name, dtype: teacher)
