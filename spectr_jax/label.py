@@ -22,7 +22,9 @@ _WRITE = flags.DEFINE_enum(
     "What the teacher writes itself: nothing, the rest of sentences, or both sides of a chat.",
 )
 _OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", required=True)
-_COUNT = flags.DEFINE_integer("count", 10_000, "Sentences, or texts that the teacher writes.", lower_bound=1)
+_COUNT = flags.DEFINE_integer(
+    "count", 10_000, "Sentences, or texts that the teacher writes, up to a multiple of 512.", lower_bound=1
+)
 _FIRST = flags.DEFINE_integer("first", 0, "The first sentence of the corpus to take.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of what the teacher writes; labels are at 1.", lower_bound=0.0)

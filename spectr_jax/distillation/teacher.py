@@ -25,7 +25,9 @@ from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.transformer import causal
 
 SHARD = 512
-"""Texts a shard: what a stopped command loses is less than one."""
+"""Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""
+WRITTEN = 64
+"""Texts that the teacher writes at once."""
 ROWS = 16
 """Rows that the teacher reads at once."""
 LONGEST_BEGINNING = 12
@@ -57,7 +59,8 @@ def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy:
         rng = np.random.default_rng((seed, first))
         whole = read_texts(sentences, teacher.tokenizer)(first, end)
         cut = [tokens[: rng.integers(1, LONGEST_BEGINNING + 1)] for tokens in whole]
-        return write(jax.random.key(rng.integers(2**31)), [tokens or [teacher.tokenizer.bos] for tokens in cut], length)
+        begun = [tokens or [teacher.tokenizer.bos] for tokens in cut]
+        return write(jax.random.key(rng.integers(2**31)), begun, 1, LONGEST_BEGINNING, length)
 
     return texts
 
@@ -72,12 +75,14 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
     if len(opening) + len(closing) >= length // 2:
         raise UserError(f"the chat template alone takes {len(opening) + len(closing)} tokens; raise --length={length}")
     write = _writer(teacher, policy)
+    shortest, half = len(opening) + len(closing), length // 2
 
     def texts(first: int, end: int) -> list[list[int]]:
         rng = np.random.default_rng((seed, first))
-        asked = write(jax.random.key(rng.integers(2**31)), [opening] * (end - first), length // 2)
+        asked = write(jax.random.key(rng.integers(2**31)), [opening] * (end - first), len(opening), len(opening), half)
         asked = [tokens[:-1] if teacher.tokenizer.ends(tokens[-1]) else tokens for tokens in asked]
-        return write(jax.random.key(rng.integers(2**31)), [[*tokens, *closing] for tokens in asked], length)
+        framed = [[*tokens, *closing] for tokens in asked]
+        return write(jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length)
 
     return texts
 
@@ -91,17 +96,24 @@ def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
     return one[:before], one[len(one) - behind :]
 
 
-def _writer(teacher: Trained, policy: Policy) -> Callable[[jax.Array, list[list[int]], int], list[list[int]]]:
-    """A function that continues texts until an end of the teacher's, or to a number of tokens; its key is consumed."""
+def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
+    """A function that continues texts until an end of the teacher's, or to `length` tokens; its key is consumed.
+
+    The texts have `shortest` to `longest` tokens. Shapes follow from these, not from the texts: nothing is compiled anew.
+    """
     model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
 
-    def write(key: jax.Array, texts: list[list[int]], length: int) -> list[list[int]]:
-        longest = max(len(tokens) for tokens in texts)
-        padded = np.array([[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in texts], np.int32)
-        lengths = np.array([len(tokens) for tokens in texts], np.int32)
-        made = generate(key, method, model, None, padded, lengths, length - min(map(len, texts)), policy)
-        rows = zip(np.asarray(made.tokens).tolist(), np.asarray(made.lengths).tolist(), strict=True)
-        return [row[: min(end, length)] for row, end in rows]
+    def write(key: jax.Array, texts: list[list[int]], shortest: int, longest: int, length: int) -> list[list[int]]:
+        rows: list[list[int]] = []
+        for first in range(0, len(texts), WRITTEN):
+            part = texts[first : first + WRITTEN]
+            padded = np.array([[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in part], np.int32)
+            lengths = np.array([len(tokens) for tokens in part], np.int32)
+            part_key = jax.random.fold_in(key, first)
+            made = generate(part_key, method, model, None, padded, lengths, length - shortest, policy)
+            ends = np.minimum(made.lengths, length).tolist()
+            rows += [row[:end] for row, end in zip(np.asarray(made.tokens).tolist(), ends, strict=True)]
+        return rows
 
     return write
 
@@ -151,7 +163,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
 def write_labels(
     folder: pathlib.Path, texts: Texts, count: int, fill: Callable[[np.ndarray], None], vocab_size: int, length: int
 ) -> int:
-    """Labels `count` texts in shards of `SHARD`, but for those that are there already; returns the tokens labelled."""
+    """Labels at least `count` texts, in whole shards, but for those that are there already; returns the tokens labelled."""
     tokens = 0
     firsts = range(0, count, SHARD)
     bar = tqdm.tqdm(firsts, unit="shard", dynamic_ncols=True)
@@ -159,7 +171,7 @@ def write_labels(
         path = labels.shard_path(folder, number)
         if path.exists():
             continue
-        rows = pack_rows(texts(first, min(first + SHARD, count)), vocab_size, length)
+        rows = pack_rows(texts(first, first + SHARD), vocab_size, length)
         fill(rows)
         file = io.BytesIO()
         np.save(file, rows)

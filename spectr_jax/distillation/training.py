@@ -54,6 +54,8 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     rows = open_labels(config.data.train)
     heldout = {pathlib.Path(name).name: open_labels(name) for name in config.data.heldout}
+    if len(heldout) < len(config.data.heldout):
+        raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
     for name, others in heldout.items():
         if others.vocabulary != rows.vocabulary:
             raise UserError(f"held-out labels {name!r} are of another teacher than {config.data.train!r}; label them again")
@@ -99,8 +101,7 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
     """The shape of a student, for a teacher's vocabulary and context."""
-    fields = {**model, "head_tokens": 0 if model.head_tokens == vocab_size else model.head_tokens}
-    return LlamaConfig(**fields, head_width=model.width // model.heads, vocab_size=vocab_size, context=context)
+    return LlamaConfig(**model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context)
 
 
 def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows) -> tuple[LlamaConfig, np.ndarray]:
@@ -108,8 +109,7 @@ def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: Lab
     path = workdir / STUDENT
     if hosts.is_first() and not path.exists():
         shape = student_config(config.model, rows.vocab_size, rows.context)
-        count = shape.head_tokens or rows.vocab_size
-        tokens = frequent_tokens(rows, count)
+        tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
         about = {"teacher": config.teacher, "vocabulary": rows.vocabulary, "model": dataclasses.asdict(shape)}
         write_json(path, {**about, "head_tokens": tokens.tolist()})
     hosts.wait_for_all("the student's shape is there")

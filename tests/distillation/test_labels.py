@@ -19,6 +19,11 @@ def log_probabilities(model, tokens):
     return np.asarray(jax.nn.log_softmax(model.extend(jnp.asarray([tokens]), positions, visible)[0])[0])
 
 
+@pytest.fixture(autouse=True)
+def short_shards(monkeypatch):
+    monkeypatch.setattr(teaching, "SHARD", 10)
+
+
 def label(folder, teacher, texts, count):
     about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
     labels.claim_folder(folder, {**about, "length": LENGTH})
@@ -61,10 +66,9 @@ def test_a_batch_knows_where_sequences_begin_and_end(teacher, sentences, tmp_pat
     assert (batch["positions"][batch["segments"] == 0] == 0).all()
 
 
-def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_path, monkeypatch):
-    monkeypatch.setattr(teaching, "SHARD", 10)
+def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_path):
     texts, folder = teaching.read_texts(sentences, teacher.tokenizer), tmp_path / "labels"
-    label(folder, teacher, texts, 20)
+    label(folder, teacher, texts, 11)  # Two shards, both whole.
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
     (folder / "labels-00001.npy").unlink()
     label(folder, teacher, texts, 30)
@@ -97,6 +101,18 @@ def test_the_teacher_continues_sentences(teacher, sentences):
     for tokens in cold(0, 3):
         likeliest = log_probabilities(teacher.model, tokens).argmax(1)
         assert (likeliest[len(tokens) // 2 + 6 : -1] == tokens[len(tokens) // 2 + 7 :]).all()
+
+
+def test_later_texts_compile_nothing(teacher, sentences, count_compilations):
+    policy = Policy(eos=teacher.tokenizer.eos)
+    for texts in (
+        teaching.continued_texts(teacher, sentences, LENGTH, policy, seed=0),
+        teaching.conversations(teacher, 40, policy, seed=3),
+    ):
+        texts(0, 6)
+        with count_compilations() as compiled:
+            texts(6, 12)
+        assert not compiled
 
 
 def test_the_teacher_writes_both_sides_of_a_chat(teacher):

@@ -24,8 +24,9 @@ KEPT = 120
 
 
 @pytest.fixture
-def folder(teacher, sentences, all_labels, tmp_path):
+def folder(teacher, sentences, all_labels, tmp_path, monkeypatch):
     """Labels of two parts of the sentences, `train` and `heldout`."""
+    monkeypatch.setattr(teaching, "SHARD", 10)
     for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
         about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
         labels.claim_folder(tmp_path / name, {**about, "length": LENGTH})
@@ -134,6 +135,8 @@ def test_what_is_refused(config, folder, teacher):
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), folder / "refused" / str(len(message)))
+    with pytest.raises(UserError, match="has two folders of one name"):
+        training.distil(config(**{"data.heldout": (str(folder / "heldout"),) * 2}), folder / "run")
     index = json.loads((folder / "heldout" / labels.INDEX).read_text())
     (folder / "heldout" / labels.INDEX).write_text(json.dumps({**index, "vocabulary": "another"}))
     with pytest.raises(UserError, match="held-out labels 'heldout' are of another teacher"):
