@@ -70,10 +70,10 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
     texts, folder = teaching.read_texts(sentences, teacher.tokenizer), tmp_path / "labels"
     label(folder, teacher, texts, 11)  # Two shards, both whole.
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
-    (folder / "labels-00001.npy").unlink()
+    (folder / "labels-00000.npy").unlink()
     label(folder, teacher, texts, 30)
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
-    assert len(after) == 3 and after["labels-00000.npy"] == before["labels-00000.npy"]
+    assert len(after) == 3 and after["labels-00001.npy"] == before["labels-00001.npy"]
     label(tmp_path / "at_once", teacher, texts, 30)
     for name in after:
         assert (folder / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes()
