@@ -113,19 +113,6 @@ def check_dtype(dtype: str) -> None:
         raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
 
 
-def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained, list[Trained]]:
-    """Loads a target and its drafts; raises `UserError` unless all share one tokenizer."""
-    loaded_target = load(target, dtype)
-    loaded = [load(draft, dtype) for draft in drafts]
-    for spec, draft in zip(drafts, loaded, strict=True):
-        if draft.tokenizer.vocabulary != loaded_target.tokenizer.vocabulary:
-            raise UserError(
-                f"draft {spec!r} and target {target!r} have different vocabularies; give models that share one, such as two "
-                "that were trained with one data.tokenizer"
-            )
-    return loaded_target, loaded
-
-
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
     """The newest checkpoint of a training run, or the one that did best on held-out sentences.
 

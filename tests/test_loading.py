@@ -17,12 +17,13 @@ from spectr_jax.config import eval_config
 from spectr_jax.data.hugging_face import save_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained, load, load_pair, register_loader
+from spectr_jax.loading import Trained, load, register_loader
 from spectr_jax.measure import measurement
 from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 from spectr_jax.models.weights import save_weights
+from spectr_jax.pairs import load_pair
 
 
 def _laws(model, tokens):
@@ -122,7 +123,7 @@ def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
 
 
 def test_models_of_different_vocabularies_are_refused(gpt2_pair, toy):
-    with pytest.raises(UserError, match="have different vocabularies; give models that share one"):
+    with pytest.raises(UserError, match="have different vocabularies: of 268 tokens 0 are the same at the same ids"):
         load_pair(f"hf:{gpt2_pair / 'target'}", (str(toy.folder / "draft.safetensors"),), "float32")
 
 

@@ -26,9 +26,9 @@ from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.walks import layer
 from spectr_jax.errors import UserError
-from spectr_jax.loading import load_pair
 from spectr_jax.measure import measurement, report
 from spectr_jax.models.frozen import freeze
+from spectr_jax.pairs import load_pair
 from spectr_jax.transport.base import draw
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/layer", "Where the table goes: Markdown and JSON.")

@@ -33,12 +33,13 @@ from spectr_jax.decoding import Method, generate, get_method
 from spectr_jax.decoding.generate import lower
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
-from spectr_jax.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained, load_pair
+from spectr_jax.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained
 from spectr_jax.measure import report
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.transformer import Transformer, causal
+from spectr_jax.pairs import load_pair
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/peers", "Where the tables go: Markdown and JSON.")
 _TARGET = flags.DEFINE_string("target", "random:target_97m", "embedded:NAME, random:NAME, a model file or a workdir.")

@@ -25,9 +25,9 @@ from spectr_jax.decoding.tree import Tree, parse
 from spectr_jax.errors import UserError
 from spectr_jax.figures.base import Figure, Series, plot
 from spectr_jax.files import write_json, write_whole
-from spectr_jax.loading import load_pair
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.replay import covering, observe_replays
+from spectr_jax.pairs import load_pair
 
 TREES = (
     *("1x8", "2x4", "4x2", "8", "2,2"),

@@ -23,8 +23,8 @@ from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import parse
 from spectr_jax.files import write_json, write_whole
-from spectr_jax.loading import load_pair
 from spectr_jax.measure import measurement, report
+from spectr_jax.pairs import load_pair
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/layer", "Where the table goes: Markdown and JSON.")
 _METHODS = flags.DEFINE_list(

@@ -49,8 +49,16 @@ class HuggingFaceTokenizer(AnyTokenizer):
     @functools.cached_property
     def vocabulary(self) -> str:
         """See `AnyTokenizer.vocabulary`."""
-        tokens = self._tokenizer.get_vocab()
-        return vocabulary_digest(sorted(tokens, key=lambda token: tokens[token]))
+        return vocabulary_digest(self.tokens)
+
+    @property
+    def tokens(self) -> list[str]:
+        """See `AnyTokenizer.tokens`; an id without a token has ""."""
+        ids = self._tokenizer.get_vocab()
+        tokens = [""] * (max(ids.values(), default=-1) + 1)
+        for token, index in ids.items():
+            tokens[index] = token
+        return tokens
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without BOS and EOS."""

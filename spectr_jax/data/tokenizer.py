@@ -38,6 +38,11 @@ class AnyTokenizer(Protocol):
         """A digest of the tokens, in order: equal for models that share a vocabulary."""
         ...
 
+    @property
+    def tokens(self) -> list[str] | None:
+        """The tokens by id, or None where they are not known."""
+        return None
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without BOS and EOS."""
         ...
@@ -190,7 +195,12 @@ class Tokenizer(AnyTokenizer):
     @functools.cached_property
     def vocabulary(self) -> str:
         """See `AnyTokenizer.vocabulary`."""
-        return vocabulary_digest([self._processor.id_to_piece(token) for token in range(self.vocab_size)])
+        return vocabulary_digest(self.tokens)
+
+    @property
+    def tokens(self) -> list[str]:
+        """See `AnyTokenizer.tokens`."""
+        return [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
         """The pieces of `text`, without BOS and EOS."""

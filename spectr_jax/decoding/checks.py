@@ -74,7 +74,8 @@ def check_request(method: Method, target, draft, prompts, prompt_lengths, max_ne
     for name, model in models:
         if model.vocab_size != target.vocab_size:
             raise UserError(
-                f"the draft has {model.vocab_size} tokens and the target {target.vocab_size}; use one vocabulary for both"
+                f"the draft has {model.vocab_size} tokens and the target {target.vocab_size}; use one vocabulary for "
+                "both, or spectr_jax.pairs.fitted"
             )
         if prompts.shape[1] + max_new_tokens > model.context:
             raise UserError(

@@ -109,7 +109,10 @@ def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: Lab
     path = workdir / STUDENT
     if hosts.is_first() and not path.exists():
         shape = student_config(config.model, rows.vocab_size, rows.context)
-        tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
+        if config.init and shape.head_tokens:  # Its head knows its own tokens, whatever these labels have most of.
+            tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
+        else:
+            tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
         about = {"teacher": config.teacher, "vocabulary": rows.vocabulary, "model": dataclasses.asdict(shape)}
         write_json(path, {**about, "head_tokens": tokens.tolist()})
     hosts.wait_for_all("the student's shape is there")
@@ -210,16 +213,21 @@ def _scores(
 def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.ndarray, rows: LabelledRows) -> nnx.State:
     """What a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
-        model, vocabulary = load_weights(expanded(config.init))
-        if vocabulary != rows.vocabulary or not isinstance(model, Llama):
-            raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
-        if dataclasses.replace(model.config, dtype=shape.dtype) != shape or (model.head.tokens[...] != tokens).any():
-            raise UserError(f"init={config.init!r} has another shape or head than this student; change model, or start anew")
-        return nnx.state(model, nnx.Param)
+        return nnx.state(_begun(config, shape, rows), nnx.Param)
     table = teacher_embedding(load(config.teacher))
     student = build(shape, tokens, nnx.Rngs(config.seed))
     begin_as_teacher(student, table)
     return nnx.state(student, nnx.Param)
+
+
+def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows) -> Llama:
+    """The student that `config.init` names."""
+    model, vocabulary = load_weights(expanded(config.init))
+    if vocabulary != rows.vocabulary or not isinstance(model, Llama):
+        raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
+    if dataclasses.replace(model.config, dtype=shape.dtype) != shape:
+        raise UserError(f"init={config.init!r} has another shape, {model.config}; change config.model, or start anew")
+    return model
 
 
 def teacher_embedding(teacher: Trained) -> jax.Array:

@@ -19,8 +19,9 @@ import tqdm
 from spectr_jax import transport
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.figures.base import Figure, Series, write
-from spectr_jax.loading import Trained, load_pair
+from spectr_jax.loading import Trained
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.pairs import load_pair
 from spectr_jax.transport.base import draw
 
 LARGEST_PROGRAM = 25_000

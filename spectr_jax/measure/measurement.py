@@ -19,8 +19,9 @@ from spectr_jax.decoding import Method, Policy
 from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.errors import UserError
-from spectr_jax.loading import EMBEDDED, Trained, check_dtype, load_pair
+from spectr_jax.loading import EMBEDDED, Trained, check_dtype
 from spectr_jax.models.frozen import freeze
+from spectr_jax.pairs import load_pair
 
 
 class Prompts(NamedTuple):

@@ -6,9 +6,12 @@ frequent (FR-Spec: Zhao et al., 2025, arXiv 2502.14856). All others have probabi
 the target's distribution exactly, on all tokens.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from spectr_jax.models.dense import dense_layer
 
@@ -46,3 +49,38 @@ class PartialHead(nnx.Module):
         logits = self.linear(x).astype(jnp.float32)
         everything = jnp.full((*x.shape[:-1], self.vocab_size), -jnp.inf)
         return everything.at[..., self.tokens[...]].set(logits, indices_are_sorted=True, unique_indices=True)
+
+
+class SharedTokens(nnx.Module):
+    """A model as a draft for another vocabulary [V]: tokens that are not `shared` have probability 0.
+
+    Where it reads one of those, token 0 stands for it.
+
+    Attributes:
+      model: the draft; its ids of shared tokens are those of the other vocabulary.
+      shared: bool [V].
+    """
+
+    def __init__(self, model: Any, shared: ArrayLike):
+        self.model, self.shared = model, Kept(jnp.asarray(shared))
+        self.vocab_size = len(jnp.asarray(shared))
+
+    @property
+    def context(self) -> int:
+        return self.model.context
+
+    @property
+    def layers(self) -> int:
+        return self.model.layers
+
+    def init_cache(self, batch, capacity):
+        """The cache of the model."""
+        return self.model.init_cache(batch, capacity)
+
+    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+        """See `Model.extend`."""
+        known_BxN = jnp.where(self.shared[...][tokens_BxN], tokens_BxN, 0)
+        logits, cache = self.model.extend(known_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        missing = max(self.vocab_size - logits.shape[-1], 0)
+        logits_BxNxV = jnp.pad(logits, ((0, 0), (0, 0), (0, missing)))[..., : self.vocab_size]
+        return jnp.where(self.shared[...], logits_BxNxV, -jnp.inf), cache

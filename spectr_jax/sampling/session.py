@@ -13,9 +13,10 @@ from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import BUCKET, generate
 from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained, load, load_pair
+from spectr_jax.loading import Trained, load
 from spectr_jax.measure.trace import Recorded, read_calls, recorder
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.pairs import load_pair
 
 ROUNDS = 5
 """Timed runs of a method and of the baseline, in turns, after one of each that is not timed."""

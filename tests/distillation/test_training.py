@@ -13,8 +13,8 @@ from spectr_jax.config import distil_config
 from spectr_jax.distillation import labels, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.errors import Interrupted, UserError
-from spectr_jax.loading import load_pair
 from spectr_jax.models.transformer import causal
+from spectr_jax.pairs import load_pair
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.transport import otm
 
@@ -98,7 +98,7 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch):
         training.distil(config(loss="tv"), folder / "run")
 
 
-def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentences):
+def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
     training.distil(config(steps=12, eval_every=6), folder / "run")
     flags.FLAGS.mark_as_parsed()
     for dtype in ("bfloat16", "int8"):
@@ -115,11 +115,16 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
     assert whole.tokens.shape == generate(key, method, target, stored, prompts, lengths, 8).tokens.shape
     with pytest.raises(UserError, match="'run' is a draft and has no tokenizer of its own"):
         stored.tokenizer.encode("draft")
+    monkeypatch.setattr(training, "frequent_tokens", lambda rows, count: np.arange(count, dtype=np.int32))
     kept = training.distil(config(steps=1, init=str(folder / "bfloat16/run")), folder / "further")
+    further = load(str(folder / "further")).model.head.tokens[...]
+    np.testing.assert_array_equal(further, stored.model.head.tokens[...], "a head keeps its own tokens")
     near = training.distil(config(steps=1), folder / "anew")
     first = np.asarray(stored.model.head.linear.kernel[...])
     moved = [np.abs(np.asarray(each.params["head"]["linear"]["kernel"][...]) - first).max() for each in (kept, near)]
     assert moved[0] < 0.1 < moved[1]
+    with pytest.raises(UserError, match="has another shape"):
+        training.distil(config(init=str(folder / "bfloat16/run"), **{"model.mlp": 16}), folder / "wider")
 
 
 def test_what_is_refused(config, folder, teacher):

@@ -1,0 +1,59 @@
+"""A target and its drafts, which share a vocabulary, or all of it but for added tokens."""
+
+import numpy as np
+
+from spectr_jax.errors import UserError
+from spectr_jax.loading import Trained, load
+from spectr_jax.models.vocabulary import SharedTokens
+
+SHARED = 0.95
+"""Of the smaller vocabulary; two that were made apart share next to nothing at the same ids."""
+
+
+def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained, list[Trained]]:
+    """Loads a target and its drafts, each draft `fitted` to the target.
+
+    Raises:
+      UserError: as `load` and `fitted`.
+    """
+    loaded_target = load(target, dtype)
+    return loaded_target, [fitted(load(draft, dtype), loaded_target) for draft in drafts]
+
+
+def fitted(draft: Trained, target: Trained) -> Trained:
+    """`draft`, such that it can draft for `target`.
+
+    It is returned as it is if the two have one vocabulary. If they differ by added or padded tokens only, such as the
+    members of a family, it drafts the tokens that both have (token-level intersection: Timor et al., 2025, arXiv
+    2502.05202).
+
+    Raises:
+      UserError: they share less than 95 % of their tokens.
+    """
+    sizes = draft.model.vocab_size, target.model.vocab_size
+    if draft.tokenizer.vocabulary == target.tokenizer.vocabulary:
+        if sizes[0] == sizes[1]:
+            return draft
+        shared = np.arange(sizes[1]) < min(sizes)
+    else:
+        shared = np.zeros(sizes[1], bool)
+        same = _same_tokens(draft, target)[: min(sizes)]
+        shared[: len(same)] = same
+    return draft._replace(model=SharedTokens(draft.model, shared))
+
+
+def _same_tokens(draft: Trained, target: Trained) -> np.ndarray:
+    """Of each id that both vocabularies have, whether it is the same token in both."""
+    pair = f"draft {draft.name!r} and target {target.name!r} have different vocabularies"
+    remedy = "give models that share one, such as two of a family, or two that were trained with one data.tokenizer"
+    first, second = draft.tokenizer.tokens, target.tokenizer.tokens
+    if first is None or second is None:
+        raise UserError(f"{pair}; {remedy}")
+    same = np.array([a == b for a, b in zip(first, second, strict=False)])
+    smaller = min(len(first), len(second))
+    if same.sum() < SHARED * smaller:
+        both = len(set(first) & set(second))
+        raise UserError(
+            f"{pair}: of {smaller} tokens {same.sum()} are the same at the same ids ({both} at any ids); {remedy}"
+        )
+    return same
