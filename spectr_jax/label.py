@@ -28,6 +28,9 @@ _COUNT = flags.DEFINE_integer(
 _FIRST = flags.DEFINE_integer("first", 0, "The first sentence of the corpus to take.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of what the teacher writes; labels are at 1.", lower_bound=0.0)
+_FEATURES = flags.DEFINE_bool(
+    "features", False, "Also keep what the teacher's head scores at each token, for students that see it."
+)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the teacher: float32, bfloat16 or int8.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of what the teacher writes.", lower_bound=0)
 _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
@@ -41,6 +44,7 @@ def main():
     from spectr_jax.errors import UserError
     from spectr_jax.files import expanded
     from spectr_jax.loading import load
+    from spectr_jax.models.llama import Llama
 
     chats, writes = _WRITE.value == "chats", _WRITE.value != "nothing"
     if bool(_TEXT.value) == chats:
@@ -52,6 +56,9 @@ def main():
         raise UserError(
             f"--length={length} is more than the teacher's context of {teacher.model.context}; give at most that"
         )
+    if _FEATURES.value and not isinstance(teacher.model, Llama):
+        raise UserError(f"--features takes a teacher of the Llama family, and {_TEACHER.value!r} is none; leave it out")
+    features = teacher.model.config.width if _FEATURES.value else 0
     policy = Policy(temperature=_TEMPERATURE.value, eos=tokenizer.eos)
     if sentences is None:
         texts = teaching.conversations(teacher, length, policy, _SEED.value)
@@ -66,6 +73,7 @@ def main():
         "vocab_size": vocab_size,
         "context": teacher.model.context,
         "length": length,
+        "features": features,
         "text": _TEXT.value,
         "first": _FIRST.value,
         "write": _WRITE.value,
@@ -75,7 +83,8 @@ def main():
     labels.claim_folder(out, about)
     fill = teaching.labeller(teacher)
     shifted = teaching.starting_at(texts, _FIRST.value)
-    tokens = teaching.write_labels(out, shifted, _COUNT.value, fill, vocab_size, length)
+    row_type = labels.row_type(vocab_size, length, features)
+    tokens = teaching.write_labels(out, shifted, _COUNT.value, fill, row_type)
     rows = labels.open_labels(str(out))
     print(f"{tokens:,} tokens labelled now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
 

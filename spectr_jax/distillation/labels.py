@@ -1,8 +1,9 @@
 """A teacher's likeliest next tokens at every place of a text, kept on disk, so that students need not ask it again.
 
 A row is several sequences one after the other, then padding. At each place it holds the token, the number of its sequence
-(0 is padding), and the `TOP` likeliest next tokens with the logarithms of their probabilities. A folder has shards of such
-rows, each written whole, and an index that names the teacher.
+(0 is padding), and the `TOP` likeliest next tokens with the logarithms of their probabilities; for students that see the
+teacher's features, also what its head scored there. A folder has shards of such rows, each written whole, and an index that
+names the teacher.
 """
 
 import json
@@ -21,8 +22,8 @@ TOP = 64
 """Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability."""
 
 
-def row_type(vocab_size: int, length: int) -> np.dtype:
-    """The structured type of a row of `length` tokens."""
+def row_type(vocab_size: int, length: int, features: int = 0) -> np.dtype:
+    """The structured type of a row of `length` tokens, with so many features each."""
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
     return np.dtype(
         [
@@ -30,6 +31,7 @@ def row_type(vocab_size: int, length: int) -> np.dtype:
             ("segments", np.uint16, (length,)),
             ("top", token, (length, TOP)),
             ("log_probabilities", np.float16, (length, TOP)),
+            *([("features", np.float16, (length, features))] if features else []),
         ]
     )
 
@@ -41,11 +43,12 @@ class LabelledRows(PackedRows):
       vocabulary: digest of the teacher's (`AnyTokenizer.vocabulary`).
       vocab_size: of the teacher's logits.
       context: the teacher's, in tokens.
+      features: of the teacher a place; 0 where labels have none.
     """
 
-    def __init__(self, shards: list[np.ndarray], vocabulary: str, vocab_size: int, context: int):
+    def __init__(self, shards: list[np.ndarray], vocabulary: str, vocab_size: int, context: int, features: int):
         super().__init__(shards, tokenizer_digest=vocabulary)
-        self.vocabulary, self.vocab_size, self.context = vocabulary, vocab_size, context
+        self.vocabulary, self.vocab_size, self.context, self.features = vocabulary, vocab_size, context, features
 
     @property
     def length(self) -> int:
@@ -68,7 +71,7 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     Raises:
       UserError: it holds other labels.
     """
-    wanted = {"format": FORMAT, "top": TOP, **about}
+    wanted = {"format": FORMAT, "top": TOP, "features": 0, **about}
     if (folder / INDEX).exists():
         there = _index(folder)
         for name in sorted(wanted.keys() | there.keys()):
@@ -91,17 +94,17 @@ def open_labels(name: str) -> LabelledRows:
     folders = [expanded(each.strip()) for each in name.split(",")]
     indices = [_index(folder) for folder in folders]
     for folder, index in zip(folders, indices, strict=True):
-        for field in ("vocabulary", "vocab_size", "context", "length", "top"):
+        for field in ("vocabulary", "vocab_size", "context", "length", "top", "features"):
             if index[field] != indices[0][field]:
                 raise UserError(
                     f"{str(folder)!r} has labels of {field}={index[field]!r} and {str(folders[0])!r} of "
                     f"{indices[0][field]!r}; give folders that agree"
                 )
-    wanted = row_type(indices[0]["vocab_size"], indices[0]["length"])
+    wanted = row_type(indices[0]["vocab_size"], indices[0]["length"], indices[0]["features"])
     shards = [_read(path, wanted) for folder in folders for path in sorted(folder.glob("labels-*.npy"))]
     if not any(len(shard) for shard in shards):
         raise UserError(f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ...")
-    return LabelledRows(shards, *(indices[0][field] for field in ("vocabulary", "vocab_size", "context")))
+    return LabelledRows(shards, *(indices[0][field] for field in ("vocabulary", "vocab_size", "context", "features")))
 
 
 def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -109,7 +112,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its end), int32 [B, N];
-      `top` int32 and `log_probabilities` float32, [B, N, TOP].
+      `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are features, `features` float16 [B, N, F].
     """
     tokens, segments = rows["tokens"].astype(np.int32), rows["segments"].astype(np.int32)
     places = np.arange(tokens.shape[1])
@@ -124,6 +127,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
         "top": rows["top"].astype(np.int32),
         "log_probabilities": rows["log_probabilities"].astype(np.float32),
+        **({"features": rows["features"]} if "features" in (rows.dtype.names or ()) else {}),
     }
 
 
@@ -132,7 +136,7 @@ def _index(folder: pathlib.Path) -> dict[str, Any]:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
-        return index
+        return {"features": 0, **index}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(folder)!r} has no labels that can be read ({error}); make some: python -m spectr_jax.label"

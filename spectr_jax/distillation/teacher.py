@@ -4,6 +4,7 @@ Texts are sentences of a corpus, continuations that the teacher samples of their
 from its chat template alone, the user's part too (Magpie: Xu et al., 2024, arXiv 2406.08464).
 """
 
+import functools
 import io
 import pathlib
 from collections.abc import Callable, Sequence
@@ -118,9 +119,10 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
     return write
 
 
-def pack_rows(texts: Sequence[Sequence[int]], vocab_size: int, length: int) -> np.ndarray:
-    """Rows [R] of `labels.row_type`, labels still empty: texts cut to `length` tokens, first fit; those of one token left
+def pack_rows(texts: Sequence[Sequence[int]], row_type: np.dtype) -> np.ndarray:
+    """Rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token left
     out."""
+    length = row_type["tokens"].shape[0]
     source = [{"tokens": np.asarray(tokens[:length], np.int32)} for tokens in texts if len(tokens) > 1]
     packed = grain.experimental.FirstFitPackIterDataset(
         grain.MapDataset.source(source).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
@@ -129,21 +131,28 @@ def pack_rows(texts: Sequence[Sequence[int]], vocab_size: int, length: int) -> n
         shuffle_bins=False,
     )
     found = list(packed)
-    rows = np.zeros(len(found), labels.row_type(vocab_size, length))
+    rows = np.zeros(len(found), row_type)
     for row, filled in zip(rows, found, strict=True):
         row["tokens"], row["segments"] = filled["tokens"], filled["tokens_segment_ids"]
     return rows
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
-    """A function that fills the labels of packed rows in place; its programs compile once."""
+    """A function that fills the labels of packed rows in place, and their features if they have any; its programs compile
+    once."""
     model = freeze(teacher)
 
-    @jax.jit
-    def likeliest(model: Frozen, tokens: jax.Array, segments: jax.Array, positions: jax.Array):
-        logits, _ = model.merge().extend(tokens, positions, causal(segments))
+    @functools.partial(jax.jit, static_argnums=0)
+    def likeliest(features: bool, model: Frozen, tokens: jax.Array, segments: jax.Array, positions: jax.Array):
+        merged, place = model.merge(), (tokens, positions, causal(segments))
+        seen = None
+        if features:
+            seen, _ = merged.hidden(*place)
+            logits = merged.scored(seen)
+        else:
+            logits, _ = merged.extend(*place)
         top, tokens = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
-        return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), seen
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
@@ -151,7 +160,10 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             padded = np.zeros(ROWS, rows.dtype)
             padded[: len(part)] = part
             batch = labels.batch_of(padded)
-            tokens, logs = likeliest(model, batch["inputs"], batch["segments"], batch["positions"])
+            features = "features" in batch
+            tokens, logs, seen = likeliest(features, model, batch["inputs"], batch["segments"], batch["positions"])
+            if features:
+                part["features"] = np.asarray(seen)[: len(part)]
             count = tokens.shape[-1]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
             part["log_probabilities"] = -np.inf
             part["top"][..., :count] = np.asarray(tokens)[: len(part)]
@@ -161,7 +173,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
 
 
 def write_labels(
-    folder: pathlib.Path, texts: Texts, count: int, fill: Callable[[np.ndarray], None], vocab_size: int, length: int
+    folder: pathlib.Path, texts: Texts, count: int, fill: Callable[[np.ndarray], None], row_type: np.dtype
 ) -> int:
     """Labels at least `count` texts, in whole shards, but for those that are there already; returns the tokens labelled."""
     tokens = 0
@@ -171,7 +183,7 @@ def write_labels(
         path = labels.shard_path(folder, number)
         if path.exists():
             continue
-        rows = pack_rows(texts(first, first + SHARD), vocab_size, length)
+        rows = pack_rows(texts(first, first + SHARD), row_type)
         fill(rows)
         file = io.BytesIO()
         np.save(file, rows)

@@ -199,7 +199,7 @@ class Llama(nnx.Module):
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
         """See `Model.extend`."""
         x_BxNxE, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
-        return self._logits(x_BxNxE), cache
+        return self.scored(x_BxNxE), cache
 
     def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
         """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits."""
@@ -220,7 +220,8 @@ class Llama(nnx.Module):
         rows = (*new_rows, *layer_rows[count:])
         return self.norm(x_BxNxE), None if cache is None else Cache(rows, cache.lengths)
 
-    def _logits(self, x_BxNxE):
+    def scored(self, x_BxNxE):
+        """Logits [B, N, V] float32 of what `hidden` returns."""
         head = self.embed.attend if self.head is None else self.head
         return head(x_BxNxE).astype(jnp.float32)
 

@@ -27,7 +27,8 @@ def short_shards(monkeypatch):
 def label(folder, teacher, texts, count):
     about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
     labels.claim_folder(folder, {**about, "length": LENGTH})
-    return teaching.write_labels(folder, texts, count, teaching.labeller(teacher), teacher.model.vocab_size, LENGTH)
+    row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
+    return teaching.write_labels(folder, texts, count, teaching.labeller(teacher), row_type)
 
 
 def sequences(rows):

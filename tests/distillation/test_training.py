@@ -32,7 +32,7 @@ def folder(teacher, sentences, all_labels, tmp_path, monkeypatch):
         labels.claim_folder(tmp_path / name, {**about, "length": LENGTH})
         texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
         fill = teaching.labeller(teacher)
-        teaching.write_labels(tmp_path / name, texts, count, fill, teacher.model.vocab_size, LENGTH)
+        teaching.write_labels(tmp_path / name, texts, count, fill, labels.row_type(teacher.model.vocab_size, LENGTH))
     return tmp_path
 
 
