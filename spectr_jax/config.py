@@ -18,8 +18,19 @@ STUDENTS = {
     "2m": {"layers": 3, "width": 128, "mlp": 512, "heads": 4, "kv_heads": 4, "head_tokens": 8_192, "embed_rank": 96},
     "6m": {"layers": 4, "width": 256, "mlp": 1_024, "heads": 4, "kv_heads": 4, "head_tokens": 8_192, "embed_rank": 96},
     "20m": {"layers": 3, "width": 512, "mlp": 1_536, "heads": 8, "kv_heads": 8, "head_tokens": 16_384, "embed_rank": 128},
+    "eagle": {
+        "layers": 1,
+        "width": 576,
+        "mlp": 1_536,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_tokens": 8_192,
+        "embed_rank": 96,
+        "features": 576,
+    },
 }
-"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's drafts."""
+"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's drafts; and one that sees
+the features of SmolLM2-135M."""
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
@@ -75,7 +86,7 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
         {
             **{name: common[name] for name in (*kept, "checkpoint_every", "keep_checkpoints")},
             "teacher": "smollm2",
-            "model": {**STUDENTS[student], "dtype": "bfloat16"},  # Of the Llama family (`models.llama.LlamaConfig`).
+            "model": {"features": 0, **STUDENTS[student], "dtype": "bfloat16"},  # Of `models.llama.LlamaConfig`.
             "data": {
                 "train": "labels/train",  # A folder of labels, or several with commas between them.
                 "heldout": ("labels/heldout",),  # Others, each scored on its own; the first finds the best checkpoint.
@@ -84,11 +95,12 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.
             "cross_entropy": 0.0,  # Weight of the text's own next token beside it.
+            "depth": 2,  # Of a student that sees features: levels of a tree that it learns at once.
         }
     )
     config.update(steps=4_000, batch_size=32, log_every=50, eval_every=500, checkpoint_every=500)
     config.optimizer.update(name="muon", schedule="cosine", warmup_steps=100)
-    config.optimizer.learning_rate = {"2m": 0.02, "6m": 0.015, "20m": 0.01}[student]
+    config.optimizer.learning_rate = {"2m": 0.02, "6m": 0.015, "20m": 0.01, "eagle": 0.01}[student]
     return config
 
 

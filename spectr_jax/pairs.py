@@ -39,6 +39,11 @@ def fitted(draft: Trained, target: Trained) -> Trained:
         shared = np.zeros(sizes[1], bool)
         same = _same_tokens(draft, target)[: min(sizes)]
         shared[: len(same)] = same
+    if getattr(draft.model, "features", 0):
+        raise UserError(
+            f"draft {draft.name!r} sees the features of the target that it was trained for, and {target.name!r} is another; "
+            "give that target, or another draft"
+        )
     return draft._replace(model=SharedTokens(draft.model, shared))
 
 

@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.decoding import features
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.transport import race as race_plan
 from spectr_jax.transport.base import draw
-
-RECALLED = 2
-"""Tokens that open each call. The draft never ran on the last accepted leaf, so it runs on the last two committed ones."""
 
 
 class Drafts(NamedTuple):
@@ -84,9 +82,9 @@ tokens, C the largest count; entries at and beyond a node's count are unused.
 """
 
 
-def committed_length(lengths_B: jax.Array) -> jax.Array:
+def committed_length(lengths_B: jax.Array, recalled: int = features.RECALLED) -> jax.Array:
     """The number of tokens that the draft's cache holds between calls, for sequences of these lengths."""
-    return jnp.maximum(lengths_B - RECALLED, 0)
+    return jnp.maximum(lengths_B - recalled, 0)
 
 
 def draft(
@@ -98,6 +96,7 @@ def draft(
     text_BxT: jax.Array,
     lengths_B: jax.Array,
     cache: Cache,
+    seen_BxRxE: jax.Array | None = None,
 ) -> Drafts:
     """Draws the tokens of the tree.
 
@@ -109,22 +108,29 @@ def draft(
       policy: applied to the draft's logits.
       text_BxT: committed tokens, of `lengths_B` (at least 1) each.
       lengths_B: int32.
-      cache: of length `committed_length(lengths_B)`.
+      cache: of length `committed_length(lengths_B, R)`, R as `features.recalled` says.
+      seen_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
     """
-    B = lengths_B.shape[0]
-    recalled_Bx2 = cache.lengths[:, None] + jnp.arange(RECALLED)
-    # A text of one token has no second to last one: then the first recalled slot is the root, the second is nobody's.
+    B, R = lengths_B.shape[0], features.recalled(model, tree)
+    recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
+    # A text shorter than R: then the root is an earlier one of the recalled slots, and those behind it are nobody's.
     root_B = lengths_B - 1 - cache.lengths
-    sees_recalled_Bx1x2 = (jnp.arange(RECALLED) <= root_B[:, None])[:, None, :]
-    logits, cache = model.extend(
-        jnp.take_along_axis(text_BxT, recalled_Bx2, axis=1),
-        recalled_Bx2,
-        jnp.broadcast_to(np.tri(RECALLED, dtype=bool), (B, RECALLED, RECALLED)),
+    sees_recalled_Bx1xR = (jnp.arange(R) <= root_B[:, None])[:, None, :]
+    if seen_BxRxE is not None:
+        shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
+        seen_BxRxE = jnp.take_along_axis(seen_BxRxE, shifted_BxR[..., None], axis=1)
+    logits, own, cache = features.extend(
+        model,
+        jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
+        recalled_BxR,
+        jnp.broadcast_to(np.tri(R, dtype=bool), (B, R, R)),
         cache,
+        features_BxNxE=seen_BxRxE,
     )
     logits_BxWxV = jnp.take_along_axis(logits, root_B[:, None, None], axis=1)
+    own_BxWxE = None if own is None else jnp.take_along_axis(own, root_B[:, None, None], axis=1)
     tokens = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)]
-    laws = []
+    laws, parent_ranks = [], np.zeros(1, int)
     for depth, nodes in enumerate(tree.levels[1:]):
         laws.append(probabilities(logits_BxWxV, policy))
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
@@ -132,35 +138,52 @@ def draft(
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
             first, ranks = nodes[0], tree.inner_rank[inner]
-            pending = RECALLED + ranks[0] - 1
+            pending = R + ranks[0] - 1
             among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : ranks[-1] + 1])]
             visible = jnp.concatenate(
                 [
-                    jnp.broadcast_to(sees_recalled_Bx1x2, (B, len(inner), RECALLED)),
+                    jnp.broadcast_to(sees_recalled_Bx1xR, (B, len(inner), R)),
                     jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
                 ],
                 axis=-1,
             )
             positions = jnp.broadcast_to(lengths_B[:, None] + depth, (B, len(inner)))
-            logits_BxWxV, cache = model.extend(tokens[-1][:, inner - first], positions, visible, cache, int(pending))
+            parents = tree.inner_rank[tree.parent[inner]]
+            logits_BxWxV, own_BxWxE, cache = features.extend(
+                model,
+                tokens[-1][:, inner - first],
+                positions,
+                visible,
+                cache,
+                int(pending),
+                features_BxNxE=None if own_BxWxE is None else own_BxWxE[:, parents - parent_ranks[0]],
+            )
+            parent_ranks = ranks
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(laws, axis=1), cache)
 
 
-def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Array, new_lengths_B: jax.Array) -> Cache:
+def commit(
+    model: Model, cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Array, new_lengths_B: jax.Array
+) -> Cache:
     """Keeps the accepted path in the draft's cache, except its last node, which may be a leaf and is run again.
 
+    A draft that sees features runs on all of it again, with the target's.
+
     Args:
+      model: the draft model.
       cache: with the inner nodes of a drafted tree pending.
       tree: static.
       path_BxD: int32 accepted nodes, root excluded, in order; later entries are ignored.
       old_lengths_B: lengths of the sequences before the call.
       new_lengths_B: after it.
     """
+    if features.sees(model):
+        return Cache(cache.rows, committed_length(new_lengths_B, features.recalled(model, tree)))
     roots_B = old_lengths_B - 1 - cache.lengths
-    index_D = jnp.arange(1, path_BxD.shape[1] + RECALLED)  # The first recalled row is in its place.
+    index_D = jnp.arange(1, path_BxD.shape[1] + features.RECALLED)  # The first recalled row is in its place.
     below_root = index_D[None, :] - roots_B[:, None] - 1
     nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, path_BxD.shape[1] - 1), axis=1)
-    pending = jnp.where(below_root < 0, index_D[None, :], RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1)
+    pending = jnp.where(below_root < 0, index_D[None, :], features.RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1)
     return keep(cache, pending, committed_length(new_lengths_B), settled=1)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.decoding import drafting, scoring, selection
+from spectr_jax.decoding import drafting, features, scoring, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.tree import Tree
@@ -51,50 +51,71 @@ class Loop(NamedTuple):
     done: jax.Array
     target_cache: Cache
     draft_cache: Any
+    seen: jax.Array | None
     calls: jax.Array
     histogram: jax.Array
     observed: Any
 
 
 def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> Loop:
-    """Runs both models on the prompts, in pieces of at most `PIECE` tokens.
+    """Runs both models on the prompts.
 
     Cache rows beyond the end of a shorter prompt are pending, and overwritten later.
     """
     B, T = prompts_BxT.shape
     tree = method.tree
-    most = T + max_new_tokens
-    own_cache = tree.size and not method.exit_layer
-
-    def run(model, nodes, committed_B):
-        pieces = -(-T // PIECE)
-        width = T if pieces == 1 else PIECE
-        tokens = jnp.pad(prompts_BxT, ((0, 0), (0, pieces * width - T))).reshape(B, pieces, width).swapaxes(0, 1)
-        visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
-
-        def extend(number, cache):
-            cache = dataclasses.replace(cache, lengths=jnp.full(B, number * width, jnp.int32))
-            positions = jnp.broadcast_to(number * width + jnp.arange(width), (B, width))
-            return model.extend(tokens[number], positions, visible, cache)[1]
-
-        cache = model.init_cache(B, max(most + nodes, pieces * width))
-        if pieces == 1:
-            cache = extend(0, cache)
-        else:  # None of padding alone.
-            cache = jax.lax.fori_loop(0, (jnp.max(lengths_B) + width - 1) // width, extend, cache)
-        return dataclasses.replace(cache, lengths=committed_B)
-
+    recalled = features.recalled(draft, tree)
+    capacity = T + max_new_tokens + tree.size + recalled
+    seen, draft_cache = None, None
+    target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=features.sees(draft) > 0)
+    if tree.size and not method.exit_layer:
+        before = None if shown is None else features.before(shown)
+        draft_cache, _ = _run_on_prompts(draft, prompts_BxT, lengths_B, capacity, before)
+        draft_cache = dataclasses.replace(draft_cache, lengths=drafting.committed_length(lengths_B, recalled))
+        seen = None if shown is None else features.at_end(shown, lengths_B, recalled)
     return Loop(
         step=jnp.zeros((), jnp.int32),
         text=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
         lengths=lengths_B,
         done=jnp.zeros(B, bool),
-        target_cache=run(target, tree.size + drafting.RECALLED, lengths_B - 1),
-        draft_cache=run(draft, tree.size + drafting.RECALLED, drafting.committed_length(lengths_B)) if own_cache else None,
+        target_cache=dataclasses.replace(target_cache, lengths=lengths_B - 1),
+        draft_cache=draft_cache,
+        seen=seen,
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
     )
+
+
+def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=None, show: bool = False):
+    """The cache of a model after the prompts, run on in pieces of at most `PIECE` tokens, and the features [B, T, E] of all
+    tokens if it shall `show` them. `before_BxTxE` are those that come with the tokens."""
+    B, T = prompts_BxT.shape
+    pieces = -(-T // PIECE)
+    width = T if pieces == 1 else PIECE
+    cache = model.init_cache(B, max(capacity, pieces * width))
+    visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
+    padded = [
+        None if part is None else jnp.pad(part, ((0, 0), (0, pieces * width - T), *[(0, 0)] * (part.ndim - 2)))
+        for part in (prompts_BxT, before_BxTxE)
+    ]
+
+    def extend(number, carry):
+        cache, shown = carry
+        first = number * width
+        tokens, before = (
+            None if part is None else jax.lax.dynamic_slice_in_dim(part, first, width, axis=1) for part in padded
+        )
+        cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
+        positions = jnp.broadcast_to(first + jnp.arange(width), (B, width))
+        _, hidden, cache = features.extend(model, tokens, positions, visible, cache, features_BxNxE=before, show=show)
+        return cache, jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1) if show else None
+
+    start = cache, jnp.zeros((B, pieces * width, features.shows(model))) if show else None
+    if pieces == 1:
+        return extend(0, start)
+    # None of padding alone.
+    return jax.lax.fori_loop(0, (jnp.max(lengths_B) + width - 1) // width, extend, start)
 
 
 def observe_texts(observe, call: Call):
@@ -132,13 +153,17 @@ def call(
     with jax.named_scope("draft"):
         tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
     with jax.named_scope("score"):
-        logits, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache)
+        show = loop.seen is not None
+        logits, shown, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache, show)
     with jax.named_scope("select"):
         chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
             loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
         )
     with jax.named_scope("commit"):
-        after = _commit(loop, tree, chosen, target_cache, draft_cache, limits_B, policy)
+        after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
+        if loop.seen is not None:
+            added = after.lengths - loop.lengths
+            after = after._replace(seen=features.after_call(loop.seen, shown, chosen.path, added))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
     return after, Call(tree, policy, spare_keys, loop.lengths, tokens_BxN, p, logits, chosen)
 
@@ -151,21 +176,21 @@ def _draft(loop: Loop, method: Method, target, draft, keys_B, policy: Policy):
     cache = loop.draft_cache
     if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
         cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
-    drafts = drafting.draft(keys_B, draft, method.rule, method.tree, policy, loop.text, loop.lengths, cache)
+    drafts = drafting.draft(keys_B, draft, method.rule, method.tree, policy, loop.text, loop.lengths, cache, loop.seen)
     if method.exit_layer:
         return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
 
 
 def _commit(
-    loop: Loop, tree: Tree, chosen: selection.Selection, target_cache, draft_cache, limits_B, policy: Policy
+    loop: Loop, tree: Tree, chosen: selection.Selection, target_cache, draft, draft_cache, limits_B, policy: Policy
 ) -> Loop:
     """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
     emitted, ended = _cut(chosen, policy, limits_B - loop.lengths)
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
     if draft_cache is not None:
-        draft_cache = drafting.commit(draft_cache, tree, chosen.path, loop.lengths, lengths)
+        draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
     return Loop(
         step=loop.step + 1,
         text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
@@ -175,6 +200,7 @@ def _commit(
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, chosen.path, lengths),
         draft_cache=draft_cache,
+        seen=loop.seen,
         calls=loop.calls + ~loop.done,
         histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(jnp.where(loop.done, 0, 1)),
         observed=loop.observed,

@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.decoding import features
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
 
 
-def score(model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+def score(
+    model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache, show: bool = False
+) -> tuple[jax.Array, jax.Array | None, Cache]:
     """One target call on the last committed token and all drafted nodes.
 
     Args:
@@ -17,13 +20,15 @@ def score(model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array,
       tokens_BxN: [B, N + 1] int32 by node, the root's first.
       lengths_B: of the committed tokens; the root's position is one less.
       cache: of length `lengths_B - 1`: the root is not in it yet.
+      show: static; whether the features of the nodes are wanted.
 
     Returns:
-      logits [B, N + 1, V] of the token after each node, and the cache with all nodes pending.
+      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, E] or None, and the cache with all nodes
+      pending.
     """
     positions = lengths_B[:, None] - 1 + jnp.asarray(tree.depth)
     visible = jnp.broadcast_to(tree.ancestors, (lengths_B.shape[0], *tree.ancestors.shape))
-    return model.extend(tokens_BxN, positions, visible, cache)
+    return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
 
 
 def commit(cache: Cache, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:

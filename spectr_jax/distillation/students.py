@@ -7,6 +7,7 @@ from flax import nnx
 
 from spectr_jax.distillation.labels import LabelledRows
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
+from spectr_jax.models.transformer import causal
 from spectr_jax.models.vocabulary import Kept
 
 COUNTED_ROWS = 4_096
@@ -52,6 +53,41 @@ def begin_as_teacher(model: Llama, table: jax.Array) -> None:
         model.head.linear.kernel[...] = wide[model.head.tokens[...]].T
     else:
         model.head.kernel[...] = wide.T
+
+
+def share_head(model: Llama, head: jax.Array) -> None:
+    """Gives a student that sees its teacher's features the teacher's head, float32 [V, E], on the tokens that it scores."""
+    if model.config.head_tokens:
+        model.head.linear.kernel[...] = head[model.head.tokens[...]].T
+    else:
+        model.head.kernel[...] = head.T
+
+
+def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
+    """What the head of a student scores at each place of a batch [S, B, N, E].
+
+    S is 1, or `depth` for a student that sees features. At level s, a place is the end of a path of s - 1 drafted tokens: it
+    sees the teacher's features up to where the path begins, and on the path the student's own, as in decoding
+    (training-time test of EAGLE-3: Li et al., 2025, arXiv 2503.01840).
+
+    Args:
+      batch: of `labels.batch_of`.
+    """
+    tokens, positions, segments = batch["inputs"], batch["positions"], batch["segments"]
+    if not model.config.features:
+        return model.hidden(tokens, positions, causal(segments))[0][None]
+    B, N = tokens.shape
+    cache, seen, own = model.init_cache(B, depth * N), batch["features"].astype(jnp.float32), []
+    between = jnp.arange(N)[:, None] - jnp.arange(N)
+    same = segments[:, :, None] == segments[:, None, :]
+    for level in range(depth):
+        # The places of earlier levels are pending: of level r, one sees the place that is level - r before it.
+        blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
+        visible = jnp.concatenate([same & block for block in blocks], axis=-1)
+        before = jnp.where(positions[..., None] > 0, jnp.roll(seen, 1, axis=1), 0)
+        seen, cache = model.hidden(tokens, positions, visible, cache, level * N, features_BxNxE=before)
+        own.append(seen)
+    return jnp.stack(own)
 
 
 def principal_components(table: jax.Array, rank: int) -> jax.Array:

@@ -16,14 +16,13 @@ from flax import nnx
 from spectr_jax import hosts, sharding
 from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
-from spectr_jax.distillation import losses
+from spectr_jax.distillation import losses, students
 from spectr_jax.distillation.labels import LabelledRows, batch_of, open_labels
-from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters
+from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import expanded, write_json
 from spectr_jax.loading import Trained, load
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
-from spectr_jax.models.transformer import causal
 from spectr_jax.models.weights import load_weights
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import Task, explained, run
@@ -59,6 +58,12 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     for name, others in heldout.items():
         if others.vocabulary != rows.vocabulary:
             raise UserError(f"held-out labels {name!r} are of another teacher than {config.data.train!r}; label them again")
+    for name, others in {config.data.train: rows, **heldout}.items():
+        if config.model.features not in (0, others.features):
+            raise UserError(
+                f"model.features={config.model.features} and labels {name!r} have {others.features}; label with --features, "
+                "of a teacher of that width"
+            )
     if len(rows) < streams:
         raise UserError(f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams")
     with explained(workdir), preparation.locked(workdir):
@@ -83,7 +88,7 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for a config that no run can use."""
     check_fields(config, distil_config())
     check_positive(config, "steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints")
-    check_positive(config, "mesh.fsdp", "accumulate", "data.streams", "data.heldout_rows")
+    check_positive(config, "mesh.fsdp", "accumulate", "depth", "data.streams", "data.heldout_rows")
     check_positive(config, "model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads")
     if config.loss not in losses.LOSSES:
         raise unknown("loss", config.loss, losses.LOSSES)
@@ -143,17 +148,20 @@ def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, t
     number_of = np.full(shape.vocab_size, -1, np.int32)
     number_of[tokens] = np.arange(len(tokens))
     optimizer = make_optimizer(config.optimizer, config.steps)
-    see = functools.partial(places, lambda params: nnx.merge(graphdef, params, rest), jnp.asarray(number_of))
+    merged = functools.partial(nnx.merge, graphdef)
+    see = functools.partial(places, lambda params: merged(params, rest), jnp.asarray(number_of), config.depth)
     loss = losses.LOSSES[config.loss]
 
     def objective(params, part, key):
         del key  # No dropout.
-        real = part["segments"] > 0
-        seen = see(params, part)
-        own = jnp.sum(real * jax.vmap(jax.vmap(loss))(seen))
-        text = jnp.sum(real * jax.vmap(jax.vmap(losses.cross_entropy))(seen)) if config.cross_entropy else 0.0
-        accepted = jnp.sum(real * jax.vmap(jax.vmap(losses.acceptance))(seen))
-        return own + config.cross_entropy * text, {"loss": own, "alpha_1": jax.lax.stop_gradient(accepted)}
+        real, seen = see(params, part)
+
+        def total(function):
+            return jnp.sum(real * _at_each(function)(seen), axis=(1, 2))
+
+        own, accepted = total(loss), jax.lax.stop_gradient(total(losses.acceptance))
+        text = total(losses.cross_entropy) if config.cross_entropy else 0.0
+        return jnp.mean(own + config.cross_entropy * text), {"loss": own[0], "alpha_1": accepted[0]}
 
     return compiled(
         mesh,
@@ -164,28 +172,46 @@ def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, t
     )
 
 
-def places(model: Callable[[Any], Llama], number_of: jax.Array, params: Any, batch: dict[str, jax.Array]) -> losses.Place:
-    """What the losses see at each place [B, N] of a batch; the student's softmax is over the tokens that its head scores."""
+def places(
+    model: Callable[[Any], Llama], number_of: jax.Array, depth: int, params: Any, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, losses.Place]:
+    """What the losses see at each place [S, B, N] of a batch, and which of them are real.
+
+    The student's softmax is over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
+    there the student is run as at the first, second, ... level of a tree (`students.levels`).
+    """
     student = model(params)
-    hidden, _ = student.hidden(batch["inputs"], batch["positions"], causal(batch["segments"]))
+    hidden = students.levels(student, batch, depth)
     head = student.head.linear if student.config.head_tokens else student.head
     log_p = jax.nn.log_softmax(head(hidden).astype(jnp.float32))
+    levels = jnp.arange(len(hidden))[:, None, None]
 
     def of(tokens):
         numbers = jnp.where(tokens < 0, -1, number_of[tokens])
+        numbers = jnp.broadcast_to(numbers, (len(hidden), *numbers.shape))
         found = jnp.take_along_axis(log_p, jnp.maximum(numbers, 0), axis=-1)
         return jnp.where(numbers < 0, -jnp.inf, found)
 
-    return losses.Place(of(batch["top"]), batch["log_probabilities"], of(batch["targets"][..., None])[..., 0])
+    log_q = jnp.broadcast_to(batch["log_probabilities"], (len(hidden), *batch["log_probabilities"].shape))
+    real = (batch["segments"] > 0) & (batch["positions"] >= levels)
+    return real, losses.Place(of(batch["top"]), log_q, of(batch["targets"][..., None])[..., 0])
+
+
+def _at_each(function: Callable) -> Callable:
+    return jax.vmap(jax.vmap(jax.vmap(function)))
 
 
 def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are."""
-    real, seen = batch["segments"] > 0, see(params, batch)
+    """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are."""
+    real, seen = see(params, batch)
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
     found: dict[str, Callable] = {"nats": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
-    sums = {name: jnp.sum(real * jax.lax.map(jax.vmap(each), seen)) for name, each in found.items()}
-    return {**sums, "tokens": jnp.sum(real)}
+    # Of one row at a time: `optimal_acceptance` sorts.
+    sums = {
+        name: jnp.sum(real * jax.lax.map(lambda level, each=each: jax.lax.map(jax.vmap(each), level), seen), axis=(1, 2))
+        for name, each in found.items()
+    }
+    return {**sums, "tokens": jnp.sum(real, axis=(1, 2))}
 
 
 def _scores(
@@ -196,17 +222,19 @@ def _scores(
     size = config.batch_size // config.accumulate
     share = size // jax.process_count()
     for name, rows in heldout.items():
-        sums: dict[str, float] = {}
+        sums: dict[str, Any] = {}
         for first in range(0, min(len(rows), config.data.heldout_rows), size):
             taken = rows.take(np.arange(first, min(first + size, len(rows), config.data.heldout_rows)))
             padded = np.concatenate([taken, np.zeros(size - len(taken), taken.dtype)])
             mine = padded[jax.process_index() * share :][:share]
             for key, value in evaluate(params, sharding.put_rows(mesh, batch_of(mine))).items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+                sums[key] = sums.get(key, 0.0) + np.asarray(value)
         means = {key: value / sums["tokens"] for key, value in sums.items() if key != "tokens"}
         if not scores:
-            scores = {METRIC: 1 - means["alpha_1"], "eval_nats_per_token": means["nats"]}
-        scores |= {f"eval_{key}_{name}": value for key, value in means.items()}
+            scores = {METRIC: 1 - float(means["alpha_1"][0]), "eval_nats_per_token": float(means["nats"][0])}
+        for key, value in means.items():
+            scores[f"eval_{key}_{name}"] = float(value[0])
+            scores |= {f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(value[1:], 2)}
     return scores
 
 
@@ -214,9 +242,11 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
     """What a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
-    table = teacher_embedding(load(config.teacher))
+    teacher = load(config.teacher)
     student = build(shape, tokens, nnx.Rngs(config.seed))
-    begin_as_teacher(student, table)
+    begin_as_teacher(student, teacher_embedding(teacher))
+    if shape.features:
+        share_head(student, teacher_head(teacher))
     return nnx.state(student, nnx.Param)
 
 
@@ -240,3 +270,9 @@ def teacher_embedding(teacher: Trained) -> jax.Array:
     if not isinstance(embed, nnx.Embed):
         raise UserError(f"teacher {teacher.name!r} has no embedding to begin with; give a decoder of ours or a Llama")
     return jnp.asarray(embed.embedding[...], jnp.float32)
+
+
+def teacher_head(teacher: Trained) -> jax.Array:
+    """The head [V, E] of a loaded teacher whose features a student sees."""
+    head = getattr(teacher.model, "head", None)
+    return teacher_embedding(teacher) if head is None else jnp.asarray(head.kernel[...], jnp.float32).T

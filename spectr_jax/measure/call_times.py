@@ -23,7 +23,7 @@ from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
-from spectr_jax.models.frozen import freeze
+from spectr_jax.models.frozen import Frozen, freeze
 
 PASSES = 8
 """Passes of a loop on the device, per measurement."""
@@ -158,10 +158,14 @@ def phase_timers(
     tokens, p, logits, chosen = samples[0]
     caches = start.target_cache, start.draft_cache
     measured: dict[str, tuple[Callable, list[Any], Any]] = {
-        "draft": (_draft_phase(method, keys, start.text, lengths), [models[1]], drafting.Drafts(tokens, p, caches[1])),
+        "draft": (
+            _draft_phase(method, keys, start.text, lengths),
+            [(models[1], start.seen)],
+            drafting.Drafts(tokens, p, caches[1]),
+        ),
         "score": (_score_phase(tree, lengths), [(models[0], each[0]) for each in samples], (logits, caches[0])),
         "select": (_select_phase(method, keys, lengths), [each[:3] for each in samples], chosen),
-        "commit": (_commit_phase(tree, lengths), [each[3] for each in samples], caches),
+        "commit": (_commit_phase(tree, models[1], lengths), [each[3] for each in samples], caches),
         "call": (call_phase, [models], start),
     }
     return {name: _loop_timer(*measured[name], repeats) for name in phases}
@@ -192,9 +196,9 @@ def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) 
 
 
 def _draft_phase(method: Method, keys_B, text_BxT, lengths_B) -> Callable:
-    def phase(step, model, drafts):
-        cache = drafts.cache
-        arguments = model.merge(), method.rule, method.tree, Policy(), text_BxT, lengths_B, cache
+    def phase(step, fixed, drafts):
+        (model, seen), cache = fixed, drafts.cache
+        arguments = model.merge(), method.rule, method.tree, Policy(), text_BxT, lengths_B, cache, seen
         drafts = drafting.draft(_fold(keys_B, step), *arguments)
         return drafts._replace(cache=_at(drafts.cache, cache.lengths))
 
@@ -204,7 +208,7 @@ def _draft_phase(method: Method, keys_B, text_BxT, lengths_B) -> Callable:
 def _score_phase(tree: Tree, lengths_B) -> Callable:
     def phase(_, fixed, scored):
         model, tokens = fixed
-        logits, cache = scoring.score(model.merge(), tree, tokens, lengths_B, scored[1])
+        logits, _, cache = scoring.score(model.merge(), tree, tokens, lengths_B, scored[1])
         return logits, _at(cache, scored[1].lengths)
 
     return phase
@@ -218,13 +222,13 @@ def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
     return phase
 
 
-def _commit_phase(tree: Tree, lengths_B) -> Callable:
+def _commit_phase(tree: Tree, draft: Frozen, lengths_B) -> Callable:
     def phase(_, chosen, caches):
         target_cache, draft_cache = caches
         after = lengths_B + chosen.emitted
         return (
             _at(scoring.commit(target_cache, chosen.path, after), target_cache.lengths),
-            _at(drafting.commit(draft_cache, tree, chosen.path, lengths_B, after), draft_cache.lengths),
+            _at(drafting.commit(draft, draft_cache, tree, chosen.path, lengths_B, after), draft_cache.lengths),
         )
 
     return phase

@@ -40,6 +40,9 @@ class LlamaConfig:
       rope_divisors: of the rotary frequencies, one for each pair of channels; empty for none (`llama3_divisors`).
       embed_rank: numbers a token in the embedding, of a draft for a large vocabulary (`models.vocabulary`); 0 for `width`.
       head_tokens: tokens that the head scores, of such a draft; 0 for all.
+      features: numbers that come with each token, of a draft that sees its target's (EAGLE: Li et al., 2024, arXiv
+        2401.15077): what the target's head scored at the token before. Where the target has not run yet, the draft's own
+        take their place, so that they are `width`; 0 for none.
 
     Raises:
       UserError: the key and value heads do not divide the heads, the width of a head is odd, or a head that is the embedding
@@ -62,6 +65,7 @@ class LlamaConfig:
     qk_norm: bool = False
     embed_rank: int = 0
     head_tokens: int = 0
+    features: int = 0
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -76,6 +80,10 @@ class LlamaConfig:
             )
         if self.head_tokens > self.vocab_size:
             raise UserError(f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give at most that")
+        if self.features not in (0, self.width):
+            raise UserError(
+                f"features={self.features} is not width={self.width}; give a draft that sees features its target's width"
+            )
         if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
             raise UserError(
                 f"{len(self.rope_divisors)} rope_divisors for {self.head_width // 2} pairs of channels; give one each"
@@ -170,6 +178,9 @@ class Llama(nnx.Module):
             self.embed: Any = NarrowEmbed(V, config.embed_rank, E, dtype=dtype, rngs=rngs)
         else:
             self.embed = nnx.Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
+        if config.features:
+            self.norm_features = RMSNorm(config.features, config.norm_epsilon)
+            self.join = dense_layer(config.features, E, use_bias=False, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.width, config.norm_epsilon)
         if config.head_tokens:
@@ -189,6 +200,16 @@ class Llama(nnx.Module):
     def layers(self) -> int:
         return self.config.layers
 
+    @property
+    def features(self) -> int:
+        """Numbers of the target's that come with each token; 0 for none."""
+        return self.config.features
+
+    @property
+    def shows(self) -> int:
+        """The size of what `hidden` returns."""
+        return self.config.width
+
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
         config = self.config
@@ -201,9 +222,18 @@ class Llama(nnx.Module):
         x_BxNxE, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
         return self.scored(x_BxNxE), cache
 
-    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
-        """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits."""
+    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None, features_BxNxE=None):
+        """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits.
+
+        Args:
+          features_BxNxE: of `LlamaConfig.features`; zeros at the first token of a sequence.
+
+        Raises:
+          UserError: the model takes features and there are none.
+        """
         config = self.config
+        if config.features and features_BxNxE is None:
+            raise UserError("this model sees the features of a target, and here are none; give it as a draft")
         count = config.layers if layers is None else layers
         if cache is None:
             layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
@@ -213,6 +243,8 @@ class Llama(nnx.Module):
         angles_BxNxR = positions_BxN[..., None].astype(jnp.float32) * rotary_frequencies(config)
         turns_BxNxR = jnp.cos(angles_BxNxR), jnp.sin(angles_BxNxR)
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
+        if config.features:
+            x_BxNxE += self.join(self.norm_features(features_BxNxE)).astype(jnp.float32)
         new_rows = []
         for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
             x_BxNxE, rows = _run(*nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)

@@ -142,6 +142,11 @@ class Transformer(nnx.Module):
     def layers(self) -> int:
         return self.config.layers
 
+    @property
+    def shows(self) -> int:
+        """The size of what `hidden` returns."""
+        return self.config.width
+
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, H, D]."""
         config = self.config
@@ -152,8 +157,17 @@ class Transformer(nnx.Module):
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
         """See `Model.extend`."""
-        hidden, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
-        return self._logits(hidden[-1]), None if cache is None else Cache(rows, cache.lengths)
+        hidden, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        return self.scored(hidden), cache
+
+    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+        """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits."""
+        outputs, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
+        return self.norm(outputs[-1]), None if cache is None else Cache(rows, cache.lengths)
+
+    def scored(self, hidden_BxNxE):
+        """Logits [B, N, V] float32 of what `hidden` returns."""
+        return self.head(hidden_BxNxE).astype(jnp.float32)
 
     def exits(
         self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None, remat=False
@@ -164,7 +178,7 @@ class Transformer(nnx.Module):
         With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
         """
         hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat)
-        return [self._logits(hidden[layer - 1]) for layer in after]
+        return [self.scored(self.norm(hidden[layer - 1])) for layer in after]
 
     def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, dropout_key=None, remat=False):
         """The output of each of the first `layers` blocks, [B, N, E], and the rows of the cache."""
@@ -191,9 +205,6 @@ class Transformer(nnx.Module):
             hidden.append(x_BxNxE)
             new_rows.append(rows)
         return hidden, (*new_rows, *layer_rows[count:])
-
-    def _logits(self, x_BxNxE):
-        return self.head(self.norm(x_BxNxE)).astype(jnp.float32)
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:

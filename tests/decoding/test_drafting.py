@@ -1,5 +1,7 @@
 """The draft's cache: after a commit it must be what a fresh run on the committed text would have left."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,7 +89,7 @@ def test_every_level_and_every_call_sees_the_right_text(model, full, case):
     for row, nodes in enumerate(accepted):
         emitted = [int(np.asarray(first.tokens)[row, node]) for node in nodes] + [int(rng.integers(1, 17))]
         text[row, LENGTHS[row] : new_lengths[row]] = emitted
-    commit = jax.jit(drafting.commit, static_argnums=1)
+    commit = jax.jit(functools.partial(drafting.commit, model), static_argnums=1)
     committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
 

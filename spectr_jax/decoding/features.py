@@ -1,0 +1,74 @@
+"""What the head of the target scored, for drafts that see it (EAGLE: Li et al., 2024, arXiv 2401.15077).
+
+Such a draft has a property `features`, the numbers that come with each token: what the target's head scored at the token
+before it. A target that can show them has `hidden` and `scored`, whose composition is `extend` (`models.llama.Llama`).
+After each call of the target, the draft runs on all tokens that the call added, with the target's features; deeper in the
+tree, where the target has not run yet, with its own.
+
+Shape suffixes: B sequences, N nodes, T tokens of a sequence, R recalled tokens, E features.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.models.cache import Cache
+
+RECALLED = 2
+"""Tokens that open each call. The draft never ran on the last accepted leaf, so it runs on the last two committed ones."""
+
+
+def sees(model: Any) -> int:
+    """Features that come with each token of a draft; 0 for one that sees none."""
+    return getattr(model, "features", 0)
+
+
+def shows(model: Any) -> int:
+    """Features of a target that drafts can see; 0 for none."""
+    return getattr(model, "shows", 0)
+
+
+def recalled(draft: Any, tree: Tree) -> int:
+    """Tokens on which the draft runs first in each call: all that a call can add, if it sees their features."""
+    return tree.height + 1 if sees(draft) else RECALLED
+
+
+def extend(model: Any, *arguments, features_BxNxE=None, show: bool = False) -> tuple[jax.Array, jax.Array | None, Cache]:
+    """`Model.extend`, and what the head scored [B, N, E] of a model that sees features, or that shall `show` its own."""
+    if features_BxNxE is not None:
+        hidden, cache = model.hidden(*arguments, features_BxNxE=features_BxNxE)
+    elif show:
+        hidden, cache = model.hidden(*arguments)
+    else:
+        logits, cache = model.extend(*arguments)
+        return logits, None, cache
+    return model.scored(hidden), hidden, cache
+
+
+def before(hidden_BxTxE: jax.Array) -> jax.Array:
+    """The features of the token before each; zeros at the first."""
+    return jnp.pad(hidden_BxTxE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def at_end(hidden_BxTxE: jax.Array, lengths_B: jax.Array, count: int) -> jax.Array:
+    """The features [B, R, E] that come with the last `count` tokens of prompts; zeros before their beginning."""
+    index_BxR = lengths_B[:, None] - 1 - count + jnp.arange(count)
+    found = jnp.take_along_axis(hidden_BxTxE, jnp.maximum(index_BxR, 0)[..., None], axis=1)
+    return jnp.where(index_BxR[..., None] < 0, 0, found)
+
+
+def after_call(seen_BxRxE: jax.Array, hidden_BxNxE: jax.Array, path_BxD: jax.Array, emitted_B: jax.Array) -> jax.Array:
+    """The features that come with the last R tokens once a call has added `emitted_B` of them.
+
+    Args:
+      seen_BxRxE: those before the call.
+      hidden_BxNxE: of the target at each node.
+      path_BxD: int32 accepted nodes, root excluded, in order; later entries are ignored.
+      emitted_B: int32.
+    """
+    nodes = jnp.pad(path_BxD, ((0, 0), (1, 0)))  # The root comes first.
+    of_path = jnp.take_along_axis(hidden_BxNxE, jnp.maximum(nodes, 0)[..., None], axis=1)
+    both = jnp.concatenate([seen_BxRxE, of_path.astype(seen_BxRxE.dtype)], axis=1)
+    return jax.vmap(lambda rows, first: jax.lax.dynamic_slice_in_dim(rows, first, seen_BxRxE.shape[1]))(both, emitted_B)
