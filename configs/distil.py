@@ -1,4 +1,5 @@
-"""A draft for any target: a small student that learns to agree with its teacher. Students: 2m, 6m, 20m.
+"""A draft for any target: a small student that learns to agree with its teacher. Students: 2m, 6m, 20m,
+and eagle, which sees the teacher's features.
 
     python -m spectr_jax.label --text='corpus/train-*.txt.xz' --count=20000 --out=labels/train
     python -m spectr_jax.label --text='corpus/heldout-*' --count=512 --out=labels/heldout

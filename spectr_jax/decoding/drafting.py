@@ -17,6 +17,7 @@ from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
+from spectr_jax.models.frozen import Frozen
 from spectr_jax.transport import race as race_plan
 from spectr_jax.transport.base import draw
 
@@ -163,14 +164,19 @@ def draft(
 
 
 def commit(
-    model: Model, cache: Cache, tree: Tree, path_BxD: jax.Array, old_lengths_B: jax.Array, new_lengths_B: jax.Array
+    model: Model | Frozen,
+    cache: Cache,
+    tree: Tree,
+    path_BxD: jax.Array,
+    old_lengths_B: jax.Array,
+    new_lengths_B: jax.Array,
 ) -> Cache:
     """Keeps the accepted path in the draft's cache, except its last node, which may be a leaf and is run again.
 
     A draft that sees features runs on all of it again, with the target's.
 
     Args:
-      model: the draft model.
+      model: the draft model, or its frozen copy.
       cache: with the inner nodes of a drafted tree pending.
       tree: static.
       path_BxD: int32 accepted nodes, root excluded, in order; later entries are ignored.

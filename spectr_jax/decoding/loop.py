@@ -109,7 +109,9 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
         cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
         positions = jnp.broadcast_to(first + jnp.arange(width), (B, width))
         _, hidden, cache = features.extend(model, tokens, positions, visible, cache, features_BxNxE=before, show=show)
-        return cache, jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1) if show else None
+        if shown is not None and hidden is not None:
+            shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1)
+        return cache, shown
 
     start = cache, jnp.zeros((B, pieces * width, features.shows(model))) if show else None
     if pieces == 1:
@@ -161,7 +163,7 @@ def call(
         )
     with jax.named_scope("commit"):
         after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
-        if loop.seen is not None:
+        if loop.seen is not None and shown is not None:
             added = after.lengths - loop.lengths
             after = after._replace(seen=features.after_call(loop.seen, shown, chosen.path, added))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))

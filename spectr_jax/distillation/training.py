@@ -59,10 +59,12 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
         if others.vocabulary != rows.vocabulary:
             raise UserError(f"held-out labels {name!r} are of another teacher than {config.data.train!r}; label them again")
     for name, others in {config.data.train: rows, **heldout}.items():
+        if config.model.features and not others.features:
+            raise UserError(f"labels {name!r} have no features for the student to see; label again with --features")
         if config.model.features not in (0, others.features):
             raise UserError(
-                f"model.features={config.model.features} and labels {name!r} have {others.features}; label with --features, "
-                "of a teacher of that width"
+                f"model.features={config.model.features} is not the teacher's {others.features}, as labels {name!r} have "
+                "them; give that, as model.width too"
             )
     if len(rows) < streams:
         raise UserError(f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams")

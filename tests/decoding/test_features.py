@@ -148,7 +148,8 @@ def test_rows_do_not_influence_each_other_and_greedy_is_the_baseline(draft):
     keys = jax.random.split(jax.random.key(0), 4)
     together = generate(keys, method, target, quantize(draft), prompts, lengths, 10)
     alone = [
-        generate(keys[row : row + 1], method, target, quantize(draft), prompts[[row]], lengths[[row]], 10) for row in range(4)
+        generate(keys[row : row + 1], method, target, quantize(draft), prompts[[row]], lengths[[row]], 10)
+        for row in range(4)
     ]
     for row, each in enumerate(alone):
         np.testing.assert_array_equal(together.tokens[row], each.tokens[0])

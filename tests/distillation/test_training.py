@@ -1,5 +1,6 @@
 """A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft for its teacher."""
 
+import itertools
 import json
 
 import jax
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from flax import nnx
 
-from spectr_jax import export, generate, get_method, load
+from spectr_jax import Policy, export, generate, get_method, load
 from spectr_jax.config import distil_config
-from spectr_jax.distillation import labels, training
+from spectr_jax.distillation import labels, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.models.transformer import causal
@@ -25,14 +27,15 @@ KEPT = 120
 
 @pytest.fixture
 def folder(teacher, sentences, all_labels, tmp_path, monkeypatch):
-    """Labels of two parts of the sentences, `train` and `heldout`."""
+    """Labels of two parts of the sentences, `train` and `heldout`, with features."""
     monkeypatch.setattr(teaching, "SHARD", 10)
+    V, F = teacher.model.vocab_size, teacher.model.config.width
     for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
-        about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+        about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": V, "context": 64, "features": F}
         labels.claim_folder(tmp_path / name, {**about, "length": LENGTH})
         texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
         fill = teaching.labeller(teacher)
-        teaching.write_labels(tmp_path / name, texts, count, fill, labels.row_type(teacher.model.vocab_size, LENGTH))
+        teaching.write_labels(tmp_path / name, texts, count, fill, labels.row_type(V, LENGTH, F))
     return tmp_path
 
 
@@ -51,6 +54,10 @@ def config(folder):
         return made
 
     return make
+
+
+SEES = {"model.width": 24, "model.features": 24}
+"""A student that sees its teacher's features."""
 
 
 def scores(workdir):
@@ -125,6 +132,46 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
     assert moved[0] < 0.1 < moved[1]
     with pytest.raises(UserError, match="has another shape"):
         training.distil(config(init=str(folder / "bfloat16/run"), **{"model.mlp": 16}), folder / "wider")
+
+
+def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
+    """On the teacher's features up to where drafts begin, and from there on its own; packed rows, one at a time."""
+    made = config(**SEES)
+    shape = training.student_config(made.model, teacher.model.vocab_size, 64)
+    student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
+    rows = labels.open_labels(str(folder / "train")).take(np.arange(3))
+    batch = labels.batch_of(rows)
+    found = np.asarray(jax.jit(students.levels, static_argnums=2)(student, batch, 3))
+    for row, level in itertools.product(range(3), range(3)):
+        place = batch["inputs"][row : row + 1], batch["positions"][row : row + 1], causal(batch["segments"][row : row + 1])
+        for at in np.flatnonzero((batch["segments"][row] > 0) & (batch["positions"][row] >= level))[::5]:
+            seen = np.roll(batch["features"][row].astype(np.float32), 1, axis=0)
+            seen[batch["positions"][row] == 0] = 0
+            for back in range(level, -1, -1):
+                own = np.asarray(student.hidden(*place, features_BxNxE=seen[None])[0])[0]
+                if back:  # With the token behind comes what the student itself has here.
+                    seen[at - back + 1] = own[at - back]
+            np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
+
+
+def test_a_student_that_sees_features_drafts_for_its_teacher(config, folder, teacher, sentences):
+    """It learns at both levels, and is exported, loaded and decoded with."""
+    with pytest.raises(UserError, match=r"model\.features=16 is not the teacher's 24"):
+        training.distil(config(**{"model.features": 16}), folder / "narrow")
+    training.distil(config(steps=60, **SEES, **{"optimizer.learning_rate": 0.02}), folder / "run")
+    found = scores(folder / "run")
+    levels = found["eval_alpha_1_heldout"], found["eval_alpha_1_heldout_level_2"]
+    assert min(levels) > 0.45, "a teacher of random weights is as hard to tell at both"
+    flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(model=str(folder / "run"), out=str(folder / "int8"), dtype="int8"):
+        export.main()
+    target, (draft,) = load_pair("school:teacher", (str(folder / "int8/run"),), "int8")
+    prompts, lengths = target.tokenizer.prompts(sentences[:3])
+    method, greedy = get_method("otm_layer", tree="2,1"), Policy(temperature=0.0)
+    expected = generate(jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 8, greedy)
+    made = generate(jax.random.key(0), method, target, draft, prompts, lengths, 8, greedy)
+    np.testing.assert_array_equal(made.tokens, expected.tokens)
+    assert made.target_calls.sum() < expected.target_calls.sum()
 
 
 def test_what_is_refused(config, folder, teacher):
