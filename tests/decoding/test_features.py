@@ -1,6 +1,7 @@
 """Drafts that see the target's features: each drafts from what it would have without a cache, and outputs are exact."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -77,13 +78,12 @@ def _seen(call):
     return call.tokens, call.p, call.length
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("prompt", [1, 3, 70])
-@pytest.mark.parametrize("tree", ["3x1", "2,2,1", "chain:3"])
+@pytest.mark.parametrize(
+    ("kind", "prompt", "tree"),
+    [*itertools.product(TARGETS, (1, 3), ("3x1", "2,2,1", "chain:3")), ("llama", 70, "2,2,1")],
+)
 def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, tree):
     """Behind prompts of one token, of fewer than a call recalls, and of two pieces; call after call."""
-    if prompt == 70 and (kind, tree) != ("llama", "2,2,1"):
-        pytest.skip("one case of two pieces")
     target, method = TARGETS[kind](), get_method("otm_block", tree=tree)
     models = freeze(target), freeze(draft)
     text = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
