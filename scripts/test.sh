@@ -5,5 +5,12 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh requirements-dev.txt
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
-exec .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup "$@"
+# mypy runs beside the tests, for alone it would leave cores idle; what it says comes last.
+types=$(mktemp)
+trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
+.venv/bin/mypy >"$types" 2>&1 &
+status=0
+.venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup "$@" || status=$?
+wait $! || status=$?
+cat "$types"
+exit "$status"

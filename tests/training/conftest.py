@@ -1,5 +1,7 @@
 """A small corpus whose sentences end in their numbers, and runs on it: in this process, or as a user starts them."""
 
+import functools
+import json
 import pathlib
 import subprocess
 import sys
@@ -8,8 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from spectr_jax.config import train_config
+from spectr_jax.config import to_json, train_config
+from spectr_jax.training import loop
 from spectr_jax.training.metrics import read_metrics
+from spectr_jax.training.programs import make_programs
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = ["draft", "target", "token", "law", "plan", "tree", "chain", "model"]
@@ -28,6 +32,26 @@ BASE = {
     "optimizer.warmup_steps": 4,
     "data.tokenizer": "",
 }
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(mesh, steps, *fields):
+    config = train_config("draft_2m")
+    config.update({"steps": steps, **{name: json.loads(field) for name, field in fields}})
+    return make_programs(config, mesh)
+
+
+@pytest.fixture(autouse=True)
+def _little_but_training(monkeypatch):
+    """Runs of one shape in one process share their programs, and draw no curves: both are tested, and take half the time."""
+
+    def shared(config, mesh):
+        fields = {name: json.dumps(to_json(config)[name]) for name in ("model", "optimizer", "early_exit", "accumulate", "remat")}
+        steps = 1 if config.optimizer.schedule == "rsqrt" else config.steps
+        return _programs(mesh, steps, *fields.items())
+
+    monkeypatch.setattr(loop, "make_programs", shared)
+    monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
