@@ -42,8 +42,10 @@ def _programs(mesh, steps, *fields):
 
 
 @pytest.fixture(autouse=True)
-def _little_but_training(monkeypatch):
-    """Runs of one shape in one process share their programs, and draw no curves: both are tested, and take half the time."""
+def _little_but_training(request, monkeypatch):
+    """Runs of one shape in one process share their programs, and draw no curves: both take half of a run's time."""
+    if request.node.get_closest_marker("own_programs"):
+        return
 
     def shared(config, mesh):
         fields = {name: json.dumps(to_json(config)[name]) for name in ("model", "optimizer", "early_exit", "accumulate", "remat")}

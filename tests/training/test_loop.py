@@ -31,6 +31,7 @@ from spectr_jax.training.programs import make_programs
 from spectr_jax.training.step import StepOptions, eval_step, init_state, summed_loss, train_step
 
 
+@pytest.mark.own_programs
 def test_a_run_learns_and_leaves_its_record(config, losses, tmp_path):
     train(config(steps=60, eval_every=30, checkpoint_every=30), tmp_path / "run")
     curve = losses(tmp_path / "run")
@@ -142,6 +143,7 @@ def test_flops_of_the_ladder():
     assert throughput.flops_per_token(LADDER["target_97m"]) == 6 * weights + 12 * layers * width * 128
 
 
+@pytest.mark.own_programs
 def test_nothing_is_compiled_after_step_two(config, tmp_path, monkeypatch, count_compilations):
     """Nor by evaluations and checkpoints after the first."""
     seen = []
