@@ -10,10 +10,10 @@ packages=(
   "tensorflow>=2.16,<3; sys_platform != 'linux' or platform_machine != 'x86_64'"
   tensorflow-datasets importlib_resources array_record
 )
-if ! cat "$0" requirements.lock | cmp -s - "$venv/installed"; then
+if ! cat "$0" scripts/install.sh requirements.lock | cmp -s - "$venv/installed"; then
   echo "installing TensorFlow into $venv"
   "${PYTHON:-python3}" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}" -c requirements.lock
-  cat "$0" requirements.lock >"$venv/installed"
+  scripts/install.sh "$venv" "${packages[@]}" -c requirements.lock  # Bytecode is not compiled: few modules are imported.
+  cat "$0" scripts/install.sh requirements.lock >"$venv/installed"
 fi
 exec "$venv/bin/python" scripts/prepare_lm1b.py "$@"

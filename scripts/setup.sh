@@ -11,21 +11,14 @@ python=${PYTHON:-python3}
 }
 stamp=.venv/$(basename "$wanted").installed
 wanted_now() {
-  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh
+  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh scripts/install.sh
   echo "${JAX:-}"
 }
 if ! wanted_now | cmp -s - "$stamp"; then
   echo "installing $wanted into .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  # uv takes half the time of pip, which does where uv cannot be had or fails.
-  install() {
-    "$@" -r "$wanted" ${JAX:+"$JAX"} -c requirements.lock && "$@" --no-deps -e .  # For scripts, and for use as a library.
-  }
-  pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
-  [ -x .venv/bin/uv ] || "${pip[@]}" uv 2>/dev/null || true
-  index=${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
-  export UV_INDEX=${PIP_EXTRA_INDEX_URL:-} ${index:+"UV_DEFAULT_INDEX=$index"}
-  install .venv/bin/uv pip install --quiet --python .venv/bin/python 2>/dev/null || install "${pip[@]}"
+  scripts/install.sh .venv -r "$wanted" ${JAX:+"$JAX"} -c requirements.lock
+  scripts/install.sh .venv --no-deps -e .  # For scripts, and for use as a library.
   # Bytecode is compiled afterwards, by all cores and without what is seldom imported: installers take longer for it.
   seldom='/tests?/|/transformers/(models|generation|integrations|pipelines)/|/site-packages/(pip|mypyc?|setuptools)/'
   .venv/bin/python -m compileall -q -j 0 -x "$seldom" .venv/lib >/dev/null || true

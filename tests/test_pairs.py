@@ -54,9 +54,8 @@ def test_vocabularies_that_differ_by_added_tokens(folders, draft, target):
     assert (masked[..., shared:] == -np.inf).all()
     check_model(drafting.model)
     prompts, lengths = whole.tokenizer.prompts(["law 3", "law 77 law"])
-    for key, method in zip(jax.random.split(jax.random.key(0)), ("speculative", "otm_layer"), strict=True):
-        made = generate(key, get_method(method), whole, drafting, prompts, lengths, 12)
-        assert (made.lengths > lengths).all()
+    made = generate(jax.random.key(0), get_method("otm_layer", tree="2,1"), whole, drafting, prompts, lengths, 12)
+    assert (made.lengths > lengths).all()
 
 
 def test_a_token_that_the_draft_lacks_is_read_as_another(folders):

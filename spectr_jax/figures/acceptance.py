@@ -112,7 +112,7 @@ def spectr_3(settings: Settings) -> Figure:
         curve = f"k = {k}"
         series.append(Series(curve, places.tolist(), [transport.optimal_acceptance(p, [1 - b, b], k) for b in places]))
         for b in places[5::15]:
-            point = _measured(settings, "otm", np.array([p, [1 - b, b]]), (k,), "", curve)
+            point = _measured(settings, "otm", np.array([p, [1 - b, b]]), (k,), "", curve, most=8)
             label = "otm, simulated" if k == 1 and b == places[5] else ""
             series.append(dataclasses.replace(point, x=[float(b)], label=label))
     caption = "Optimal acceptance probability as a function of q when p = Ber(0.25)."
@@ -172,15 +172,15 @@ FIGURES: dict[str, Callable[[Settings], Figure]] = {
 }
 
 
-def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str) -> Series:
+def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str, most: int = 0) -> Series:
     """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or on average over
-    pairs [n, 2, V]."""
+    pairs [n, 2, V]. Series of one `most`, which is the largest of `ks` if not given, share a program."""
     laws = laws.reshape(-1, *laws.shape[-2:])
     draws = -(-settings.draws // len(laws))
     shares = []
     for k in ks:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), k), len(laws))
-        valid = np.arange(max(ks)) < k
+        valid = np.arange(most or max(ks)) < k
         shares.append(np.asarray(_accepted(transport.get(name), keys, jnp.float32(laws), valid, draws)) / draws)
     error = [float(np.sqrt(np.sum(share * (1 - share)) / draws) / len(laws)) for share in shares]
     marker = "s" if name == "kseq" else "o"

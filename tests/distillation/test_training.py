@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from spectr_jax.distillation import teacher as teaching
 from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.models.transformer import causal
 from spectr_jax.pairs import load_pair
+from spectr_jax.training import loop
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.transport import otm
 
@@ -25,18 +27,32 @@ from .conftest import LENGTH
 KEPT = 120
 
 
-@pytest.fixture
-def folder(teacher, sentences, all_labels, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def labelled(teacher, sentences, tmp_path_factory):
     """Labels of two parts of the sentences, `train` and `heldout`, with features."""
-    monkeypatch.setattr(teaching, "SHARD", 10)
+    folder = tmp_path_factory.mktemp("labels")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(teaching, "SHARD", 10)
+        patched.setattr(labels, "TOP", teacher.model.vocab_size)
+        _write_labels(folder, teacher, sentences)
+    return folder
+
+
+def _write_labels(folder, teacher, sentences):
+    fill = teaching.labeller(teacher)
     V, F = teacher.model.vocab_size, teacher.model.config.width
     for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
         about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": V, "context": 64, "features": F}
-        labels.claim_folder(tmp_path / name, {**about, "length": LENGTH})
+        labels.claim_folder(folder / name, {**about, "length": LENGTH})
         texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
-        fill = teaching.labeller(teacher)
-        teaching.write_labels(tmp_path / name, texts, count, fill, labels.row_type(V, LENGTH, F))
-    return tmp_path
+        teaching.write_labels(folder / name, texts, count, fill, labels.row_type(V, LENGTH, F))
+
+
+@pytest.fixture
+def folder(labelled, all_labels, tmp_path, monkeypatch):
+    """A copy of the labels."""
+    monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
+    return shutil.copytree(labelled, tmp_path / "labels")
 
 
 @pytest.fixture
