@@ -120,17 +120,15 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     ]
     saved = int(output.split("stopped and saved at step ")[1].split()[0])
 
-    done = work / "results/auto_1/auto.json"  # What is done is not begun again.
-    done.parent.mkdir(parents=True)
-    done.write_text("{}")
     foreign = work / "results/trees/trees.json"
     foreign.parent.mkdir(parents=True)
     foreign.write_text('{"config_hash": "of another"}')
     last = f"train_20m: --config.steps={saved + 10}"
-    output, _ = (process := ladder(last)).communicate(timeout=500)
+    rest = [*TRAININGS, "trees", *TABLES]  # Without auto_1, which is auto_32 in smaller batches.
+    output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
     assert process.returncode == 2 and output.endswith("give the same command again\n"), output
     assert "error: failed: trees; see" in output and f"from step {saved}\n" in output
-    assert sorted(_began(output)) == sorted(["train_20m", "train_97m", "trees", *TABLES])
+    assert sorted(_began(output)) == sorted({*rest} - {"train_2m", "train_6m"})
     for stages, status in ((["pack", *TRAININGS, *TABLES], 0), (["trees"], 2)):
         output, _ = (process := ladder(last, only=stages)).communicate(timeout=60)
         assert process.returncode == status and _began(output) == (stages if status else []), output

@@ -1,5 +1,6 @@
 """The figures of the papers, at toy size."""
 
+import functools
 import json
 
 import numpy as np
@@ -14,8 +15,12 @@ SETTINGS = Settings(draws=300, pairs=3)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
+    """Two figures are of one function: here of one vocabulary too, so that they share programs."""
     folder = tmp_path_factory.mktemp("figures")
-    return folder, run(SETTINGS, tuple(FIGURES), folder)
+    with pytest.MonkeyPatch.context() as patched:
+        second = "spectr_plus_plus_figure_2"
+        patched.setitem(FIGURES, second, functools.partial(FIGURES[second], vocabulary=5))
+        return folder, run(SETTINGS, tuple(FIGURES), folder)
 
 
 def test_each_figure_is_written(made):
