@@ -172,7 +172,9 @@ FIGURES: dict[str, Callable[[Settings], Figure]] = {
 }
 
 
-def _measured(settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str, most: int = 0) -> Series:
+def _measured(
+    settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str, most: int = 0
+) -> Series:
     """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or on average over
     pairs [n, 2, V]. Series of one `most`, which is the largest of `ks` if not given, share a program."""
     laws = laws.reshape(-1, *laws.shape[-2:])

@@ -48,7 +48,8 @@ def _little_but_training(request, monkeypatch):
         return
 
     def shared(config, mesh):
-        fields = {name: json.dumps(to_json(config)[name]) for name in ("model", "optimizer", "early_exit", "accumulate", "remat")}
+        names = ("model", "optimizer", "early_exit", "accumulate", "remat")
+        fields = {name: json.dumps(to_json(config)[name]) for name in names}
         steps = 1 if config.optimizer.schedule == "rsqrt" else config.steps
         return _programs(mesh, steps, *fields.items())
 

@@ -2,17 +2,17 @@
 
 import functools
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from flax import nnx
 
-from spectr_jax import sharding
+from spectr_jax import export, sharding
 from spectr_jax.config import train_config
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.packed import pack
@@ -59,6 +59,12 @@ def test_an_early_exit_is_trained_beside_the_model(config, corpus, tmp_path):
     assert len(logged) == 40 and logged[-1]["exit_loss"] < logged[0]["exit_loss"] - 0.5
     assert not any("exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl"))
     behind_one = {}
+
+    @nnx.jit
+    def scored(model, batch):
+        call = batch["inputs"], batch["positions"], causal(batch["segments"])
+        return *summed_loss(model, batch, exit_layer=1), *(model.extend(*call, layers=layers)[0] for layers in (2, 1))
+
     for name in ("exit", "none"):
         model = load(str(tmp_path / name)).model
         sentences = (corpus / "heldout.txt").read_text().splitlines()
@@ -66,9 +72,8 @@ def test_an_early_exit_is_trained_beside_the_model(config, corpus, tmp_path):
         positions = jnp.arange(19)[None]
         segments = jnp.ones_like(positions)
         batch = {"inputs": tokens[:, :-1], "positions": positions, "segments": segments, "targets": tokens[:, 1:]}
-        nats, exit_nats, count = summed_loss(model, batch, exit_layer=1)
-        for layers, ours in ((2, nats), (1, exit_nats)):
-            logits, _ = model.extend(batch["inputs"], positions, causal(segments), layers=layers)
+        nats, exit_nats, count, *logits_behind = scored(model, batch)
+        for ours, logits in zip((nats, exit_nats), logits_behind, strict=True):
             theirs = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1).sum()
             assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
         assert count == 19
@@ -106,8 +111,9 @@ def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == {best["step"], 55, 60}
     kept = load(f"{tmp_path}@best").model
     assert _nats(kept, tmp_path) == pytest.approx(best["eval_nats_per_token"], rel=1e-5)
-    command = [sys.executable, "-m", "spectr_jax.export", f"--model={tmp_path}@best", f"--out={tmp_path}/out"]
-    subprocess.run([*command, "--part_mb=0.015"], check=True)
+    flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(model=f"{tmp_path}@best", out=f"{tmp_path}/out", part_mb=0.015):
+        export.main()
     exported = load(str(tmp_path / "out" / tmp_path.name)).model
     files = weight_files(tmp_path / "out" / tmp_path.name)
     assert len(files) > 1 and max(file.stat().st_size for file in files) <= 15_000
