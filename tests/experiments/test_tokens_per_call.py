@@ -155,10 +155,10 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
     def measured(method, observe):
         measure(method, target, draft, prompts, config, 0, observe=observe)
 
-    measured(get_method("speculative"), None)  # What is around a program is small, and does not count.
+    measured(get_method("speculative", draft_length=1), None)  # What is around a program is small, and does not count.
     programs = {
-        "block": Program(get_method("block"), draft),
-        "block, observed": Program(get_method("block"), draft, acceptance.observe_optimum),
+        "block": Program(get_method("block", draft_length=1), draft),
+        "block, observed": Program(get_method("block", draft_length=1), draft, acceptance.observe_optimum),
     }
     with count_compilations() as compiled:
         Bench(config, target, [draft], prompts, None).compile(programs)
