@@ -10,7 +10,7 @@ types=$(mktemp)
 trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 status=0
-.venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup "$@" || status=$?
+.venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder "$@" || status=$?
 wait $! || status=$?
 cat "$types"
 exit "$status"

@@ -34,6 +34,14 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_disable_most_optimizations", not item.get_closest_marker("optimized"))
 
 
+LONGEST = ("test_ladder.py", "test_scale.py", "test_lm1b.py", "test_figures.py")
+"""Files with groups of half a minute and more: they come first, so that no worker waits for one at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 _TESTS_BETWEEN_CLEARANCES = 100
 _tests_done = 0
 
