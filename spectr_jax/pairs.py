@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from spectr_jax.decoding import features
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load
 from spectr_jax.models.vocabulary import SharedTokens
@@ -39,7 +40,7 @@ def fitted(draft: Trained, target: Trained) -> Trained:
         shared = np.zeros(sizes[1], bool)
         same = _same_tokens(draft, target)[: min(sizes)]
         shared[: len(same)] = same
-    if getattr(draft.model, "features", 0):
+    if features.sees(draft.model):
         raise UserError(
             f"draft {draft.name!r} sees the features of the target that it was trained for, and {target.name!r} is another; "
             "give that target, or another draft"

@@ -71,10 +71,10 @@ def check_request(method: Method, target, draft, prompts, prompt_lengths, max_ne
         if draft is None:
             raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'baseline'")
         models.append(("draft", draft))
-        if draft.features not in (0, target.shows):
+        if draft.features_seen not in (0, target.features_shown):
             raise UserError(
-                f"the draft sees {draft.features} features of its target, and this target shows {target.shows}; give the "
-                "target that it was trained for, or another draft"
+                f"the draft sees {draft.features_seen} features of its target, and this target shows "
+                f"{target.features_shown}; give the target that it was trained for, or another draft"
             )
     for name, model in models:
         if model.vocab_size != target.vocab_size:

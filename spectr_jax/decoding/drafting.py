@@ -120,16 +120,15 @@ def draft(
     if seen_BxRxE is not None:
         shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
         seen_BxRxE = jnp.take_along_axis(seen_BxRxE, shifted_BxR[..., None], axis=1)
-    logits, own, cache = features.extend(
+    logits_BxWxV, own_BxWxE, cache = features.extend(
         model,
         jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
         recalled_BxR,
         jnp.broadcast_to(np.tri(R, dtype=bool), (B, R, R)),
         cache,
         features_BxNxE=seen_BxRxE,
+        only_B=root_B,
     )
-    logits_BxWxV = jnp.take_along_axis(logits, root_B[:, None, None], axis=1)
-    own_BxWxE = None if own is None else jnp.take_along_axis(own, root_B[:, None, None], axis=1)
     tokens = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)]
     laws, parent_ranks = [], np.zeros(1, int)
     for depth, nodes in enumerate(tree.levels[1:]):

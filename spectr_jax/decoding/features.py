@@ -1,9 +1,9 @@
 """What the head of the target scored, for drafts that see it (EAGLE: Li et al., 2024, arXiv 2401.15077).
 
-Such a draft has a property `features`, the numbers that come with each token: what the target's head scored at the token
-before it. A target that can show them has `hidden` and `scored`, whose composition is `extend` (`models.llama.Llama`).
-After each call of the target, the draft runs on all tokens that the call added, with the target's features; deeper in the
-tree, where the target has not run yet, with its own.
+Such a draft has a property `features_seen`, the numbers that come with each token: what the target's head scored at the
+token before it. A target that can show so many has `features_shown`, and `hidden` and `scored`, whose composition is
+`extend` (`models.llama.Llama`). After each call of the target, the draft runs on all tokens that the call added, with the
+target's features; deeper in the tree, where the target has not run yet, with its own.
 
 Shape suffixes: B sequences, N nodes, T tokens of a sequence, R recalled tokens, E features.
 """
@@ -22,12 +22,12 @@ RECALLED = 2
 
 def sees(model: Any) -> int:
     """Features that come with each token of a draft; 0 for one that sees none."""
-    return getattr(model, "features", 0)
+    return getattr(model, "features_seen", 0)
 
 
 def shows(model: Any) -> int:
     """Features of a target that drafts can see; 0 for none."""
-    return getattr(model, "shows", 0)
+    return getattr(model, "features_shown", 0)
 
 
 def recalled(draft: Any, tree: Tree) -> int:
@@ -35,16 +35,26 @@ def recalled(draft: Any, tree: Tree) -> int:
     return tree.height + 1 if sees(draft) else RECALLED
 
 
-def extend(model: Any, *arguments, features_BxNxE=None, show: bool = False) -> tuple[jax.Array, jax.Array | None, Cache]:
-    """`Model.extend`, and what the head scored [B, N, E] of a model that sees features, or that shall `show` its own."""
+def extend(
+    model: Any, *arguments, features_BxNxE=None, show: bool = False, only_B=None
+) -> tuple[jax.Array, jax.Array | None, Cache]:
+    """`Model.extend`, and what the head scored [B, N, E] of a model that sees features, or that shall `show` its own.
+
+    With `only_B`, logits [B, 1, V] and features [B, 1, E] are those of one new token of each sequence.
+    """
     if features_BxNxE is not None:
         hidden, cache = model.hidden(*arguments, features_BxNxE=features_BxNxE)
     elif show:
         hidden, cache = model.hidden(*arguments)
     else:
         logits, cache = model.extend(*arguments)
-        return logits, None, cache
+        return _one(logits, only_B), None, cache
+    hidden = _one(hidden, only_B)  # Before the head, which is large.
     return model.scored(hidden), hidden, cache
+
+
+def _one(x_BxNxC: jax.Array, only_B: jax.Array | None) -> jax.Array:
+    return x_BxNxC if only_B is None else jnp.take_along_axis(x_BxNxC, only_B[:, None, None], axis=1)
 
 
 def before(hidden_BxTxE: jax.Array) -> jax.Array:

@@ -67,8 +67,10 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
     recalled = features.recalled(draft, tree)
     capacity = T + max_new_tokens + tree.size + recalled
     seen, draft_cache = None, None
-    target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=features.sees(draft) > 0)
-    if tree.size and not method.exit_layer:
+    drafts = tree.size > 0 and not method.exit_layer
+    show = drafts and features.sees(draft) > 0
+    target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
+    if drafts:
         before = None if shown is None else features.before(shown)
         draft_cache, _ = _run_on_prompts(draft, prompts_BxT, lengths_B, capacity, before)
         draft_cache = dataclasses.replace(draft_cache, lengths=drafting.committed_length(lengths_B, recalled))
@@ -110,10 +112,10 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
         positions = jnp.broadcast_to(first + jnp.arange(width), (B, width))
         _, hidden, cache = features.extend(model, tokens, positions, visible, cache, features_BxNxE=before, show=show)
         if shown is not None and hidden is not None:
-            shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1)
+            shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden.astype(shown.dtype), first, axis=1)
         return cache, shown
 
-    start = cache, jnp.zeros((B, pieces * width, features.shows(model))) if show else None
+    start = cache, jnp.zeros((B, pieces * width, features.shows(model)), jnp.float32) if show else None
     if pieces == 1:
         return extend(0, start)
     # None of padding alone.
@@ -204,7 +206,7 @@ def _commit(
         draft_cache=draft_cache,
         seen=loop.seen,
         calls=loop.calls + ~loop.done,
-        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(jnp.where(loop.done, 0, 1)),
+        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add((~loop.done).astype(jnp.int32)),
         observed=loop.observed,
     )
 

@@ -51,7 +51,7 @@ def kl(place: Place) -> jax.Array:
     q = jnp.where(known, jnp.exp(place.log_q), 0)
     log_p = jnp.where(known, place.log_p, 0)
     rest_p, rest_q = _rest(place)
-    return jnp.sum(q * (place.log_q - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
+    return jnp.sum(q * (jnp.where(q > 0, place.log_q, 0) - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
 
 
 def reverse_kl(place: Place) -> jax.Array:

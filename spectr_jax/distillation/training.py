@@ -16,6 +16,7 @@ from flax import nnx
 from spectr_jax import hosts, sharding
 from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
+from spectr_jax.decoding import features
 from spectr_jax.distillation import losses, students
 from spectr_jax.distillation.labels import LabelledRows, batch_of, open_labels
 from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head
@@ -71,6 +72,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     with explained(workdir), preparation.locked(workdir):
         shape, tokens = _student(config, workdir, rows)
         programs = make_programs(config, mesh, shape, tokens)
+        levels = config.depth if shape.features else 1
         task = Task(
             programs=programs,
             data=iter(
@@ -80,7 +82,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             ),
             evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
             metric=METRIC,
-            flops_per_token=6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length,
+            flops_per_token=levels * (6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length),
             given=functools.partial(_given, config, shape, tokens, rows),
         )
         return run(config, workdir, mesh, task)
@@ -231,12 +233,13 @@ def _scores(
             mine = padded[jax.process_index() * share :][:share]
             for key, value in evaluate(params, sharding.put_rows(mesh, batch_of(mine))).items():
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
-        means = {key: value / sums["tokens"] for key, value in sums.items() if key != "tokens"}
+        means = {key: value / np.maximum(sums["tokens"], 1) for key, value in sums.items() if key != "tokens"}
         if not scores:
             scores = {METRIC: 1 - float(means["alpha_1"][0]), "eval_nats_per_token": float(means["nats"][0])}
         for key, value in means.items():
             scores[f"eval_{key}_{name}"] = float(value[0])
-            scores |= {f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(value[1:], 2)}
+            there = value[1:][sums["tokens"][1:] > 0]  # No text may be so long.
+            scores |= {f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(there, 2)}
     return scores
 
 
@@ -245,6 +248,10 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
     teacher = load(config.teacher)
+    if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (0, features.shows(teacher.model)):
+        raise UserError(
+            f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}; give that"
+        )
     student = build(shape, tokens, nnx.Rngs(config.seed))
     begin_as_teacher(student, teacher_embedding(teacher))
     if shape.features:

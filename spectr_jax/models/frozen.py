@@ -15,7 +15,7 @@ from spectr_jax.models.base import Model
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["leaves"],
-    meta_fields=["graphdef", "structure", "vocab_size", "context", "layers", "features", "shows"],
+    meta_fields=["graphdef", "structure", "vocab_size", "context", "layers", "features_seen", "features_shown"],
 )
 @dataclasses.dataclass(frozen=True)
 class Frozen:
@@ -28,8 +28,8 @@ class Frozen:
       vocab_size: the model's, as are `context` and `layers`.
       context: see `vocab_size`.
       layers: see `vocab_size`.
-      features: numbers that come with each token of a draft that sees its target's features; 0 for none.
-      shows: numbers a token of the features that a target can show to such drafts; 0 for none.
+      features_seen: numbers that come with each token of a draft that sees its target's features; 0 for none.
+      features_shown: numbers a token of the features that a target can show to such drafts; 0 for none.
     """
 
     leaves: list[jax.Array]
@@ -38,8 +38,8 @@ class Frozen:
     vocab_size: int
     context: int
     layers: int
-    features: int = 0
-    shows: int = 0
+    features_seen: int = 0
+    features_shown: int = 0
 
     def merge(self) -> Any:
         """The model; its arrays are traced inside jit."""
@@ -73,5 +73,5 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
         return freeze(given.model)
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    seen, shown = (getattr(given, name, 0) for name in ("features", "shows"))
+    seen, shown = (getattr(given, name, 0) for name in ("features_seen", "features_shown"))
     return Frozen(leaves, graphdef, structure, given.vocab_size, given.context, given.layers, seen, shown)

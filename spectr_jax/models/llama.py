@@ -201,12 +201,12 @@ class Llama(nnx.Module):
         return self.config.layers
 
     @property
-    def features(self) -> int:
+    def features_seen(self) -> int:
         """Numbers of the target's that come with each token; 0 for none."""
         return self.config.features
 
     @property
-    def shows(self) -> int:
+    def features_shown(self) -> int:
         """The size of what `hidden` returns."""
         return self.config.width
 
@@ -233,7 +233,7 @@ class Llama(nnx.Module):
         """
         config = self.config
         if config.features and features_BxNxE is None:
-            raise UserError("this model sees the features of a target, and here are none; give it as a draft")
+            raise UserError("this model sees the features of a target, and here are none; it can only draft for that target")
         count = config.layers if layers is None else layers
         if cache is None:
             layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM

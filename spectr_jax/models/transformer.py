@@ -143,7 +143,7 @@ class Transformer(nnx.Module):
         return self.config.layers
 
     @property
-    def shows(self) -> int:
+    def features_shown(self) -> int:
         """The size of what `hidden` returns."""
         return self.config.width
 

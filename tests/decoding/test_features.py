@@ -16,6 +16,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize
+from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 
 WIDTH, VOCABULARY, CONTEXT = 16, 11, 96
@@ -160,6 +161,38 @@ def test_rows_do_not_influence_each_other_and_greedy_is_the_baseline(draft):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
+class Narrow(Transformer):
+    """A target of someone's own, whose features are bfloat16."""
+
+    def hidden(self, *args, **kwargs):
+        hidden, cache = super().hidden(*args, **kwargs)
+        return hidden.astype(jnp.bfloat16), cache
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # Of walks, with x64.
+def test_dtypes_of_models_and_machine(draft, x64):
+    shape = TransformerConfig(layers=1, width=WIDTH, mlp=32, heads=2, vocab_size=VOCABULARY, context=CONTEXT)
+    target, prompt = Narrow(shape, rngs=nnx.Rngs(0)), np.ones((1, 20), np.int32)
+    with jax.enable_x64(x64):
+        made = generate(jax.random.key(0), get_method("speculative", draft_length=2), target, draft, prompt, [20], 6)
+    assert made.lengths == 26
+
+
+def test_the_head_scores_one_node_of_those_that_are_run_again(draft):
+    """Of the tokens that the last call added the draft needs the last one's logits alone."""
+    scored = []
+
+    class Counting(Llama):
+        def scored(self, x):
+            scored.append(x.shape[1])
+            return super().scored(x)
+
+    counting = Counting(DRAFT, rngs=nnx.Rngs(1))
+    generate(jax.random.key(0), get_method("block", draft_length=5), our_target(), counting, [[1, 2]], [2], 4)
+    assert scored and max(scored[1:]) == 1  # The first is of the prompt, and not computed.
+
+
 def test_what_is_refused(draft):
     method, prompts = get_method("speculative", draft_length=2), ([[1]], [1])
     wider = Llama(LlamaConfig(1, 20, 24, 4, 2, 4, VOCABULARY, CONTEXT), rngs=nnx.Rngs(0))
@@ -169,3 +202,7 @@ def test_what_is_refused(draft):
         generate(jax.random.key(0), get_method("baseline"), draft, None, *prompts, 2)
     with pytest.raises(UserError, match="features=8 is not width=16"):
         LlamaConfig(1, 16, 24, 4, 2, 4, VOCABULARY, CONTEXT, features=8)
+    baseline = generate(
+        jax.random.key(0), get_method("baseline"), TableModel(np.full((11,) * 3, 1 / 11)), draft, *prompts, 2
+    )
+    assert baseline.lengths == 3, "a target that shows nothing decodes without drafts"

@@ -1,5 +1,6 @@
 """A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft for its teacher."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -16,6 +17,8 @@ from spectr_jax.config import distil_config
 from spectr_jax.distillation import labels, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.errors import Interrupted, UserError
+from spectr_jax.loading import LOADERS
+from spectr_jax.models.llama import Llama
 from spectr_jax.models.transformer import causal
 from spectr_jax.pairs import load_pair
 from spectr_jax.training import loop
@@ -170,8 +173,12 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
             np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
 
 
-def test_a_student_that_sees_features_drafts_for_its_teacher(config, folder, teacher, sentences):
+def test_a_student_that_sees_features_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
     """It learns at both levels, and is exported, loaded and decoded with."""
+    other = teacher._replace(model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0)))
+    monkeypatch.setitem(LOADERS, "other", lambda name, dtype: other)
+    with pytest.raises(UserError, match="teacher='other:teacher' is not the one that made the labels"):
+        training.distil(config(teacher="other:teacher", **SEES), folder / "other")
     with pytest.raises(UserError, match=r"model\.features=16 is not the teacher's 24"):
         training.distil(config(**{"model.features": 16}), folder / "narrow")
     training.distil(config(steps=60, **SEES, **{"optimizer.learning_rate": 0.02}), folder / "run")
