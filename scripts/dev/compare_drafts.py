@@ -1,0 +1,147 @@
+"""Speed of a real target with drafts of its own, one sequence at a time: chats and sentences, at several temperatures.
+
+    python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...] [--workdir=results/smollm2/drafts]
+
+Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same keys; prompts are ours.
+A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. Writes
+drafts.md and .json.
+"""
+
+import itertools
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+from absl import flags
+
+from spectr_jax import cli, get_method
+from spectr_jax.decoding import Policy
+from spectr_jax.decoding.generate import generate
+from spectr_jax.errors import UserError
+from spectr_jax.loading import Trained
+from spectr_jax.measure import report
+from spectr_jax.models.frozen import freeze
+from spectr_jax.pairs import load_pair
+
+_WORKDIR = flags.DEFINE_string("workdir", "results/smollm2/drafts", "Where the table goes: Markdown and JSON.")
+_TARGET = flags.DEFINE_string("target", "smollm2", "The target model, which has a chat template.")
+_DRAFT = flags.DEFINE_string("draft", None, "Its draft.", required=True)
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of both: float32, bfloat16 or int8.")
+_METHODS = flags.DEFINE_multi_string(
+    "method",
+    ["block:chain:2", "block:chain:3", "block:chain:4", "otm_layer:2x3"],
+    "A method and its tree, as in `tree.parse`.",
+)
+_TEMPERATURES = flags.DEFINE_list("temperatures", ["0", "1"], "Of target and draft.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed ones, after one that is not.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens of a sequence.", lower_bound=1)
+
+CHATS = (
+    "Why is the sky blue?",
+    "Write three tips for a good night's sleep.",
+    "Explain what a bicycle is to a child.",
+    "What should I cook with rice, tomatoes and eggs?",
+    "Give me a short poem about the sea.",
+    "How does a bank make money?",
+    "List five animals that live in the forest.",
+    "What is the capital of France, and why is it famous?",
+)
+SENTENCES = (
+    "The committee will meet again next week to",
+    "In the early morning the old fisherman walked",
+    "The university announced on Monday that",
+    "A small town in the north of the country",
+    "She opened the letter and",
+    "The most important thing about water is",
+    "After the war, the two brothers",
+    "The new law would allow farmers to",
+)
+
+
+def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
+    """The tokens of all prompts, by kind."""
+    chats = [target.tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS]
+    return {"chats": chats, "sentences": [target.tokenizer.prompt(each) for each in SENTENCES]}
+
+
+def decoder(method, models, prompts: list[list[int]], policy: Policy):
+    """A function of a round: new tokens, calls and seconds of all prompts."""
+    width = max(map(len, prompts))
+    padded = [np.array([prompt + [0] * (width - len(prompt))], np.int32) for prompt in prompts]
+
+    def run(number: int) -> tuple[int, int, float]:
+        tokens, calls, started = 0, 0, time.perf_counter()
+        for index, (prompt, rows) in enumerate(zip(prompts, padded, strict=True)):
+            key = jax.random.fold_in(jax.random.key(number), index)
+            made = generate(key, method, *models, rows, [len(prompt)], _NEW.value, policy)
+            tokens += int(made.lengths[0]) - len(prompt)
+            calls += int(made.target_calls[0])
+        return tokens, calls, time.perf_counter() - started
+
+    return run
+
+
+def measure(target: Trained, draft: Trained) -> list[dict[str, Any]]:
+    """All kinds, temperatures and methods; those of one kind and temperature take turns."""
+    models = freeze(target), freeze(draft)
+    methods = {"baseline": get_method("baseline")}
+    for spec in _METHODS.value:
+        name, tree = spec.split(":", 1)
+        methods[f"{name}, {tree}"] = get_method(name, tree=tree)
+    rows = []
+    for (kind, prompts), degrees in itertools.product(prompts_of(target).items(), map(float, _TEMPERATURES.value)):
+        policy = Policy(temperature=degrees, eos=target.tokenizer.eos)
+        runs = {name: decoder(method, models, prompts, policy) for name, method in methods.items()}
+        found: dict[str, list] = {name: [] for name in runs}
+        for number in tqdm.trange(_ROUNDS.value + 1, desc=f"{kind}, temperature {degrees}", dynamic_ncols=True):
+            for name, run in runs.items():
+                made = run(number)
+                if number:  # The first compiles.
+                    found[name].append(made)
+        rows += [{"kind": kind, "temperature": degrees, "method": name, "rounds": each} for name, each in found.items()]
+    return rows
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table and its provenance."""
+    speeds = {
+        (row["kind"], row["temperature"], row["method"]): np.array([made[0] / made[2] for made in row["rounds"]])
+        for row in result["rows"]
+    }
+    cells = []
+    for row in result["rows"]:
+        place = row["kind"], row["temperature"]
+        tokens, calls, _ = np.sum(row["rounds"], axis=0)
+        own = speeds[*place, row["method"]]
+        ratio = np.median(own / speeds[*place, "baseline"])
+        cells.append([row["kind"], f"{row['temperature']:g}", row["method"], f"{tokens / calls:.2f}"])
+        cells[-1] += [f"{np.median(own):.1f}", f"{ratio:.2f}"]
+    header = ["Prompts", "temperature", "method", "tokens per call", "tokens/s", "x baseline"]
+    settings = result["settings"]
+    return (
+        f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, one sequence\n\n"
+        f"{report.markdown_table(header, cells)}\n\n"
+        f"{settings['dtype']}; {len(CHATS)} chats and {len(SENTENCES)} beginnings of sentences of ours, up to "
+        f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
+        f"which all methods take turns, ratios of one round. The call on the prompt is part of the time, and not of the "
+        f"calls.\n\n{report.made_by(result)}\n"
+    )
+
+
+def main():
+    if any(":" not in spec for spec in _METHODS.value):
+        raise UserError(f"--method={_METHODS.value} needs a tree for each, such as block:chain:3")
+    started = time.monotonic()
+    target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
+    rows = measure(target, draft)
+    names = ("target", "draft", "dtype", "rounds", "max_new_tokens")
+    settings = {name: flags.FLAGS[name].value for name in names}
+    result = {"settings": settings, "rows": rows, "seconds": time.monotonic() - started, **report.provenance()}
+    report.write(pathlib.Path(_WORKDIR.value), "drafts", result, markdown(result))
+
+
+if __name__ == "__main__":
+    cli.run(main, output=_WORKDIR)
