@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import pathlib
 import re
 import shutil
 
@@ -20,10 +21,15 @@ from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load, register_loader
 from spectr_jax.measure import measurement
 from spectr_jax.models.formats.gpt2 import save_gpt2
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 from spectr_jax.models.weights import save_weights
 from spectr_jax.pairs import load_pair
+
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
+SMOLLM2_VOCABULARY = "0e0d60eaa849a6265d6376432d4e79de04a0b21c91918017d99781f9785245d6"
+"""The digest of its tokens, as `load("smollm2").tokenizer.vocabulary` has it."""
 
 
 def _laws(model, tokens):
@@ -64,6 +70,24 @@ def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
     files[1].unlink()
     with pytest.raises(UserError, match=rf"draft_20m.*{len(files) - 1} of {len(files)} parts are there"):
         load("embedded:20m")
+
+
+def test_the_draft_of_smollm2_that_results_has():
+    """It sees features of the width of SmolLM2-135M, and proposes tokens of its vocabulary."""
+    draft = load(str(RESULTS / "smollm2/eagle/smollm2_eagle"), "int8")
+    frozen = freeze(draft.model)
+    assert (frozen.features_seen, frozen.vocab_size) == (576, 49_152)
+    assert (draft.tokenizer.vocabulary, draft.name) == (SMOLLM2_VOCABULARY, "smollm2_eagle")
+
+    @jax.jit
+    def law(frozen, features):
+        model = frozen.merge()
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        hidden, _ = model.hidden(tokens, tokens, jnp.ones((1, 1, 1), bool), features_BxNxE=features)
+        return jax.nn.softmax(model.scored(hidden))[0, 0]
+
+    p = np.asarray(law(frozen, jnp.zeros((1, 1, 576))))
+    np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])
 
 
 def _mine(name, dtype):

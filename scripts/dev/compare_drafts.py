@@ -20,6 +20,8 @@ from absl import flags
 from spectr_jax import cli, get_method
 from spectr_jax.decoding import Policy
 from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.tree import parse
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained
 from spectr_jax.measure import report
@@ -37,6 +39,7 @@ _METHODS = flags.DEFINE_multi_string(
 )
 _TEMPERATURES = flags.DEFINE_list("temperatures", ["0", "1"], "Of target and draft.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed ones, after one that is not.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("prompts", 8, "Of each kind, the first ones.", lower_bound=1, upper_bound=8)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens of a sequence.", lower_bound=1)
 
 CHATS = (
@@ -63,8 +66,8 @@ SENTENCES = (
 
 def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
     """The tokens of all prompts, by kind."""
-    chats = [target.tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS]
-    return {"chats": chats, "sentences": [target.tokenizer.prompt(each) for each in SENTENCES]}
+    chats = [target.tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS[: _PROMPTS.value]]
+    return {"chats": chats, "sentences": [target.tokenizer.prompt(each) for each in SENTENCES[: _PROMPTS.value]]}
 
 
 def decoder(method, models, prompts: list[list[int]], policy: Policy):
@@ -90,7 +93,9 @@ def measure(target: Trained, draft: Trained) -> list[dict[str, Any]]:
     methods = {"baseline": get_method("baseline")}
     for spec in _METHODS.value:
         name, tree = spec.split(":", 1)
-        methods[f"{name}, {tree}"] = get_method(name, tree=tree)
+        methods[f"{name}, {tree}"] = found = on_tree(name, parse(tree))
+        if found is None:
+            raise UserError(f"--method={spec}: {name} does not draft such a tree; give another")
     rows = []
     for (kind, prompts), degrees in itertools.product(prompts_of(target).items(), map(float, _TEMPERATURES.value)):
         policy = Policy(temperature=degrees, eos=target.tokenizer.eos)
@@ -124,7 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, one sequence\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
-        f"{settings['dtype']}; {len(CHATS)} chats and {len(SENTENCES)} beginnings of sentences of ours, up to "
+        f"{settings['dtype']}; {settings['prompts']} chats and as many beginnings of sentences of ours, up to "
         f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
         f"which all methods take turns, ratios of one round. The call on the prompt is part of the time, and not of the "
         f"calls.\n\n{report.made_by(result)}\n"
@@ -137,7 +142,7 @@ def main():
     started = time.monotonic()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
     rows = measure(target, draft)
-    names = ("target", "draft", "dtype", "rounds", "max_new_tokens")
+    names = ("target", "draft", "dtype", "prompts", "rounds", "max_new_tokens")
     settings = {name: flags.FLAGS[name].value for name in names}
     result = {"settings": settings, "rows": rows, "seconds": time.monotonic() - started, **report.provenance()}
     report.write(pathlib.Path(_WORKDIR.value), "drafts", result, markdown(result))
