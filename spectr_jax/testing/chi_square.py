@@ -1,7 +1,6 @@
 """Chi-square tests of counts against a distribution."""
 
 import numpy as np
-import scipy.special
 
 LEAST = 1e-6
 """The p-value that is too small to be chance: the check of a plan makes 48 tests."""
@@ -10,6 +9,8 @@ LEAST = 1e-6
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     """The p-value of `counts` against `law`, up to a factor; outcomes expected fewer than 5 times are merged with the
     next rarest."""
+    import scipy.special  # Imported late: decoding tests nothing. `scipy.stats` takes a second.
+
     expected = counts.sum() * law / law.sum()
     common = expected >= 5
     if common.sum() < 2:
@@ -17,4 +18,4 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     cells = np.where(common, np.arange(len(law)), np.argmin(np.where(common, expected, np.inf)))
     observed, expected = (np.bincount(cells, part, len(law))[common] for part in (counts, expected))
     statistic = np.sum((observed - expected) ** 2 / expected)
-    return float(scipy.special.chdtrc(len(expected) - 1, statistic))  # `scipy.stats` takes a second to import.
+    return float(scipy.special.chdtrc(len(expected) - 1, statistic))

@@ -15,7 +15,6 @@ from spectr_jax.decoding.generate import generate, stream
 from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
-from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
 
@@ -81,7 +80,11 @@ def _seen(call):
 
 @pytest.mark.parametrize(
     ("kind", "prompt", "tree"),
-    [*itertools.product(TARGETS, (1, 3), ("3x1", "2,2,1", "chain:3")), ("llama", 70, "2,2,1")],
+    [
+        *itertools.product(["llama"], (1, 3), ("2,2,1", "chain:3")),
+        ("ladder", 3, "3x1"),
+        ("llama", 70, "2,2,1"),
+    ],
 )
 def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, tree):
     """Behind prompts of one token, of fewer than a call recalls, and of two pieces; call after call."""
@@ -103,15 +106,14 @@ def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, 
     assert emitted == 12 and number > 1
 
 
-@pytest.mark.parametrize("method", ["spectr", "otm_layer", "gsd"])
-def test_outputs_are_the_targets(draft, method):
+def test_outputs_are_the_targets(draft):
     """Two tokens behind two prompts against their exact distribution; the draft's temperature is its own."""
     target, prompts = llama_target(), np.array([[3, 1, 4, 0], [2, 0, 0, 0]])
     lengths, draws = np.array([3, 1]), 10_000
     rows = np.repeat(np.arange(2), draws)
     made = generate(
         jax.random.key(0),
-        get_method(method, tree="2,1"),
+        get_method("spectr", tree="2,1"),
         target,
         draft,
         prompts[rows],
@@ -143,22 +145,16 @@ def _top_four(logits_BxV):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def test_rows_do_not_influence_each_other_and_greedy_is_the_baseline(draft):
-    target, method = quantize(llama_target()), get_method("otm_layer", tree="2,2,1")
+def test_rows_do_not_influence_each_other(draft):
+    target, method = llama_target(), get_method("otm_block", tree="2,2,1")
     prompts, lengths = np.random.default_rng(1).integers(0, VOCABULARY, (4, 6)), np.array([1, 6, 3, 2])
     keys = jax.random.split(jax.random.key(0), 4)
-    together = generate(keys, method, target, quantize(draft), prompts, lengths, 10)
-    alone = [
-        generate(keys[row : row + 1], method, target, quantize(draft), prompts[[row]], lengths[[row]], 10)
-        for row in range(4)
-    ]
-    for row, each in enumerate(alone):
-        np.testing.assert_array_equal(together.tokens[row], each.tokens[0])
-        assert together.target_calls[row] == each.target_calls[0]
-    greedy = Policy(temperature=0.0)
-    expected = generate(jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 10, greedy)
-    found = generate(jax.random.key(0), get_method("gsd", tree="2,1,1"), target, draft, prompts, lengths, 10, greedy)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    together = generate(keys, method, target, draft, prompts, lengths, 10)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = generate(keys[one], method, target, draft, prompts[one], lengths[one], 10)
+        np.testing.assert_array_equal(together.tokens[row], alone.tokens[0])
+        assert together.target_calls[row] == alone.target_calls[0]
 
 
 class Narrow(Transformer):
