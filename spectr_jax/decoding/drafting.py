@@ -113,22 +113,10 @@ def draft(
       seen_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
     """
     B, R = lengths_B.shape[0], features.recalled(model, tree)
-    recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
     # A text shorter than R: then the root is an earlier one of the recalled slots, and those behind it are nobody's.
     root_B = lengths_B - 1 - cache.lengths
     sees_recalled_Bx1xR = (jnp.arange(R) <= root_B[:, None])[:, None, :]
-    if seen_BxRxE is not None:
-        shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
-        seen_BxRxE = jnp.take_along_axis(seen_BxRxE, shifted_BxR[..., None], axis=1)
-    logits_BxWxV, own_BxWxE, cache = features.extend(
-        model,
-        jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
-        recalled_BxR,
-        jnp.broadcast_to(np.tri(R, dtype=bool), (B, R, R)),
-        cache,
-        features_BxNxE=seen_BxRxE,
-        only_B=root_B,
-    )
+    logits_BxWxV, own_BxWxE, cache = _recall(model, R, text_BxT, root_B, cache, seen_BxRxE)
     tokens = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)]
     laws, parent_ranks = [], np.zeros(1, int)
     for depth, nodes in enumerate(tree.levels[1:]):
@@ -160,6 +148,23 @@ def draft(
             )
             parent_ranks = ranks
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(laws, axis=1), cache)
+
+
+def _recall(model: Model, R: int, text_BxT, root_B, cache: Cache, seen_BxRxE):
+    """Runs the draft on the last R committed tokens; logits [B, 1, V] and features [B, 1, E] of the root, and the cache."""
+    recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
+    if seen_BxRxE is not None:
+        shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
+        seen_BxRxE = jnp.take_along_axis(seen_BxRxE, shifted_BxR[..., None], axis=1)
+    return features.extend(
+        model,
+        jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
+        recalled_BxR,
+        jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
+        cache,
+        features_BxNxE=seen_BxRxE,
+        only_B=root_B,
+    )
 
 
 def commit(
