@@ -152,8 +152,11 @@ def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, t
     number_of = np.full(shape.vocab_size, -1, np.int32)
     number_of[tokens] = np.arange(len(tokens))
     optimizer = make_optimizer(config.optimizer, config.steps)
-    merged = functools.partial(nnx.merge, graphdef)
-    see = functools.partial(places, lambda params: merged(params, rest), jnp.asarray(number_of), config.depth)
+
+    def model(params):
+        return nnx.merge(graphdef, params, rest)
+
+    see = functools.partial(places, model, jnp.asarray(number_of), config.depth)
     loss = losses.LOSSES[config.loss]
 
     def objective(params, part, key):
