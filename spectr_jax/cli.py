@@ -15,6 +15,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from spectr_jax.errors import Interrupted, UserError, explain
+from spectr_jax.files import expanded
 
 BAD_INPUT = 2
 """Exit status of a program that told the user, in one line, what to do."""
@@ -54,9 +55,11 @@ def define_process_flags() -> None:
 
 
 def define_import_flag() -> None:
-    """The flag of a program that names methods, for those of the user's own; `run` imports what it names."""
+    """The flag of a program that names methods or models, for those of the user's own; `run` imports what it names."""
     flags.DEFINE_multi_string(
-        "import", [], "Modules to import first, a.b,c, such as one that registers a method; may be given several times."
+        "import",
+        [],
+        "Modules to import first, a.b,c, such as one that registers a method or a loader; may be given several times.",
     )
 
 
@@ -110,7 +113,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
         except KeyboardInterrupt as error:
             _exit("interrupted" + "; the same command resumes" * (output is not None), error, CTRL_C, at_once=not alone)
         except Exception as error:
-            line = explain(error, None if output is None else output.value)
+            line = explain(error, None if output is None else str(expanded(output.value)))
             if line is None:
                 raise
             _exit(f"error: {line}", error, at_once=not alone)
@@ -158,7 +161,7 @@ def _check_output(flag: flags.FlagHolder) -> None:
     """Raises `UserError` unless there is such a folder that can be written to, or it can be made."""
     if not flag.value:
         raise UserError(f"--{flag.name} is empty; name a folder")
-    path = pathlib.Path(flag.value)
+    path = expanded(flag.value)
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir():
         raise UserError(f"--{flag.name}={flag.value}: {str(nearest)!r} is not a folder; choose another")

@@ -5,13 +5,12 @@
 A table that was stopped resumes after what it has measured when the same command is given again.
 """
 
-import pathlib
-
 from absl import flags
 from ml_collections import config_flags
 
 from spectr_jax import cli
 from spectr_jax.errors import UserError, unknown
+from spectr_jax.files import expanded
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config, such as configs/demo.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)
@@ -29,7 +28,7 @@ def main():
         raise unknown("experiment", name, experiments)
     if jax.process_count() > 1 and name != tokens_per_call.NAME:
         raise UserError(f"experiment {name!r} runs in one process; drop --coordinator and --distributed")
-    experiments[name](_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    experiments[name](_CONFIG.value, expanded(_WORKDIR.value))
 
 
 if __name__ == "__main__":

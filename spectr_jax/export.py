@@ -8,7 +8,6 @@
 What it writes can be a target or draft wherever a model is named: --config.target=results/ladder/target_97m, or hf:draft_6m.
 """
 
-import json
 import pathlib
 
 from absl import flags
@@ -48,31 +47,29 @@ def main():
 
 def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.errors import UserError, unknown
-    from spectr_jax.files import write_whole
+    from spectr_jax.files import named, write_whole
     from spectr_jax.loading import BEST, load_run
     from spectr_jax.models.weights import STORED, save_weights
+    from spectr_jax.runs import TOKENIZER, open_run
     from spectr_jax.training.metrics import read_metrics
 
     dtype = _DTYPE.value or "bfloat16"
     if dtype not in STORED:
         raise unknown("--dtype", dtype, STORED)
     best = _MODEL.value.endswith(BEST)
-    workdir = expanded(_MODEL.value.removesuffix(BEST))
-    trained = load_run(workdir, best=best)
-    run = json.loads((workdir / "config.json").read_text())
-    if student := "teacher" in run:
-        from spectr_jax.distillation.training import METRIC
-    else:
-        from spectr_jax.training.checkpoint import METRIC
-    tokenizer, proto = out / "tokenizer.model", None if student else (workdir / "tokenizer.model").read_bytes()
+    workdir = named(_MODEL.value.removesuffix(BEST))
+    trained, run = load_run(workdir, best=best), open_run(workdir)
+    tokenizer, proto = out / TOKENIZER, None if run.student else (workdir / TOKENIZER).read_bytes()
     if proto and tokenizer.exists() and tokenizer.read_bytes() != proto:
         raise UserError(f"{str(tokenizer)!r} is not the tokenizer of {str(workdir)!r}; choose another --out")
     records = read_metrics(workdir / "metrics.jsonl")
-    evaluated = [record for record in records if METRIC in record]
+    evaluated = [record for record in records if run.metric in record]
     notes = {
-        "run": run,
+        "run": run.config,
         "tokens": sum(record.get("tokens", 0) for record in records),
-        "evaluation": (min(evaluated, key=lambda record: record[METRIC]) if best else evaluated[-1]) if evaluated else None,
+        "evaluation": (min(evaluated, key=lambda record: record[run.metric]) if best else evaluated[-1])
+        if evaluated
+        else None,
     }
     out.mkdir(parents=True, exist_ok=True)
     part_bytes = round(_PART_MB.value * 1e6) or None

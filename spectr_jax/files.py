@@ -32,6 +32,12 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
         raise UserError(f"{str(name)!r} names the home of no user of this machine; write the path out") from error
 
 
+def named(name: str | pathlib.Path) -> pathlib.Path:
+    """`expanded`, with a last part to name a model after: `.` and `..` are written out."""
+    path = expanded(name)
+    return path.resolve() if path.name in ("", "..") else path
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes indented JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

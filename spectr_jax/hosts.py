@@ -49,6 +49,12 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def own_share(count: int) -> slice:
+    """This process's part of `count` things that are dealt out evenly, such as the rows of a batch."""
+    share = count // jax.process_count()
+    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+
+
 def gather(value: Any) -> list[Any]:
     """The JSON values of all processes, by process; each of them must call this."""
     if jax.process_count() == 1:

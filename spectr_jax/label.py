@@ -46,6 +46,9 @@ def main():
     from spectr_jax.files import expanded
     from spectr_jax.loading import load
 
+    out = expanded(_OUT.value)
+    if "," in str(out):
+        raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")
     chats, writes = _WRITE.value == "chats", _WRITE.value != "nothing"
     if bool(_TEXT.value) == chats:
         raise UserError("--write=chats takes no --text" if chats else "give --text, or --write=chats")
@@ -79,8 +82,9 @@ def main():
         "write": _WRITE.value,
         **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),
     }
-    out = expanded(_OUT.value)
     labels.claim_folder(out, about)
+    if labels.shard_path(out, 0).exists():
+        labels.open_labels(str(out))  # A damaged shard is told now.
     fill = teaching.labeller(teacher)
     shifted = teaching.starting_at(texts, _FIRST.value)
     row_type = labels.row_type(vocab_size, length, features)

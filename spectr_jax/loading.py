@@ -6,7 +6,6 @@ What only one kind of model needs is imported by its loader: Orbax for a trainin
 import dataclasses
 import difflib
 import importlib.metadata
-import json
 import pathlib
 import re
 import zlib
@@ -19,11 +18,12 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import digest, expanded
-from spectr_jax.models import llama
+from spectr_jax.files import digest, expanded, named
+from spectr_jax.models import llama, transformer
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
-from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
+from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.runs import open_run
 
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
@@ -119,30 +119,13 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
     Raises:
       UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
     """
-    from spectr_jax.training.checkpoint import METRIC
-
-    try:
-        config = json.loads((workdir / "config.json").read_text())
-        if "teacher" in config:
-            return _student(workdir, dtype, best)
-        shape = TransformerConfig(**{**config["model"], "dtype": dtype, "dropout": 0.0})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path") from error
-    tokenizer = Tokenizer(workdir / "tokenizer.model")
-    graphdef, state = abstract(shape)
-    return Trained(workdir.name, nnx.merge(graphdef, _restored(workdir, state, dtype, best, METRIC)), tokenizer)
-
-
-def _student(workdir: pathlib.Path, dtype: str, best: bool) -> Trained:
-    """The student of a distillation."""
-    from spectr_jax.distillation.training import METRIC, read_student
-
-    shape, tokens, vocabulary = read_student(workdir)
-    graphdef, state = llama.abstract(dataclasses.replace(shape, dtype=dtype))
-    params = _restored(workdir, nnx.filter_state(state, nnx.Param), dtype, best, METRIC)
-    kept = jax.tree.map(lambda _: jnp.asarray(tokens), nnx.filter_state(state, nnx.Not(nnx.Param)))
-    model = nnx.merge(graphdef, params, kept)
-    return Trained(workdir.name, model, VocabularyOf(workdir.name, vocabulary, shape.vocab_size))
+    run = open_run(workdir)
+    graphdef, state = (llama if run.student else transformer).abstract(dataclasses.replace(run.shape, dtype=dtype))
+    rest = nnx.filter_state(state, nnx.Not(nnx.Param))
+    if student := run.student:
+        rest = jax.tree.map(lambda _: jnp.asarray(student.head_tokens), rest)
+    params = _restored(workdir, nnx.filter_state(state, nnx.Param), dtype, best, run.metric)
+    return Trained(workdir.name, nnx.merge(graphdef, params, rest), run.tokenizer)
 
 
 def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
@@ -184,7 +167,7 @@ def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
 def _from_path(spec: str, dtype: str) -> Trained:
     from spectr_jax.models.weights import weight_files
 
-    path = expanded(spec.removesuffix(BEST))
+    path = named(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)):
         if spec.endswith(BEST):
             raise UserError(f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; leave it out")

@@ -17,8 +17,20 @@ def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained
     Raises:
       UserError: as `load` and `fitted`.
     """
-    loaded_target = load(target, dtype)
+    loaded_target = load_alone(target, dtype)
     return loaded_target, [fitted(load(draft, dtype), loaded_target) for draft in drafts]
+
+
+def load_alone(spec: str, dtype: str = "float32") -> Trained:
+    """Loads a model that shall run by itself, such as a target.
+
+    Raises:
+      UserError: as `load`; or it sees the features of a target, and can only draft for that.
+    """
+    trained = load(spec, dtype)
+    if features.sees(trained.model):
+        raise UserError(f"{spec!r} sees the features of a target, and can only draft for it; give a model that runs alone")
+    return trained
 
 
 def fitted(draft: Trained, target: Trained) -> Trained:
@@ -29,8 +41,13 @@ def fitted(draft: Trained, target: Trained) -> Trained:
     2502.05202).
 
     Raises:
-      UserError: they share less than 95 % of their tokens.
+      UserError: they share less than 95 % of their tokens, or the draft sees features that the target does not show.
     """
+    if features.sees(draft.model) not in (0, features.shows(target.model)):
+        raise UserError(
+            f"draft {draft.name!r} sees {features.sees(draft.model)} features of its target, and {target.name!r} shows "
+            f"{features.shows(target.model)}; give the target that it was trained for, or another draft"
+        )
     sizes = draft.model.vocab_size, target.model.vocab_size
     if draft.tokenizer.vocabulary == target.tokenizer.vocabulary:
         if sizes[0] == sizes[1]:

@@ -178,7 +178,7 @@ def _chat(session, prompts: Iterable[str]) -> None:
 
     from spectr_jax.sampling import chat, terminal
 
-    chat.check(session)
+    chat.check(session, prompts)
     colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
     messages: list[dict[str, str]] = []
     for number, prompt in enumerate(prompts):

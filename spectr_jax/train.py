@@ -5,8 +5,6 @@
 A run that was stopped or killed resumes from its newest checkpoint when the same command is given again.
 """
 
-import pathlib
-
 from absl import flags
 from ml_collections import config_flags
 
@@ -18,15 +16,18 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the s
 
 def main():
     # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.files import expanded
+
     if "teacher" in _CONFIG.value:
         from spectr_jax.distillation.training import distil as train
     else:
         from spectr_jax.training.loop import train
 
-    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    train(_CONFIG.value, expanded(_WORKDIR.value))
 
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
     cli.define_process_flags()
+    cli.define_import_flag()
     cli.run(main, output=_WORKDIR)

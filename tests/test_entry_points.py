@@ -26,6 +26,9 @@ IMPORTED_BY_THE_SERVER = (
     "spectr_jax.figures.acceptance",
 )
 
+EAGLE = "results/smollm2/eagle/smollm2_eagle"
+"""A draft that sees its target's features."""
+
 PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
     "spectr_jax.train": ("workdir", "--config=configs/embedded.py"),
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
@@ -49,6 +52,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_architectures.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
     "scripts/dev/compare_losses.py": ("workdir",),
+    "scripts/dev/compare_drafts.py": ("workdir", f"--draft={EAGLE}", "--target=embedded:2m"),
 }
 (
     TRAIN,
@@ -73,6 +77,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     ARCHITECTURES,
     LLAMA_CPP,
     WHICH_LOSS,
+    DRAFTS,
 ) = PROGRAMS
 EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil")
 TREES, LATENCY, QUALITY, AUTO, DISTIL = (f"--config=configs/{name}.py" for name in EXPERIMENTS)
@@ -145,6 +150,19 @@ CASES = [
     (TRAIN, f"{DISTIL} --config.loss=sk", "unknown loss 'sk'; known: cross_entropy, kl, lk"),
     (TRAIN, f"{DISTIL} --config.data.train=/nowhere", "'/nowhere' has no labels that can be read"),
     (TRAIN, "--config=configs/distil.py:7m", "unknown student '7m'"),
+    (TRAIN, f"{DISTIL} --import=no_such", "--import=no_such fails (ModuleNotFoundError"),
+    (
+        LABEL,
+        "--length=118 --write=continuations",
+        "--length=118 leaves the teacher no room to write in its context of 128",
+    ),
+    (LABEL, "--out=a,b", "--out=a,b has a comma, which stands between folders of labels; choose another name"),
+    (DRAFTS, "--method=block", "--method=block needs a tree, such as block:chain:3"),
+    (DRAFTS, "", "sees 576 features of its target, and 'draft_2m' shows 128; give the target that it was trained for"),
+    (EVAL, f"{LATENCY} --config.models=('embedded:2m',) --config.draft={EAGLE}", "sees 576 features of its target"),
+    (EVAL, f"{QUALITY} --config.models=('{EAGLE}',) --config.heldout=README.md", "can only draft for it"),
+    (SAMPLE, f"--target={EAGLE}", "sees the features of a target, and can only draft for it; give a model that runs alone"),
+    (SAMPLE, "--target=.", "no model at '.'"),
     (WHICH_LOSS, "--losses=kl,sk", "unknown loss 'sk'"),
     (WHICH_LOSS, "--labels=/nowhere", "'/nowhere' has no labels that can be read"),
     (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),

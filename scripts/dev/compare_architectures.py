@@ -23,9 +23,9 @@ from peers.environment import ask, made
 from spectr_jax import cli
 from spectr_jax.errors import UserError
 from spectr_jax.measure import report
+from spectr_jax.models.attention import causal
 from spectr_jax.models.formats.hf_llama import load_llama, save_llama
 from spectr_jax.models.llama import Llama
-from spectr_jax.models.transformer import causal
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where the table goes: Markdown and JSON.")
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "An interpreter with torch and transformers to use as it is.")

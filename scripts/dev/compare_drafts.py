@@ -137,8 +137,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main():
-    if any(":" not in spec for spec in _METHODS.value):
-        raise UserError(f"--method={_METHODS.value} needs a tree for each, such as block:chain:3")
+    for spec in _METHODS.value:
+        if ":" not in spec:
+            raise UserError(f"--method={spec} needs a tree, such as {spec}:chain:3")
     started = time.monotonic()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
     rows = measure(target, draft)

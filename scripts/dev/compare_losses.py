@@ -15,10 +15,11 @@ from spectr_jax import cli
 from spectr_jax.config import distil_config
 from spectr_jax.distillation.labels import open_labels
 from spectr_jax.distillation.losses import LOSSES
-from spectr_jax.distillation.training import METRIC, distil
+from spectr_jax.distillation.training import distil
 from spectr_jax.errors import unknown
 from spectr_jax.files import expanded
 from spectr_jax.measure import report
+from spectr_jax.runs import REJECTION
 from spectr_jax.training.metrics import read_metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where the table goes: Markdown and JSON.")
@@ -47,7 +48,7 @@ def main():
         workdir = expanded(_RUNS.value) / f"{_STUDENT.value}_{name}"
         distil(config, workdir)
         records = read_metrics(workdir / "metrics.jsonl")
-        scores = [record for record in records if METRIC in record][-1]
+        scores = [record for record in records if REJECTION in record][-1]
         rows.append({"loss": name, "tokens": sum(record.get("tokens", 0) for record in records), "scores": scores})
     tokens = int(sum((labelled.take([index])["segments"] > 0).sum() for index in range(len(labelled))))
     result = {"student": _STUDENT.value, "labelled": tokens, "rows": rows, **report.about(config, started)}

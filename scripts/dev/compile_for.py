@@ -131,7 +131,9 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
     if "otm" in wanted:
         for dtype in ("float32", "int8"):
             found[f"`otm`, {dtype}"] = functools.partial(decoding, "otm", dtype, one)
-        found["`otm`, acceptance at its nodes"] = functools.partial(decoding, "otm", "bfloat16", one, acceptance.observe)
+        found["`otm`, acceptance at its nodes"] = functools.partial(
+            decoding, "otm", "bfloat16", one, acceptance.observe_optimum
+        )
     if "mesh" in wanted:
         for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
             name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"

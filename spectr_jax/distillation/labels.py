@@ -8,6 +8,7 @@ names the teacher.
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from spectr_jax.files import expanded, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
+FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features")
+"""What the index says at least; folders that are used together agree in it."""
 TOP = 64
 """Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability."""
 
@@ -44,11 +47,13 @@ class LabelledRows(PackedRows):
       vocab_size: of the teacher's logits.
       context: the teacher's, in tokens.
       features: of the teacher a place; 0 where labels have none.
+      counts: rows of each folder.
     """
 
-    def __init__(self, shards: list[np.ndarray], vocabulary: str, vocab_size: int, context: int, features: int):
-        super().__init__(shards, tokenizer_digest=vocabulary)
-        self.vocabulary, self.vocab_size, self.context, self.features = vocabulary, vocab_size, context, features
+    def __init__(self, shards: list[np.ndarray], index: dict[str, Any], counts: tuple[int, ...]):
+        super().__init__(shards, tokenizer_digest=index["vocabulary"])
+        self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
+        self.context, self.features, self.counts = index["context"], index["features"], counts
 
     @property
     def length(self) -> int:
@@ -85,26 +90,43 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     write_json(folder / INDEX, wanted)
 
 
-def open_labels(name: str) -> LabelledRows:
+def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
     """The shards of a folder, or of several with commas between them, memory-mapped.
 
+    Args:
+      name: of the folders.
+      counts: how many rows of each to take, the first ones; all by default.
+
     Raises:
-      UserError: none there, a damaged one, or folders whose teachers or lengths differ.
+      UserError: none there, a damaged one, folders whose teachers or lengths differ, or fewer rows than `counts`.
     """
     folders = [expanded(each.strip()) for each in name.split(",")]
     indices = [_index(folder) for folder in folders]
     for folder, index in zip(folders, indices, strict=True):
-        for field in ("vocabulary", "vocab_size", "context", "length", "top", "features"):
+        for field in FIELDS:
             if index[field] != indices[0][field]:
                 raise UserError(
                     f"{str(folder)!r} has labels of {field}={index[field]!r} and {str(folders[0])!r} of "
                     f"{indices[0][field]!r}; give folders that agree"
                 )
     wanted = row_type(indices[0]["vocab_size"], indices[0]["length"], indices[0]["features"])
-    shards = [_read(path, wanted) for folder in folders for path in sorted(folder.glob("labels-*.npy"))]
-    if not any(len(shard) for shard in shards):
+    found = [[_read(path, wanted) for path in sorted(folder.glob("labels-*.npy"))] for folder in folders]
+    there = tuple(sum(map(len, shards)) for shards in found)
+    if not any(there):
         raise UserError(f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ...")
-    return LabelledRows(shards, *(indices[0][field] for field in ("vocabulary", "vocab_size", "context", "features")))
+    taken = counts or there
+    for folder, have, need in zip(folders, there, taken, strict=True):
+        if have < need:
+            raise UserError(f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or label again")
+    shards = [shard for each, count in zip(found, taken, strict=True) for shard in _first(each, count)]
+    return LabelledRows(shards, indices[0], taken)
+
+
+def _first(shards: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
+    """The first `count` rows."""
+    for shard in shards:
+        yield shard[:count]
+        count -= min(count, len(shard))
 
 
 def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -136,7 +158,10 @@ def _index(folder: pathlib.Path) -> dict[str, Any]:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
-        return {"features": 0, **index}
+        index = {"features": 0, **index}
+        if missing := [field for field in FIELDS if field not in index]:
+            raise ValueError(f"{INDEX} does not say {missing[0]}")
+        return index
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(folder)!r} has no labels that can be read ({error}); make some: python -m spectr_jax.label"

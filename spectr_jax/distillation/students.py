@@ -6,8 +6,8 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.distillation.labels import LabelledRows
+from spectr_jax.models.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
-from spectr_jax.models.transformer import causal
 from spectr_jax.models.vocabulary import Kept
 
 COUNTED_ROWS = 4_096

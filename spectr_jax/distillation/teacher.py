@@ -22,8 +22,8 @@ from spectr_jax.distillation import labels
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_whole
 from spectr_jax.loading import Trained
+from spectr_jax.models.attention import causal
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.models.transformer import causal
 
 SHARD = 512
 """Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""
@@ -53,7 +53,14 @@ def starting_at(texts: Texts, first: int) -> Texts:
 
 
 def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int) -> Texts:
-    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens."""
+    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens.
+
+    Raises:
+      UserError: its context has no room for that.
+    """
+    longest = teacher.model.context + 1 - LONGEST_BEGINNING
+    if length > longest:
+        raise _too_long(length, teacher, longest)
     write = _writer(teacher, policy)
 
     def texts(first: int, end: int) -> list[list[int]]:
@@ -70,11 +77,14 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
     """A user's message and the answer to it, both written by the teacher, to `length` tokens.
 
     Raises:
-      UserError: it has no chat template.
+      UserError: it has no chat template, or no room for such a conversation.
     """
     opening, closing = chat_frame(teacher.tokenizer)
     if len(opening) + len(closing) >= length // 2:
         raise UserError(f"the chat template alone takes {len(opening) + len(closing)} tokens; raise --length={length}")
+    longest = 2 * (teacher.model.context + len(opening)) // 3
+    if length > longest:
+        raise _too_long(length, teacher, longest)
     write = _writer(teacher, policy)
     shortest, half = len(opening) + len(closing), length // 2
 
@@ -86,6 +96,13 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
         return write(jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length)
 
     return texts
+
+
+def _too_long(length: int, teacher: Trained, longest: int) -> UserError:
+    return UserError(
+        f"--length={length} leaves the teacher no room to write in its context of {teacher.model.context}; give at most "
+        f"{longest}"
+    )
 
 
 def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from spectr_jax import hosts, sharding
+from spectr_jax import hosts, runs, sharding
 from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
 from spectr_jax.decoding import features
@@ -21,7 +20,7 @@ from spectr_jax.distillation import losses, students
 from spectr_jax.distillation.labels import LabelledRows, batch_of, open_labels
 from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import expanded, write_json
+from spectr_jax.files import expanded
 from spectr_jax.loading import Trained, load
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.weights import load_weights
@@ -31,9 +30,6 @@ from spectr_jax.training.optimizer import make_optimizer
 from spectr_jax.training.programs import Programs, compiled
 from spectr_jax.training.step import TrainState, update
 
-STUDENT = "student.json"
-METRIC = "eval_rejection"
-"""1 - alpha_1 on the first held-out labels."""
 DRAFTS = 4
 """alpha_4 is told beside alpha_1."""
 
@@ -52,7 +48,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     preparation.claim_workdir(config, workdir, distil_config())
     mesh = sharding.make_mesh(config.mesh.fsdp)
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
-    rows = open_labels(config.data.train)
+    rows = _rows(config, workdir)
     heldout = {pathlib.Path(name).name: open_labels(name) for name in config.data.heldout}
     if len(heldout) < len(config.data.heldout):
         raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
@@ -70,7 +66,8 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     if len(rows) < streams:
         raise UserError(f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams")
     with explained(workdir), preparation.locked(workdir):
-        shape, tokens = _student(config, workdir, rows)
+        student = _student(config, workdir, rows)
+        shape, tokens = student.shape, student.head_tokens
         programs = make_programs(config, mesh, shape, tokens)
         levels = config.depth if shape.features else 1
         task = Task(
@@ -81,7 +78,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
                 )
             ),
             evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
-            metric=METRIC,
+            metric=runs.REJECTION,
             flops_per_token=levels * (6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length),
             given=functools.partial(_given, config, shape, tokens, rows),
         )
@@ -113,35 +110,28 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
     return LlamaConfig(**model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context)
 
 
-def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows) -> tuple[LlamaConfig, np.ndarray]:
-    """The shape of the run's student and the tokens that its head scores: chosen once, and kept in the workdir."""
-    path = workdir / STUDENT
-    if hosts.is_first() and not path.exists():
+def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows) -> runs.Student:
+    """The run's student: chosen before its first step, and kept in the workdir."""
+    began = (workdir / runs.CONFIG).exists()  # What a start left that never got there may be of another config.
+    if hosts.is_first() and not (began and (workdir / runs.STUDENT).exists()):
         shape = student_config(config.model, rows.vocab_size, rows.context)
         if config.init and shape.head_tokens:  # Its head knows its own tokens, whatever these labels have most of.
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
         else:
             tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
-        about = {"teacher": config.teacher, "vocabulary": rows.vocabulary, "model": dataclasses.asdict(shape)}
-        write_json(path, {**about, "head_tokens": tokens.tolist()})
+        runs.write_student(workdir, runs.Student(shape, tokens, rows.vocabulary, rows.counts), config.teacher)
     hosts.wait_for_all("the student's shape is there")
-    shape, tokens, vocabulary = read_student(workdir)
-    if vocabulary != rows.vocabulary:
+    student = runs.read_student(workdir)
+    if student.vocabulary != rows.vocabulary:
         raise UserError(f"{str(workdir)!r} has the student of another teacher than the labels'; choose a new --workdir")
-    return shape, tokens
+    return student
 
 
-def read_student(workdir: pathlib.Path) -> tuple[LlamaConfig, np.ndarray, str]:
-    """The shape of a run's student, the tokens that its head scores, and its vocabulary's digest.
-
-    Raises:
-      UserError: the file is not there, or damaged.
-    """
-    try:
-        about = json.loads((workdir / STUDENT).read_text())
-        return LlamaConfig(**about["model"]), np.array(about["head_tokens"], np.int32), about["vocabulary"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{str(workdir / STUDENT)!r} cannot be read ({error}); restore it, or train anew") from error
+def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows:
+    """The labels of the run: those that it began with, so that it has the same end whatever was labelled meanwhile."""
+    if not (workdir / runs.CONFIG).exists():
+        return open_labels(config.data.train)
+    return open_labels(config.data.train, runs.read_student(workdir).rows)
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, tokens: np.ndarray) -> Programs:
@@ -227,18 +217,17 @@ def _scores(
     """Means over the held-out tokens of each set, by name; those of the first set also without it."""
     scores: dict[str, float] = {}
     size = config.batch_size // config.accumulate
-    share = size // jax.process_count()
     for name, rows in heldout.items():
         sums: dict[str, Any] = {}
         for first in range(0, min(len(rows), config.data.heldout_rows), size):
             taken = rows.take(np.arange(first, min(first + size, len(rows), config.data.heldout_rows)))
             padded = np.concatenate([taken, np.zeros(size - len(taken), taken.dtype)])
-            mine = padded[jax.process_index() * share :][:share]
+            mine = padded[hosts.own_share(size)]
             for key, value in evaluate(params, sharding.put_rows(mesh, batch_of(mine))).items():
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
         means = {key: value / np.maximum(sums["tokens"], 1) for key, value in sums.items() if key != "tokens"}
         if not scores:
-            scores = {METRIC: 1 - float(means["alpha_1"][0]), "eval_nats_per_token": float(means["nats"][0])}
+            scores = {runs.REJECTION: 1 - float(means["alpha_1"][0]), "eval_nats_per_token": float(means["nats"][0])}
         for key, value in means.items():
             scores[f"eval_{key}_{name}"] = float(value[0])
             there = value[1:][sums["tokens"][1:] > 0]  # No text may be so long.

@@ -25,6 +25,7 @@ from spectr_jax.measure import measurement, profile, report
 from spectr_jax.measure.call_times import PHASES, call_runs, phase_timers, timed_once
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
+from spectr_jax.pairs import fitted, load_alone
 
 NAME = "latency"
 
@@ -40,8 +41,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check_latency_config(config)
     measurement.claim_workdir(config, workdir, NAME)
-    models = [load(spec, config.dtype) for spec in config.models]
-    target, draft = models[0], load(config.draft, config.dtype)
+    models = [load_alone(spec, config.dtype) for spec in config.models]
+    target, draft = models[0], fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:
             raise UserError(

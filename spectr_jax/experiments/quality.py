@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from spectr_jax import sharding
+from spectr_jax import hosts, sharding
 from spectr_jax.config import check_fields, check_positive, quality_config
 from spectr_jax.data.corpus import Sentences, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
@@ -25,7 +25,8 @@ from spectr_jax.loading import check_dtype, load
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
-from spectr_jax.models.transformer import causal
+from spectr_jax.models.attention import causal
+from spectr_jax.pairs import load_alone
 from spectr_jax.training.heldout import Heldout, evaluate
 
 NAME = "quality"
@@ -83,7 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _contender(spec: str) -> Contender:
-    trained = load(spec)
+    trained = load_alone(spec)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
     return Contender(spec, trained.name, parameters, trained.model.context, trained.tokenizer)
 
@@ -132,9 +133,7 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
 
     All of a batch are as long as its longest, up to a multiple of `WIDTH`, and at most the `context`.
     """
-    share = rows // jax.process_count()
-    mine = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
-    ordered, made = sorted(texts, key=len), []
+    mine, ordered, made = hosts.own_share(rows), sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
         chosen = ordered[start : start + rows]
         width = min(-(-(len(chosen[-1]) - 1) // WIDTH) * WIDTH, context)

@@ -31,9 +31,9 @@ def generation_profile(
       target: an `nnx.Module` that follows `Model`.
       draft: likewise, or None.
       context: tokens of the prompt, random ones.
-      max_new_tokens: of the generation, at most what the target's context has room for.
+      max_new_tokens: of the generation, at most what the contexts of the models have room for.
     """
-    max_new_tokens = min(max_new_tokens, target.context - context)
+    max_new_tokens = min([max_new_tokens, *(each.context - context for each in (target, draft) if each is not None)])
     prompt = np.random.default_rng(0).integers(0, target.vocab_size, (1, context))
     arguments: Any = (jax.random.key(0), method, target, draft, prompt, [context], max_new_tokens)
     jax.block_until_ready(generate(*arguments))

@@ -21,6 +21,12 @@ def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
     return jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
 
 
+def causal(segments_BxN: jax.Array) -> jax.Array:
+    """The mask of packed sequences: [B, N, N], a token sees itself and the tokens before it in its own segment."""
+    N = segments_BxN.shape[-1]
+    return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
+
+
 def _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
     """Queries padded with zeros to the channels of all heads, so that the products need no head of their own.
 

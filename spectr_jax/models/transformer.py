@@ -207,12 +207,6 @@ class Transformer(nnx.Module):
         return hidden, (*new_rows, *layer_rows[count:])
 
 
-def causal(segments_BxN: jax.Array) -> jax.Array:
-    """The mask of packed training: [B, N, N], a token sees itself and the tokens before it in its own segment."""
-    N = segments_BxN.shape[-1]
-    return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
-
-
 def abstract(config: TransformerConfig) -> tuple[Any, Any]:
     """`nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))

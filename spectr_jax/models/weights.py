@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -77,17 +78,32 @@ def save_weights(
     numbers = [f"-{number:05d}-of-{len(parts):05d}" for number in range(1, len(parts) + 1)]
     files = [path.with_name(path.name + number * (len(parts) > 1) + SUFFIX) for number in numbers]
     for file, part in zip(files, parts, strict=True):
-        partial = file.with_name(file.name + ".partial")
-        safetensors.flax.save_file(part, partial, metadata)
-        partial.chmod(0o644)  # The library leaves it to the owner alone.
-        partial.replace(file)
+        write_tensors(file, part, metadata)
     for old in {_whole(path), *_found_parts(path)} - set(files):
         old.unlink(missing_ok=True)
     return files
 
 
+def write_tensors(path: pathlib.Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, whole or not at all.
+
+    Raises:
+      UserError: there is no room for it.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        safetensors.flax.save_file(tensors, partial, metadata)
+        partial.chmod(0o644)  # The library leaves it to the owner alone.
+        partial.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        partial.unlink(missing_ok=True)  # It may be what fills the disk.
+        raise UserError(f"{str(path)!r} cannot be written ({error}); make room, or choose another folder") from error
+
+
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     """The files of a model: `path` itself, PATH.safetensors, or its parts in order; none if there is no such model."""
+    if not path.name:  # The root of the file system.
+        return []
     whole = _whole(path)
     return [whole] if whole.is_file() else _found_parts(path)
 

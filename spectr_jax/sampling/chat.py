@@ -1,7 +1,7 @@
 """A conversation with an instructed model: each answer is shown as it is decoded."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,10 +32,23 @@ class Answer(NamedTuple):
     whole: bool
 
 
-def check(session: Session) -> None:
-    """Raises `UserError` if the target has no chat template."""
+def check(session: Session, messages: Iterable[str] = ()) -> None:
+    """Raises `UserError` if the target has no chat template, or one of a list of messages leaves no room for an answer."""
     if session.target.tokenizer.template is None:
         raise UserError(f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out")
+    for message in messages if isinstance(messages, list) else ():
+        encode(session, [{"role": "user", "content": message}])
+
+
+def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The tokens of a conversation, up to where the answer begins.
+
+    Raises:
+      UserError: it leaves no room for an answer in the context of a model.
+    """
+    prompt = session.target.tokenizer.chat(messages)
+    check_room(session, messages[-1]["content"], prompt)
+    return prompt
 
 
 def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Array, show: Callable[[Token], None]) -> Answer:
@@ -44,9 +57,7 @@ def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Arr
     Raises:
       UserError: the conversation leaves no room for an answer in the context of a model.
     """
-    tokenizer = session.target.tokenizer
-    prompt = tokenizer.chat(messages)
-    check_room(session, messages[-1]["content"], prompt)
+    tokenizer, prompt = session.target.tokenizer, encode(session, messages)
     started = time.perf_counter()
     models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
     policy, own = session.policy, session.draft_policy

@@ -16,20 +16,20 @@ from orbax.checkpoint import v1 as ocp
 from spectr_jax import hosts
 from spectr_jax.errors import UserError
 from spectr_jax.models.weights import named_leaves, with_leaves
+from spectr_jax.runs import BITS
 from spectr_jax.training.step import TrainState
 
 # What Orbax raises for files that are missing, cut short or of another tree.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
 # And for a disk that takes no more.
 _FAILURES = (*_DAMAGE, RuntimeError)
-METRIC = "eval_bits_per_character"
 TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
     """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the lowest `metric`."""
 
-    def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = METRIC):
+    def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = BITS):
         self.directory, self._metric = directory, metric
         policies = ocp.training.preservation_policies
         best = policies.BestN(get_metric_fn=lambda metrics: -metrics[metric], n=1, keep_checkpoints_without_metrics=False)

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spectr_jax import sharding
+from spectr_jax import hosts, sharding
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import Sentences
 from spectr_jax.data.tokenizer import Tokenizer
@@ -42,9 +41,7 @@ def pack_heldout(
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
     if not kept:
         raise UserError(f"no held-out sentence of {name!r} fits {length} tokens; raise model.context")
-    share = rows // jax.process_count()
-    mine = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
-    packed = []
+    mine, packed = hosts.own_share(rows), []
     for batch in batches.evaluation_batches(kept, tokenizer, batch=rows, length=length):
         missing = rows - len(batch["inputs"])
         packed.append({name: np.pad(array, ((0, missing), (0, 0)))[mine] for name, array in batch.items()})

@@ -16,7 +16,7 @@ import tqdm
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax import hosts, sharding
+from spectr_jax import hosts, runs, sharding
 from spectr_jax.config import to_json
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import open_sentences
@@ -25,7 +25,7 @@ from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.files import write_json
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.training import preparation, throughput
-from spectr_jax.training.checkpoint import METRIC, Checkpoints
+from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.metrics import MetricsLog, Window, plot_curves
@@ -99,7 +99,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             programs=programs,
             data=iter(dataset),
             evaluate=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
-            metric=METRIC,
+            metric=runs.BITS,
             flops_per_token=throughput.flops_per_token(TransformerConfig(**config.model)),
             given=functools.partial(preparation.given_params, config, tokenizer),
         )
@@ -148,7 +148,7 @@ class _Run:
         try:
             state = self._start(data)
             if hosts.is_first():
-                write_json(self.workdir / "config.json", to_json(config))
+                write_json(self.workdir / runs.CONFIG, to_json(config))
             first = int(state.step)
             log = MetricsLog(self.workdir / "metrics.jsonl", first) if hosts.is_first() else None
             with Window() as window, Interruption() as interruption, _bar(first, config.steps) as bar:
@@ -190,8 +190,7 @@ class _Run:
             places = jax.tree.map(lambda leaf: leaf.sharding, state.params)
             return dataclasses.replace(state, params=sharding.put(given, places))
         state, positions, damaged = self.checkpoints.restore(self.programs.like)
-        share = len(positions) // jax.process_count()
-        batches.go_to(data, positions[jax.process_index() * share :][:share])
+        batches.go_to(data, positions[hosts.own_share(len(positions))])
         if hosts.is_first():
             for step in damaged:
                 tqdm.tqdm.write(f"checkpoint {step} cannot be read and was moved to {str(self.workdir / 'damaged')!r}")

@@ -20,6 +20,7 @@ from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest, expanded, write_whole
 from spectr_jax.models.weights import load_weights, weight_files
+from spectr_jax.runs import CONFIG, TOKENIZER
 from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
 
 # These may change between two starts of a run; all else would make it another run.
@@ -122,7 +123,7 @@ def claim_workdir(
 ) -> None:
     """Raises `UserError` if `workdir` holds a run of another config; creates it if need be. `known` has the defaults of all
     fields, by default those of a language model."""
-    path = workdir / "config.json"
+    path = workdir / CONFIG
     if path.exists():
         ours = flatten_dict(to_json(config), sep=".")
         try:
@@ -171,7 +172,7 @@ def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, cor
     Raises:
       UserError: it is not of the model's vocabulary, not the one that the run had before, or not the packed corpus's.
     """
-    own = workdir / "tokenizer.model"
+    own = workdir / TOKENIZER
     shared = own
     if config.data.tokenizer or config.init:
         beside = pathlib.Path(config.init).parent / own.name

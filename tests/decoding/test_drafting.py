@@ -11,8 +11,9 @@ from flax import nnx
 
 from spectr_jax.decoding import drafting, tree
 from spectr_jax.decoding.policy import Policy, probabilities
+from spectr_jax.models.attention import causal
 from spectr_jax.models.cache import Cache
-from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
+from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.transport.enumeration import draft_tuples
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=17, context=32)

@@ -13,10 +13,11 @@ from flax import nnx
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate, stream
 from spectr_jax.errors import UserError
+from spectr_jax.models.attention import causal
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel
-from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
+from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 WIDTH, VOCABULARY, CONTEXT = 16, 11, 96
 DRAFT = LlamaConfig(

@@ -1,5 +1,7 @@
 """What a teacher reads and writes, and the labels of it."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,8 +86,27 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
     (folder / "labels-00002.npy").write_bytes((folder / "labels-00002.npy").read_bytes()[:-7])
     with pytest.raises(UserError, match=r"labels-00002.npy' cannot be read .*; remove it, and label again"):
         labels.open_labels(str(folder))
-    with pytest.raises(UserError, match="has no labels that can be read"):
-        labels.open_labels(str(tmp_path / "none"))
+    (folder / "labels-00002.npy").unlink()
+    index = json.loads((folder / labels.INDEX).read_text())
+    (folder / labels.INDEX).write_text(json.dumps({name: index[name] for name in index if name != "context"}))
+    for place, message in ((folder, "labels.json does not say context"), (tmp_path / "none", "No such file")):
+        with pytest.raises(UserError, match=f"has no labels that can be read .*{message}"):
+            labels.open_labels(str(place))
+
+
+def test_the_first_rows_of_each_folder(teacher, sentences, tmp_path):
+    texts = teaching.read_texts(sentences, teacher.tokenizer)
+    for name, count in (("one", 20), ("two", 10)):
+        label(tmp_path / name, teacher, texts, count)
+    both = f"{tmp_path / 'one'},{tmp_path / 'two'}"
+    whole = labels.open_labels(both)
+    one, two = whole.counts
+    some = labels.open_labels(both, (one - 2, 3))
+    kept = [*range(one - 2), *range(one, one + 3)]
+    assert some.counts == (one - 2, 3) and len(some) == len(kept)
+    np.testing.assert_array_equal(some.take(np.arange(len(some))), whole.take(np.array(kept)))
+    with pytest.raises(UserError, match=f"two' has {two} rows, and had {two + 1} before; restore its shards"):
+        labels.open_labels(both, (one, two + 1))
 
 
 def test_the_teacher_continues_sentences(teacher, sentences):
@@ -124,5 +145,9 @@ def test_the_teacher_writes_both_sides_of_a_chat(teacher):
     for tokens in texts(0, 6):
         assert tokens[: len(opening)] == opening and len(tokens) <= 40
         assert any(tokens[at : at + len(closing)] == closing for at in range(len(tokens)))
+    longest = 2 * (64 + len(opening)) // 3
+    assert max(map(len, teaching.conversations(teacher, longest, Policy(), seed=3)(0, 6))) == longest
+    with pytest.raises(UserError, match=f"--length={longest + 1} leaves .* in its context of 64; give at most {longest}"):
+        teaching.conversations(teacher, longest + 1, Policy(), seed=3)
     with pytest.raises(UserError, match="the chat template alone takes"):
         teaching.conversations(teacher, 12, Policy(), seed=0)

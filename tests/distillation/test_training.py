@@ -12,14 +12,14 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 
-from spectr_jax import Policy, export, generate, get_method, load
+from spectr_jax import Policy, export, generate, get_method, load, runs
 from spectr_jax.config import distil_config
 from spectr_jax.distillation import labels, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.loading import LOADERS
+from spectr_jax.models.attention import causal
 from spectr_jax.models.llama import Llama
-from spectr_jax.models.transformer import causal
 from spectr_jax.pairs import load_pair
 from spectr_jax.training import loop
 from spectr_jax.training.metrics import read_metrics
@@ -80,7 +80,7 @@ SEES = {"model.width": 24, "model.features": 24}
 
 
 def scores(workdir):
-    return [record for record in read_metrics(workdir / "metrics.jsonl") if training.METRIC in record][-1]
+    return [record for record in read_metrics(workdir / "metrics.jsonl") if runs.REJECTION in record][-1]
 
 
 def test_scores_are_those_of_whole_distributions(config, folder, teacher):
@@ -98,7 +98,7 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     nats = (q * np.log(q / np.where(known, p, 1)) * known).sum(1) + rest * np.log(rest / training.losses.TINY)
     best = [otm.acceptance(*each, 4) for each in zip(p, q, strict=True)]
     sums = [np.minimum(p, q).sum(), sum(best), nats.sum(), len(p)]
-    assert found["eval_alpha_1_heldout"] == pytest.approx(sums[0] / sums[3], abs=2e-3) == 1 - found[training.METRIC]
+    assert found["eval_alpha_1_heldout"] == pytest.approx(sums[0] / sums[3], abs=2e-3) == 1 - found[runs.REJECTION]
     assert found["eval_alpha_4_heldout"] == pytest.approx(sums[1] / sums[3], abs=4e-3)
     assert found["eval_nats_per_token"] == pytest.approx(sums[2] / sums[3], rel=0.05)
     assert sums[0] < sums[1] < sums[3]
@@ -118,10 +118,16 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch):
         patched.setattr("spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop))
         with pytest.raises(Interrupted, match="stopped and saved at step 15 of 30"):
             training.distil(config(), folder / "run")
+    first, more = (labels.shard_path(folder / "train", number) for number in (0, 15))
+    shutil.copy(first, more)  # What was labelled meanwhile is for a new run.
     resumed = training.distil(config(), folder / "run")
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     with pytest.raises(UserError, match="was made with loss='kl', the config has 'tv'"):
         training.distil(config(loss="tv"), folder / "run")
+    for path in (first, more):
+        path.unlink()
+    with pytest.raises(UserError, match=r"rows, and had \d+ before; restore its shards, or label again"):
+        training.distil(config(), folder / "run")
 
 
 def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
@@ -131,6 +137,11 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
         with flagsaver.flagsaver(model=str(folder / "run"), out=str(folder / dtype), dtype=dtype):
             export.main()
     assert not (folder / "int8/tokenizer.model").exists()
+    (folder / "run/metrics.jsonl").unlink()  # As of a run that was killed before its first record.
+    monkeypatch.chdir(folder / "run")
+    with flagsaver.flagsaver(model=".", out=str(folder / "here"), dtype=None):
+        export.main()
+    assert (folder / "here/run.safetensors").exists() and load("@best").name == "run"
     target, drafts = load_pair("school:teacher", (str(folder / "int8/run"), str(folder / "run@best")), "float32")
     stored, best = drafts
     assert stored.model.config == best.model.config and stored.name == best.name == "run"
@@ -210,6 +221,13 @@ def test_what_is_refused(config, folder, teacher):
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), folder / "refused" / str(len(message)))
+    for mlp in (24, 16):  # What a start left that took no step does not bind the next one.
+        with pytest.raises(UserError, match="no model at 'none'"):
+            training.distil(config(teacher="none", **{"model.mlp": mlp}), folder / "again")
+        assert runs.read_student(folder / "again").shape.mlp == mlp
+    with pytest.raises(UserError, match=r"no complete checkpoint in .*; train there first"):
+        (folder / "again/config.json").write_text(json.dumps({"teacher": "none"}))
+        load(str(folder / "again"))
     with pytest.raises(UserError, match="has two folders of one name"):
         training.distil(config(**{"data.heldout": (str(folder / "heldout"),) * 2}), folder / "run")
     index = json.loads((folder / "heldout" / labels.INDEX).read_text())

@@ -10,9 +10,10 @@ from spectr_jax import check_model
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
 from spectr_jax.loading import load
+from spectr_jax.models.attention import causal
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.quantized import Int8Linear, quantize
-from spectr_jax.models.transformer import Transformer, TransformerConfig, causal
+from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 SHAPE = TransformerConfig(layers=1, width=64, mlp=256, heads=4, vocab_size=29, context=48)
 

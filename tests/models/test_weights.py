@@ -1,3 +1,5 @@
+import resource
+
 import jax
 import numpy as np
 import pytest
@@ -28,6 +30,18 @@ def test_round_trip_in_bfloat16(path, dtype):
     for ours, theirs in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(wanted), strict=True):
         assert ours.dtype == dtype
         np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("bfloat16").astype("float32"))
+
+
+def test_a_full_disk(path):
+    """No file can grow above 3 kB: what was there is whole, and nothing else is left."""
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, limits[1]))
+        with pytest.raises(UserError, match=r"model.safetensors' cannot be written \(.*; make room, or choose another"):
+            save_weights(path.with_suffix(""), Transformer(SHAPE, rngs=nnx.Rngs(1)), b"pieces", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [each.name for each in path.parent.iterdir()] == [path.name] and path.read_bytes() == before
 
 
 def test_missing(tmp_path):

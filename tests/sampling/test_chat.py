@@ -64,3 +64,6 @@ def test_what_a_chat_refuses(session):
     long = [{"role": "user", "content": "why " * 40}]
     with pytest.raises(UserError, match=r"the prompt 'why why .* more than the 64 of 'target' together"):
         chat.answer(session, long, jax.random.key(0), print)
+    with pytest.raises(UserError, match=r"the prompt 'why why"):  # Of a list, before the first is answered.
+        chat.check(session, ["Why?", "why " * 40])
+    chat.check(session, iter(["why " * 40]))  # As of stdin: it is not read before its turn.

@@ -1,21 +1,18 @@
 """A model folder as Hugging Face's libraries write it: config.json, and safetensors in one file or in parts."""
 
 import json
-import os
 import pathlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_json
+from spectr_jax.models.weights import write_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
 DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 """Dtypes that are read, by safetensors' names."""
 
@@ -105,11 +102,7 @@ def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Writes config.json and model.safetensors, each whole or not at all; `folder` is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / WEIGHTS
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    safetensors.numpy.save_file(tensors, partial, {"format": "pt"})  # transformers reads no other format.
-    partial.chmod(0o644)  # The library leaves it to the owner alone.
-    partial.replace(path)
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})  # transformers reads no other format.
     write_json(folder / "config.json", config)
 
 
