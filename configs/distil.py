@@ -3,12 +3,12 @@ and eagle, which sees the teacher's features.
 
     python -m spectr_jax.label --text='corpus/train-*.txt.xz' --count=20000 --out=labels/train
     python -m spectr_jax.label --text='corpus/heldout-*' --count=512 --out=labels/heldout
-    python -m spectr_jax.train --config=configs/distil.py:6m --workdir=runs/draft_6m
+    python -m spectr_jax.train --config=configs/distil.py:6m --workdir=runs/draft_6m --config.steps=600
     python -m spectr_jax.export --model=runs/draft_6m --out=drafts --dtype=int8
     python -m spectr_jax.sample --target=smollm2 --draft=drafts/draft_6m
 
 The teacher is SmolLM2-135M; --teacher of `label` and --config.teacher name another. Labels take most of the time: two CPU
-cores read 750 tokens a second of it.
+cores read 750 tokens a second of it. 600 steps are four passes over such labels: label more text before you train longer.
 """
 
 from spectr_jax.config import distil_config

@@ -1,6 +1,6 @@
 """Tokens per serial call of the ladder that was trained on two CPU cores: a 20M target, drafts of 2M and 6M.
 
-    python -m spectr_jax.eval --config=configs/ladder.py --workdir=results/ladder
+    python -m spectr_jax.eval --config=configs/ladder.py --workdir=runs/ladder
 
 The form of SpecTr's Tables 2 and 4 with a target that a CPU can train (`configs/embedded.py:draft_20m`); prompts
 of ours. The paper's column is for its 97M target on LM1B. Half an hour on two CPU cores.

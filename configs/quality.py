@@ -1,6 +1,6 @@
 """Bits per character of the models on held-out sentences, in float32, bfloat16 and int8.
 
-    python -m spectr_jax.eval --config=configs/quality.py --workdir=results/quality
+    python -m spectr_jax.eval --config=configs/quality.py --workdir=runs/quality
 
 The embedded pair on the open corpus that results/README.md names; --config.models and --config.heldout for others, such as
 smollm2. All score the same sentences, those that fit the context of each of them. Minutes on two CPU cores; smollm2 takes

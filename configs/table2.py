@@ -1,7 +1,7 @@
 """SpecTr Tables 2 and 4: tokens per serial call of the 97M target with drafts of 2M, 6M and 20M parameters on LM1B.
 
     scripts/train_ladder.sh --workdir=runs/lm1b                    # the four models, then this; or, with the models there,
-    python -m spectr_jax.eval --config=configs/table2.py --workdir=results/table2
+    python -m spectr_jax.eval --config=configs/table2.py --workdir=runs/table2
 
 1,000 test prompts, three seeds, temperature 1, K in {1, 2, 4, 8}, L in {4, 8}. The first three drafts' rows are Table 4,
 those of the 6M draft Table 2. Minutes on one GPU.

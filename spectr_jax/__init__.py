@@ -45,6 +45,7 @@ Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`,
 .. include:: ../docs/speed.md
 .. include:: ../docs/training.md
 .. include:: ../docs/architecture.md
+.. include:: ../docs/models.md
 .. include:: ../docs/extending.md
 .. include:: ../CONTRIBUTING.md
 """

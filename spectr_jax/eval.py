@@ -1,6 +1,6 @@
 """Regenerates the papers' tables: the config says which.
 
-    python -m spectr_jax.eval --config=configs/demo.py --workdir=results/demo
+    python -m spectr_jax.eval --config=configs/demo.py --workdir=runs/demo
 
 A table that was stopped resumes after what it has measured when the same command is given again.
 """

@@ -31,7 +31,8 @@ _FORMAT = flags.DEFINE_enum(
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
-    "Precision of the stored matrices: bfloat16 (default) or int8, a scale per output; folders are float32.",
+    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output; not for --format=gpt2 and "
+    "llama, which are float32.",
 )
 _PART_MB = flags.DEFINE_float(
     "part_mb", 0.0, "The largest size of a file, in millions of bytes; 0 for one file of any size.", lower_bound=0.0

@@ -23,16 +23,18 @@ _WRITE = flags.DEFINE_enum(
 )
 _OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", required=True)
 _COUNT = flags.DEFINE_integer(
-    "count", 10_000, "Sentences, or texts that the teacher writes, up to a multiple of 512.", lower_bound=1
+    "count", 10_000, "How many sentences to label, or texts to write; rounded up to a multiple of 512.", lower_bound=1
 )
 _FIRST = flags.DEFINE_integer("first", 0, "The first sentence of the corpus to take.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of what the teacher writes; labels are at 1.", lower_bound=0.0)
-_FEATURES = flags.DEFINE_bool(
-    "features", False, "Also keep what the teacher's head scores at each token, for students that see it."
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 1.0, "Sampling temperature of written texts; labels always use 1.", lower_bound=0.0
 )
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the teacher: float32, bfloat16 or int8.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of what the teacher writes.", lower_bound=0)
+_FEATURES = flags.DEFINE_bool(
+    "features", False, "Also keep the teacher's last hidden state at each token, for students that see it."
+)
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of written texts.", lower_bound=0)
 _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
 
 

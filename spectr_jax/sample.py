@@ -41,15 +41,19 @@ _TARGET = flags.DEFINE_string(
 _DRAFT = flags.DEFINE_string(
     "draft",
     None,
-    "The draft model, named as --target is; both need one vocabulary. (default: embedded:2m; none for hf:, gguf:, smollm2, "
-    "which are decoded by the baseline then)",
+    "The draft model, named as --target is. It needs the target's vocabulary; added or padded tokens may differ. (default: "
+    "embedded:2m; none for hf:, gguf:, smollm2, which are decoded by the baseline then)",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
     "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models and smollm2, else float32)",
 )
-_CHAT = flags.DEFINE_bool("chat", False, "Answer as the model's chat template asks for, with the text as it is decoded.")
+_CHAT = flags.DEFINE_bool(
+    "chat",
+    False,
+    "Treat prompts as chat messages: apply the model's chat template and print each answer as it is decoded.",
+)
 _NEW = flags.DEFINE_integer(
     "max_new_tokens", None, "The most tokens to add to a prompt. (default: 64; 256 with --chat)", lower_bound=1
 )

@@ -1,6 +1,7 @@
 """scripts/train_ladder.py at toy size: stopped once, with a stage that fails, and resumed.
 
-`trees` is the stage that fails, once its flags are found good: to make it takes minutes.
+`trees` and `auto_32` are the stages that fail, once their flags are found good: to make them takes long, and is tested by
+itself.
 """
 
 import json
@@ -25,9 +26,9 @@ TABLES = {
     "table2": "tokens_per_call",
     "latency": "latency",
     "quality": "quality",
-    "auto_32": "auto",
     "figures": "spectr_figure_5",
 }
+FAILING = {"auto_32": "auto", "trees": "trees"}
 WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix", "accepts", "emits"]
 SHAPE = {"model.width": 16, "model.mlp": 32, "model.heads": 2, "model.layers": 1, "model.vocab_size": 320}
 TRAINING = {**SHAPE, "model.context": 32, "steps": 20, "batch_size": 8, "optimizer.warmup_steps": 4, "log_every": 5}
@@ -120,16 +121,17 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     ]
     saved = int(output.split("stopped and saved at step ")[1].split()[0])
 
-    foreign = work / "results/trees/trees.json"
-    foreign.parent.mkdir(parents=True)
-    foreign.write_text('{"config_hash": "of another"}')
+    for stage, table in FAILING.items():
+        foreign = work / f"results/{stage}/{table}.json"
+        foreign.parent.mkdir(parents=True)
+        foreign.write_text('{"config_hash": "of another"}')
     last = f"train_20m: --config.steps={saved + 10}"
-    rest = [*TRAININGS, "trees", *TABLES]  # Without auto_1, which is auto_32 in smaller batches.
+    rest = [*TRAININGS, *FAILING, *TABLES]  # Without auto_1, which is auto_32 in smaller batches.
     output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
     assert process.returncode == 2 and output.endswith("give the same command again\n"), output
-    assert "error: failed: trees; see" in output and f"from step {saved}\n" in output
+    assert "error: failed: auto_32, trees; see" in output and f"from step {saved}\n" in output
     assert sorted(_began(output)) == sorted({*rest} - {"train_2m", "train_6m"})
-    for stages, status in ((["pack", *TRAININGS, *TABLES], 0), (["trees"], 2)):
+    for stages, status in ((["pack", *TRAININGS, *TABLES], 0), ([*FAILING], 2)):
         output, _ = (process := ladder(last, only=stages)).communicate(timeout=60)
         assert process.returncode == status and _began(output) == (stages if status else []), output
 
@@ -139,7 +141,7 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
         assert load(str(work / "ladder" / name)).model.vocab_size == 320
     made = {stage: json.loads((work / f"results/{stage}/{table}.json").read_text()) for stage, table in TABLES.items()}
     assert [row["algorithm"] for row in made["table2"]["rows"]] == ["baseline", *["speculative"] * 3]
-    assert made["auto_32"]["config"]["batch_size"] == 4 and made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
+    assert made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
     for row, name in zip(made["quality"]["rows"], reversed(MODELS), strict=True):  # Stored in int8, and as it was trained.
         bits = row["scores"]["float32"]["eval_bits_per_character"]
         trained = [record for record in read_metrics(work / f"{name}/metrics.jsonl") if "eval_bits_per_character" in record]

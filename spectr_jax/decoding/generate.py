@@ -80,7 +80,8 @@ def generate(
       method: from `get_method`.
       target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
         it is decoded with often.
-      draft: likewise, with the same vocabulary; None for a method that drafts nothing.
+      draft: likewise, with the target's vocabulary; `spectr_jax.pairs.fitted` fits one to it whose added or padded tokens
+        differ. None for a method that drafts nothing.
       prompts: [B, T] int32, BOS first, padded at the end, which is done here up to a multiple of `BUCKET`.
         `tokenizer.prompts` makes them of strings.
       prompt_lengths: [B] int32, at least 1.
@@ -88,10 +89,9 @@ def generate(
       policy: temperature 1 by default.
       observe: a function of one `Call`, for one sequence, whose returned arrays are summed over the calls. Static: give the
         same function object each time.
-      mesh: from `sharding.make_mesh`; spreads the sequences over its devices, which then decode independently, with a
-        copy of the
-        models each (`sharding.replicate` them once where there are many calls); B is a multiple of their number. The texts
-        are the same without it. Several processes give the same arguments.
+      mesh: from `sharding.make_mesh`; spreads the sequences over its devices, which then decode independently, with a copy
+        of the models each (`sharding.replicate` them once where there are many calls); B is a multiple of their number. The
+        sequences are the same without it. Several processes give the same arguments.
       draft_policy: how the draft model's logits become the distributions that drafts are drawn from; `policy` by default.
         Any is exact. Its EOS is not used.
 

@@ -38,7 +38,7 @@ def acceptance(place: Place) -> jax.Array:
 
 
 def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
-    """[] of the exact plan (`otm`) with so many i.i.d. drafts, from the labels alone: no more than it is."""
+    """[] A lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with `drafts` i.i.d. drafts."""
     p, q = (jnp.where(jnp.isfinite(place.log_p), jnp.exp(part), 0) for part in (place.log_p, place.log_q))
     # What is left of p and of q are two tokens of their own: neither is accepted.
     p, q = jnp.append(p, jnp.stack([1 - p.sum(), 0])), jnp.append(q, jnp.stack([0, 1 - q.sum()]))

@@ -25,7 +25,7 @@ from spectr_jax.transport import race
 IID = [name for name in METHODS if prediction.statistic(get_method(name)) in ("carriers", "winners")]
 TABLE = random_table(0, 4)
 DRAFT = perturbed(TABLE, 1, 0.8)
-MEASURED = ("speculative", "spectr", "otm_block", "otm_layer", "gsd", "traversal", "ersd", "greedy_drafts")
+MEASURED = ("speculative", "otm_block", "otm_layer", "gsd", "ersd", "greedy_drafts")
 """Methods of the table at toy size: each kind of drafts and of walks."""
 P, Q, TEXTS = DRAFT[1, 2], TABLE[1, 2], 20_000
 

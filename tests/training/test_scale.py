@@ -20,6 +20,7 @@ pytestmark = pytest.mark.xdist_group("scale")  # The runs that all compare with 
 
 # Without dropout, so that the parts of an accumulated batch are the batch.
 CHANGES = {"steps": 20, "batch_size": 16, "eval_every": 10, "checkpoint_every": 10, "model.dropout": 0.0}
+ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}  # A process waits long for one that dies while they save.
 VARIANTS = {
     "data 8": {},
     "fsdp 8": {"mesh.fsdp": 8},
@@ -127,7 +128,7 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves both; when one is killed the
     other ends by itself, and one process goes on alone: all that is still one run."""
     workdir = tmp_path / "run"
-    processes = _two(start, workdir, **{**CHANGES, "steps": 100_000})
+    processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
     wait_for_step(workdir, 40, processes[0])  # By then each stream has packed a second lot of rows, and is elsewhere.
     processes[1].terminate()
     logs = [process.communicate()[0] for process in processes]
@@ -136,7 +137,7 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     assert all(f"stopped and saved at step {stopped} of 100000" in log for log in logs)
     _same(workdir, one / "whole")
 
-    processes = _two(start, workdir, **{**CHANGES, "steps": 100_000})
+    processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
     wait_for_step(workdir, stopped + 15, processes[0])
     processes[1].kill()
     logs = [process.communicate(timeout=120)[0] for process in processes]
