@@ -41,12 +41,12 @@ _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, i
 def main():
     from spectr_jax.data.corpus import open_sentences
     from spectr_jax.decoding import Policy
-    from spectr_jax.decoding.features import shows
     from spectr_jax.distillation import labels
     from spectr_jax.distillation import teacher as teaching
     from spectr_jax.errors import UserError
     from spectr_jax.files import expanded
     from spectr_jax.loading import load
+    from spectr_jax.models.base import features_shown
 
     out = expanded(_OUT.value)
     if "," in str(out):
@@ -61,9 +61,9 @@ def main():
         raise UserError(
             f"--length={length} is more than the teacher's context of {teacher.model.context}; give at most that"
         )
-    features = shows(teacher.model) if _FEATURES.value else 0
+    features = features_shown(teacher.model) if _FEATURES.value else 0
     if _FEATURES.value and not features:
-        raise UserError(f"--features takes a teacher that shows what its head scores, and {_TEACHER.value!r} does not")
+        raise UserError(f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not")
     policy = Policy(temperature=_TEMPERATURE.value, eos=tokenizer.eos)
     if sentences is None:
         texts = teaching.conversations(teacher, length, policy, _SEED.value)

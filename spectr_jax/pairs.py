@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from spectr_jax.decoding import features
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load
+from spectr_jax.models.base import features_seen, features_shown
 from spectr_jax.models.vocabulary import SharedTokens
 
 SHARED = 0.95
@@ -28,7 +28,7 @@ def load_alone(spec: str, dtype: str = "float32") -> Trained:
       UserError: as `load`; or it sees the features of a target, and can only draft for that.
     """
     trained = load(spec, dtype)
-    if features.sees(trained.model):
+    if features_seen(trained.model):
         raise UserError(f"{spec!r} sees the features of a target, and can only draft for it; give a model that runs alone")
     return trained
 
@@ -43,10 +43,10 @@ def fitted(draft: Trained, target: Trained) -> Trained:
     Raises:
       UserError: they share less than 95 % of their tokens, or the draft sees features that the target does not show.
     """
-    if features.sees(draft.model) not in (0, features.shows(target.model)):
+    if features_seen(draft.model) not in (0, features_shown(target.model)):
         raise UserError(
-            f"draft {draft.name!r} sees {features.sees(draft.model)} features of its target, and {target.name!r} shows "
-            f"{features.shows(target.model)}; give the target that it was trained for, or another draft"
+            f"draft {draft.name!r} sees {features_seen(draft.model)} features of its target, and {target.name!r} shows "
+            f"{features_shown(target.model)}; give the target that it was trained for, or another draft"
         )
     sizes = draft.model.vocab_size, target.model.vocab_size
     if draft.tokenizer.vocabulary == target.tokenizer.vocabulary:
@@ -57,7 +57,7 @@ def fitted(draft: Trained, target: Trained) -> Trained:
         shared = np.zeros(sizes[1], bool)
         same = _same_tokens(draft, target)[: min(sizes)]
         shared[: len(same)] = same
-    if features.sees(draft.model):
+    if features_seen(draft.model):
         raise UserError(
             f"draft {draft.name!r} sees the features of the target that it was trained for, and {target.name!r} is another; "
             "give that target, or another draft"

@@ -15,7 +15,7 @@ import numpy as np
 from spectr_jax.decoding import features
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.models.base import Model
+from spectr_jax.models.base import Model, features_seen
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.transport import race as race_plan
@@ -187,7 +187,7 @@ def commit(
       old_lengths_B: lengths of the sequences before the call.
       new_lengths_B: after it.
     """
-    if features.sees(model):
+    if features_seen(model):
         return Cache(cache.rows, committed_length(new_lengths_B, features.recalled(model, tree)))
     roots_B = old_lengths_B - 1 - cache.lengths
     index_D = jnp.arange(1, path_BxD.shape[1] + features.RECALLED)  # The first recalled row is in its place.

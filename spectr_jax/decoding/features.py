@@ -1,9 +1,8 @@
-"""What the head of the target scored, for drafts that see it (EAGLE: Li et al., 2024, arXiv 2401.15077).
+"""The target's last hidden states, for drafts that see them (EAGLE: Li et al., 2024, arXiv 2401.15077).
 
-Such a draft has a property `features_seen`, the numbers that come with each token: what the target's head scored at the
-token before it. A target that can show so many has `features_shown`, and `hidden` and `scored`, whose composition is
-`extend` (`models.llama.Llama`). After each call of the target, the draft runs on all tokens that the call added, with the
-target's features; deeper in the tree, where the target has not run yet, with its own.
+With each token of such a draft (`models.base.SeesFeatures`) come the features of the token before it. After each call of the
+target, the draft runs on all tokens that the call added, with the target's features; deeper in the tree, where the target
+has not run yet, with its own.
 
 Shape suffixes: B sequences, N nodes, T tokens of a sequence, R recalled tokens, E features.
 """
@@ -14,31 +13,22 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.models.base import features_seen
 from spectr_jax.models.cache import Cache
 
 RECALLED = 2
 """Tokens that open each call. The draft never ran on the last accepted leaf, so it runs on the last two committed ones."""
 
 
-def sees(model: Any) -> int:
-    """Features that come with each token of a draft; 0 for one that sees none."""
-    return getattr(model, "features_seen", 0)
-
-
-def shows(model: Any) -> int:
-    """Features of a target that drafts can see; 0 for none."""
-    return getattr(model, "features_shown", 0)
-
-
 def recalled(draft: Any, tree: Tree) -> int:
     """Tokens on which the draft runs first in each call: all that a call can add, if it sees their features."""
-    return tree.height + 1 if sees(draft) else RECALLED
+    return tree.height + 1 if features_seen(draft) else RECALLED
 
 
 def extend(
     model: Any, *arguments, features_BxNxE=None, show: bool = False, only_B=None
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
-    """`Model.extend`, and what the head scored [B, N, E] of a model that sees features, or that shall `show` its own.
+    """`Model.extend`, and the last hidden states [B, N, E] of a model that sees features, or that shall `show` its own.
 
     With `only_B`, logits [B, 1, V] and features [B, 1, E] are those of one new token of each sequence.
     """

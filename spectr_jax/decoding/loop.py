@@ -14,6 +14,7 @@ from spectr_jax.decoding import drafting, features, scoring, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.models.base import features_seen, features_shown
 from spectr_jax.models.cache import Cache
 
 PIECE = 64
@@ -68,7 +69,7 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
     capacity = T + max_new_tokens + tree.size + recalled
     seen, draft_cache = None, None
     drafts = tree.size > 0 and not method.exit_layer
-    show = drafts and features.sees(draft) > 0
+    show = drafts and features_seen(draft) > 0
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
     if drafts:
         before = None if shown is None else features.before(shown)
@@ -115,7 +116,7 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
             shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden.astype(shown.dtype), first, axis=1)
         return cache, shown
 
-    start = cache, jnp.zeros((B, pieces * width, features.shows(model)), jnp.float32) if show else None
+    start = cache, jnp.zeros((B, pieces * width, features_shown(model)), jnp.float32) if show else None
     if pieces == 1:
         return extend(0, start)
     # None of padding alone.

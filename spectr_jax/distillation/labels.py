@@ -2,8 +2,8 @@
 
 A row is several sequences one after the other, then padding. At each place it holds the token, the number of its sequence
 (0 is padding), and the `TOP` likeliest next tokens with the logarithms of their probabilities; for students that see the
-teacher's features, also what its head scored there. A folder has shards of such rows, each written whole, and an index that
-names the teacher.
+teacher's features, also its last hidden state there. A folder has shards of such rows, each written whole, and an index
+that names the teacher.
 """
 
 import json

@@ -15,13 +15,13 @@ from flax import nnx
 from spectr_jax import hosts, runs, sharding
 from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
-from spectr_jax.decoding import features
 from spectr_jax.distillation import losses, students
 from spectr_jax.distillation.labels import LabelledRows, batch_of, open_labels
 from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import expanded
 from spectr_jax.loading import Trained, load
+from spectr_jax.models.base import features_shown
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.weights import load_weights
 from spectr_jax.training import preparation
@@ -240,7 +240,7 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
     teacher = load(config.teacher)
-    if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (0, features.shows(teacher.model)):
+    if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (0, features_shown(teacher.model)):
         raise UserError(
             f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}; give that"
         )

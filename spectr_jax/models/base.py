@@ -1,6 +1,6 @@
-"""The protocol that every model follows; decoding and training know nothing else of a model."""
+"""The protocol that every model follows, and what targets and drafts have beside it where the draft sees features."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -54,3 +54,47 @@ class Model(Protocol):
           there is no cache).
         """
         ...
+
+
+class ShowsFeatures(Model, Protocol):
+    """A target whose last hidden states drafts can see (EAGLE: Li et al., 2024, arXiv 2401.15077)."""
+
+    @property
+    def features_shown(self) -> int:
+        """The width E of a hidden state."""
+        ...
+
+    def hidden(
+        self,
+        tokens_BxN: jax.Array,
+        positions_BxN: jax.Array,
+        visible_BxNxM: jax.Array,
+        cache: Cache | None = None,
+        pending: int = 0,
+    ) -> tuple[jax.Array, Cache]:
+        """`extend` without the head: the last hidden states [B, N, E] float32 in place of logits."""
+        ...
+
+    def scored(self, hidden_BxNxE: jax.Array) -> jax.Array:
+        """The head alone: logits [B, N, V] float32."""
+        ...
+
+
+class SeesFeatures(Model, Protocol):
+    """A draft that sees its target's features. It has `scored` and `hidden` too, as `ShowsFeatures`; its `hidden` also takes
+    `features_BxNxE`, the target's hidden states at the token before each."""
+
+    @property
+    def features_seen(self) -> int:
+        """The width E of the target's hidden states."""
+        ...
+
+
+def features_seen(model: Any) -> int:
+    """Numbers of its target's that come with each token of a draft; 0 for one that sees none."""
+    return getattr(model, "features_seen", 0)
+
+
+def features_shown(model: Any) -> int:
+    """Numbers a token that a target can show to drafts; 0 for none."""
+    return getattr(model, "features_shown", 0)

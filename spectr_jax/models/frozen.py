@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.base import Model
+from spectr_jax.models.base import Model, features_seen, features_shown
 
 
 @functools.partial(
@@ -73,5 +73,13 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
         return freeze(given.model)
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    seen, shown = (getattr(given, name, 0) for name in ("features_seen", "features_shown"))
-    return Frozen(leaves, graphdef, structure, given.vocab_size, given.context, given.layers, seen, shown)
+    return Frozen(
+        leaves,
+        graphdef,
+        structure,
+        given.vocab_size,
+        given.context,
+        given.layers,
+        features_seen(given),
+        features_shown(given),
+    )

@@ -41,7 +41,7 @@ class LlamaConfig:
       embed_rank: numbers a token in the embedding, of a draft for a large vocabulary (`models.vocabulary`); 0 for `width`.
       head_tokens: tokens that the head scores, of such a draft; 0 for all.
       features: numbers that come with each token, of a draft that sees its target's (EAGLE: Li et al., 2024, arXiv
-        2401.15077): what the target's head scored at the token before. Where the target has not run yet, the draft's own
+        2401.15077): the target's last hidden state at the token before. Where the target has not run yet, the draft's own
         take their place, so that they are `width`; 0 for none.
 
     Raises:
