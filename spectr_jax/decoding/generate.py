@@ -120,10 +120,25 @@ def lower(
     return _generate.lower(*_prepared(key, method, *models, *texts, max_new_tokens, policy, observe, mesh, draft_policy))
 
 
+class _Request(NamedTuple):
+    """The arguments of `_generate`, in their order; `policies` are the target's and the draft's."""
+
+    method: Method
+    max_new_tokens: int
+    observe: Callable[[Call], Any] | None
+    mesh: Mesh | None
+    target: Frozen
+    draft: Frozen | None
+    key: jax.Array
+    prompts: np.ndarray
+    lengths: np.ndarray
+    policies: tuple[Policy, Policy]
+
+
 def _prepared(
     key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy, bucket=BUCKET
-) -> tuple:
-    """The arguments of `_generate`, checked."""
+) -> _Request:
+    """What `generate` is given, checked."""
     policy = policy or Policy()
     policies = policy, draft_policy or policy
     checks.check_method(method)
@@ -149,7 +164,7 @@ def _prepared(
         if len(tokens) % mesh.size:
             raise UserError(f"{len(tokens)} prompts do not divide over {mesh.size} devices; give a multiple")
         models = sharding.replicate(mesh, models)
-    return method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policies
+    return _Request(method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policies)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -277,16 +292,15 @@ def stream(
     if getattr(key, "shape", ()) != ():
         raise UserError(f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)")
     text = np.asarray(prompt)[None], np.array([np.size(prompt)])
-    prepared = _prepared(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy, LONG)
-    _, _, _, _, *models, _, padded, lengths, policies = prepared
-    return _steps(key, method, models, padded, lengths, max_new_tokens, policies, observe)
+    return _steps(_prepared(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy, LONG))
 
 
-def _steps(key, method: Method, models, prompts, lengths, max_new_tokens: int, policies, observe) -> Iterator[Step]:
-    loop = _begin(method, max_new_tokens, *models, prompts, lengths)
+def _steps(request: _Request) -> Iterator[Step]:
+    method, max_new_tokens, observe, _, target, draft, key, prompts, lengths, policies = request
+    loop = _begin(method, max_new_tokens, target, draft, prompts, lengths)
     before, done = int(lengths[0]), False
     while not done:
-        loop, new, observed = _advance(method, max_new_tokens, observe, *models, key, loop, lengths, policies)
+        loop, new, observed = _advance(method, max_new_tokens, observe, target, draft, key, loop, lengths, policies)
         new, after, done = jax.device_get((new, loop.lengths[0], loop.done[0]))
         yield Step(new[: after - before].tolist(), observed)
         before = after
