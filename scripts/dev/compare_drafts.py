@@ -3,10 +3,12 @@
     python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...] [--workdir=results/smollm2/drafts]
 
 Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same keys; prompts are ours.
-A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. Writes
-drafts.md and .json.
+A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. Beside it: where
+the time of a call goes, and how many tokens a call, or which acceptance of each draft, a speed-up would take. Writes drafts.md
+and .json.
 """
 
+import functools
 import itertools
 import pathlib
 import time
@@ -14,17 +16,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.optimize
 import tqdm
 from absl import flags
 
 from spectr_jax import cli, get_method
-from spectr_jax.decoding import Policy
+from spectr_jax.decoding import Method, Policy
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import parse
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained
 from spectr_jax.measure import report
+from spectr_jax.measure.call_times import PHASES, call_seconds, phase_timers, timed
 from spectr_jax.models.frozen import freeze
 from spectr_jax.pairs import load_pair
 
@@ -41,6 +45,11 @@ _TEMPERATURES = flags.DEFINE_list("temperatures", ["0", "1"], "Of target and dra
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed ones, after one that is not.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 8, "Of each kind, the first ones.", lower_bound=1, upper_bound=8)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens of a sequence.", lower_bound=1)
+
+CONTEXT = 64
+"""Tokens before the calls that are timed by themselves."""
+GOAL = 1.5
+"""The speed-up that the table of calls asks about."""
 
 CHATS = (
     "Why is the sky blue?",
@@ -87,15 +96,28 @@ def decoder(method, models, prompts: list[list[int]], policy: Policy):
     return run
 
 
-def measure(target: Trained, draft: Trained) -> list[dict[str, Any]]:
+def read_methods() -> dict[str, Method]:
+    """The methods that the flags name, by the names of their rows.
+
+    Raises:
+      UserError: one that cannot be read.
+    """
+    found = {}
+    for spec in _METHODS.value:
+        name, colon, tree = spec.partition(":")
+        if not colon:
+            raise UserError(f"--method={spec} needs a tree, such as {spec}:chain:3")
+        made = on_tree(name, parse(tree))
+        if made is None:
+            raise UserError(f"--method={spec}: {name} does not draft such a tree; give another")
+        found[f"{name}, {tree}"] = made
+    return found
+
+
+def measure(target: Trained, draft: Trained, drafting: dict[str, Method]) -> list[dict[str, Any]]:
     """All kinds, temperatures and methods; those of one kind and temperature take turns."""
     models = freeze(target), freeze(draft)
-    methods = {"baseline": get_method("baseline")}
-    for spec in _METHODS.value:
-        name, tree = spec.split(":", 1)
-        methods[f"{name}, {tree}"] = found = on_tree(name, parse(tree))
-        if found is None:
-            raise UserError(f"--method={spec}: {name} does not draft such a tree; give another")
+    methods = {"baseline": get_method("baseline"), **drafting}
     rows = []
     for (kind, prompts), degrees in itertools.product(prompts_of(target).items(), map(float, _TEMPERATURES.value)):
         policy = Policy(temperature=degrees, eos=target.tokenizer.eos)
@@ -110,8 +132,49 @@ def measure(target: Trained, draft: Trained) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_calls(target: Trained, draft: Trained, drafting: dict[str, Method]) -> dict[str, Any]:
+    """Milliseconds of the target's call on one token, and of each method's call and its phases, each measured by itself."""
+    alone = call_seconds(target.model, 1, [1], CONTEXT)(1)
+    tasks = {
+        name: functools.partial(phase_timers, method, target.model, draft.model, 1, CONTEXT)
+        for name, method in drafting.items()
+    }
+    phases = timed("calls", tasks)
+    chains = {name: method.tree.height for name, method in drafting.items() if method.tree.height == method.tree.size}
+    rows = [
+        {"method": name, "levels": chains.get(name, 0), "ms": {phase: value * 1e3 for phase, value in seconds.items()}}
+        for name, seconds in phases.items()
+    ]
+    return {"alone": alone * 1e3, "rows": rows}
+
+
+def needed_acceptance(levels: int, tokens: float) -> float | None:
+    """The alpha of each draft at which a chain emits so many tokens a call, 1 + alpha + alpha^2 + ...; None if none does."""
+    if tokens > levels + 1:
+        return None
+    return scipy.optimize.brentq(lambda alpha: sum(alpha**n for n in range(levels + 1)) - tokens, 0.0, 1.0)
+
+
+def calls_table(calls: dict[str, Any]) -> str:
+    """Where the time of a call goes, and what it would have to emit."""
+    cells = []
+    for row in calls["rows"]:
+        ms = row["ms"]
+        cost = ms["call"] / calls["alone"]
+        alpha = needed_acceptance(row["levels"], max(1.0, GOAL * cost)) if row["levels"] else None
+        cells.append([row["method"], *(f"{ms[phase]:.1f}" for phase in (*PHASES, "call")), f"{cost:.2f}"])
+        cells[-1] += [f"{GOAL * cost:.2f}", "-" if alpha is None else f"{alpha:.2f}"]
+    header = ["method", *(f"{phase}, ms" for phase in (*PHASES, "call")), "cost", f"tokens for {GOAL} x", "alpha for it"]
+    return (
+        f"{report.markdown_table(header, cells)}\n\nThe target's call on one token takes {calls['alone']:.1f} ms, which is "
+        f"cost 1, behind {CONTEXT} tokens. Each phase is measured by itself, in a loop on the device, and the call too: it is "
+        "not their sum. A method is faster than the baseline if it emits more tokens a call than it costs. alpha: what each "
+        "draft of a chain needs for that speed; - where no alpha does, and for trees."
+    )
+
+
 def markdown(result: dict[str, Any]) -> str:
-    """The table and its provenance."""
+    """The tables and their provenance."""
     speeds = {
         (row["kind"], row["temperature"], row["method"]): np.array([made[0] / made[2] for made in row["rounds"]])
         for row in result["rows"]
@@ -132,20 +195,24 @@ def markdown(result: dict[str, Any]) -> str:
         f"{settings['dtype']}; {settings['prompts']} chats and as many beginnings of sentences of ours, up to "
         f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
         f"which all methods take turns, ratios of one round. The call on the prompt is part of the time, and not of the "
-        f"calls.\n\n{report.made_by(result)}\n"
+        f"calls.\n\n## What a call costs\n\n{calls_table(result['calls'])}\n\n{report.made_by(result)}\n"
     )
 
 
 def main():
-    for spec in _METHODS.value:
-        if ":" not in spec:
-            raise UserError(f"--method={spec} needs a tree, such as {spec}:chain:3")
-    started = time.monotonic()
+    started, drafting = time.monotonic(), read_methods()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
-    rows = measure(target, draft)
+    calls = measure_calls(target, draft, drafting)
+    rows = measure(target, draft, drafting)
     names = ("target", "draft", "dtype", "prompts", "rounds", "max_new_tokens")
     settings = {name: flags.FLAGS[name].value for name in names}
-    result = {"settings": settings, "rows": rows, "seconds": time.monotonic() - started, **report.provenance()}
+    result = {
+        "settings": settings,
+        "rows": rows,
+        "calls": calls,
+        "seconds": time.monotonic() - started,
+        **report.provenance(),
+    }
     report.write(pathlib.Path(_WORKDIR.value), "drafts", result, markdown(result))
 
 
