@@ -3,9 +3,9 @@
     python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...] [--workdir=results/smollm2/drafts]
 
 Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same keys; prompts are ours.
-A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. Beside it: where
-the time of a call goes, and how many tokens a call, or which acceptance of each draft, a speed-up would take. Writes drafts.md
-and .json.
+A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. A second table
+says where the time of a call goes, and how many tokens a call, or which acceptance of each draft, a speed-up would take.
+Writes drafts.md and .json.
 """
 
 import functools
@@ -167,9 +167,9 @@ def calls_table(calls: dict[str, Any]) -> str:
     header = ["method", *(f"{phase}, ms" for phase in (*PHASES, "call")), "cost", f"tokens for {GOAL} x", "alpha for it"]
     return (
         f"{report.markdown_table(header, cells)}\n\nThe target's call on one token takes {calls['alone']:.1f} ms, which is "
-        f"cost 1, behind {CONTEXT} tokens. Each phase is measured by itself, in a loop on the device, and the call too: it is "
-        "not their sum. A method is faster than the baseline if it emits more tokens a call than it costs. alpha: what each "
-        "draft of a chain needs for that speed; - where no alpha does, and for trees."
+        f"cost 1, behind {CONTEXT} tokens. Each phase is measured by itself, in a loop on the device, and the call too, "
+        "which is not their sum. A method is faster than the baseline if it emits more tokens a call than it costs. alpha: "
+        "what each draft of a chain needs for that speed; - where no alpha does, and for trees."
     )
 
 
