@@ -110,7 +110,7 @@ def pages() -> list[pathlib.Path]:
 
 def _made(name: str, result: dict[str, Any]) -> list[str] | None:
     """The rows that a table's program makes of its JSON; None if no program does, or not of what its older self left."""
-    experiment, before = EXPERIMENTS.get(name.rpartition("/")[2]), set(flags.FLAGS)
+    experiment, kept = EXPERIMENTS.get(name.rpartition("/")[2]), _forgotten_flags()
     try:
         if name in MAKERS:
             script = runpy.run_path(str(SCRIPTS / f"{MAKERS[name]}.py"), run_name="checked")
@@ -120,8 +120,19 @@ def _made(name: str, result: dict[str, Any]) -> list[str] | None:
     except KeyError:
         return None
     finally:
-        for each in set(flags.FLAGS) - before:  # The next script has some of the same names.
-            delattr(flags.FLAGS, each)
+        _forgotten_flags()
+        for each, flag in kept.items():
+            flags.FLAGS[each] = flag
+
+
+def _forgotten_flags() -> dict[str, flags.Flag]:
+    """Removes all flags but absl's own, of which a script may have some of the same names, and returns them."""
+    found = {}
+    for name in list(flags.FLAGS):
+        if not flags.FLAGS.find_module_defining_flag(name, "").startswith("absl"):
+            found[name] = flags.FLAGS[name]
+            delattr(flags.FLAGS, name)
+    return found
 
 
 def _rows(text: str) -> list[str]:

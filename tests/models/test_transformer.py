@@ -11,6 +11,7 @@ from spectr_jax import check_model
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.errors import UserError
+from spectr_jax.models.attention import causal
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.quantized import quantize
@@ -20,7 +21,6 @@ from spectr_jax.models.transformer import (
     Transformer,
     TransformerConfig,
     abstract,
-    causal,
     parameter_count,
     sinusoidal_table,
 )
