@@ -155,21 +155,36 @@ def needed_acceptance(levels: int, tokens: float) -> float | None:
     return scipy.optimize.brentq(lambda alpha: sum(alpha**n for n in range(levels + 1)) - tokens, 0.0, 1.0)
 
 
-def calls_table(calls: dict[str, Any]) -> str:
-    """Where the time of a call goes, and what it would have to emit."""
-    cells = []
-    for row in calls["rows"]:
-        ms = row["ms"]
-        cost = ms["call"] / calls["alone"]
-        alpha = needed_acceptance(row["levels"], max(1.0, GOAL * cost)) if row["levels"] else None
-        cells.append([row["method"], *(f"{ms[phase]:.1f}" for phase in (*PHASES, "call")), f"{cost:.2f}"])
-        cells[-1] += [f"{GOAL * cost:.2f}", "-" if alpha is None else f"{alpha:.2f}"]
-    header = ["method", *(f"{phase}, ms" for phase in (*PHASES, "call")), "cost", f"tokens for {GOAL} x", "alpha for it"]
+def costs(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds a call of each method over those of the baseline, as they decoded: the mean over kinds and temperatures."""
+    seconds = {}
+    for row in rows:
+        _, calls, spent = np.sum(row["rounds"], axis=0)
+        seconds[row["kind"], row["temperature"], row["method"]] = spent / calls
+    places = {place[:2] for place in seconds}
+    return {
+        name: float(np.mean([seconds[*place, name] / seconds[*place, "baseline"] for place in places]))
+        for name in dict.fromkeys(row["method"] for row in rows)
+    }
+
+
+def calls_table(result: dict[str, Any]) -> str:
+    """What a call costs and would have to emit, and where its time goes."""
+    cells, cost = [], costs(result["rows"])
+    for row in result["calls"]["rows"]:
+        needed = GOAL * cost[row["method"]]
+        alpha = needed_acceptance(row["levels"], max(1.0, needed)) if row["levels"] else None
+        cells.append(
+            [row["method"], f"{cost[row['method']]:.2f}", f"{needed:.2f}", "-" if alpha is None else f"{alpha:.2f}"]
+        )
+        cells[-1] += [f"{row['ms'][phase]:.1f}" for phase in (*PHASES, "call")]
+    header = ["method", "cost", f"tokens for {GOAL} x", "alpha for it", *(f"{phase}, ms" for phase in (*PHASES, "call"))]
     return (
-        f"{report.markdown_table(header, cells)}\n\nThe target's call on one token takes {calls['alone']:.1f} ms, which is "
-        f"cost 1, behind {CONTEXT} tokens. Each phase is measured by itself, in a loop on the device, and the call too, "
-        "which is not their sum. A method is faster than the baseline if it emits more tokens a call than it costs. alpha: "
-        "what each draft of a chain needs for that speed; - where no alpha does, and for trees."
+        f"{report.markdown_table(header, cells)}\n\nCost: the time of a call over one of the baseline, in the rounds above, "
+        "with the call on the prompt spread over them. A method is faster than the baseline if it emits more tokens a call "
+        "than it costs. alpha: what each draft of a chain needs for that speed; - where no alpha does, and for trees. The "
+        f"phases, and the call, are each timed by itself, in a loop on the device behind {CONTEXT} tokens; there a call of "
+        f"the target on one token takes {result['calls']['alone']:.1f} ms, which is more than in decoding."
     )
 
 
@@ -195,7 +210,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{settings['dtype']}; {settings['prompts']} chats and as many beginnings of sentences of ours, up to "
         f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
         f"which all methods take turns, ratios of one round. The call on the prompt is part of the time, and not of the "
-        f"calls.\n\n## What a call costs\n\n{calls_table(result['calls'])}\n\n{report.made_by(result)}\n"
+        f"calls.\n\n## What a call costs\n\n{calls_table(result)}\n\n{report.made_by(result)}\n"
     )
 
 
