@@ -42,6 +42,7 @@ MAKERS = {
     "smollm2/architectures": "compare_architectures",
     "smollm2/drafts/drafts": "compare_drafts",
     "smollm2/losses": "compare_losses",
+    "smollm2/eagle/outputs": "check_outputs",
     "smollm2/outputs": "check_outputs",
     "training/training": "bench_train",
 }
