@@ -4,16 +4,15 @@
 
 Looked at are numbers with a decimal point or with a comma between thousands. On a page, those of a paragraph, list item or
 row of a table that links to tables in results/ must be in one of these, to the decimals that are given; rows without
-links take those of the paragraph above. A figure that no
-table has belongs in `BY_HAND`. Rows of a table must be those that its program makes of its JSON today, or hold figures of
-the JSON alone, where the program has changed since. Prints what has drifted; exit status 2 if anything has.
+links take those of the paragraph above. A figure that no table has belongs in `BY_HAND`. Rows of a table must be those that
+its program makes of its JSON today, or hold figures of the JSON alone, where the program has changed since. Prints what has
+drifted; exit status 2 if anything has.
 """
 
 import json
 import pathlib
 import re
 import runpy
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -193,5 +192,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPTS))
     cli.run(main)

@@ -183,7 +183,7 @@ def calls_table(result: dict[str, Any]) -> str:
         f"{report.markdown_table(header, cells)}\n\nCost: the time of a call over one of the baseline, in the rounds above, "
         "with the call on the prompt spread over them. A method is faster than the baseline if it emits more tokens a call "
         "than it costs. alpha: what each draft of a chain needs for that speed; - where no alpha does, and for trees. The "
-        f"phases, and the call, are each timed by itself, in a loop on the device behind {CONTEXT} tokens; there a call of "
+        f"phases and the whole call are each timed alone, in a loop on the device behind {CONTEXT} tokens; there a call of "
         f"the target on one token takes {result['calls']['alone']:.1f} ms, which is more than in decoding."
     )
 

@@ -141,7 +141,7 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
     monkeypatch.chdir(folder / "run")
     with flagsaver.flagsaver(model=".", out=str(folder / "here"), dtype=None):
         export.main()
-    assert (folder / "here/run.safetensors").exists() and load("@best").name == "run"
+    assert (folder / "here/run.safetensors").exists() and load(".@best").name == "run"
     target, drafts = load_pair("school:teacher", (str(folder / "int8/run"), str(folder / "run@best")), "float32")
     stored, best = drafts
     assert stored.model.config == best.model.config and stored.name == best.name == "run"
