@@ -112,8 +112,7 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
 
 def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows) -> runs.Student:
     """The run's student: chosen before its first step, and kept in the workdir."""
-    began = (workdir / runs.CONFIG).exists()  # What a start left that never got there may be of another config.
-    if hosts.is_first() and not (began and (workdir / runs.STUDENT).exists()):
+    if hosts.is_first() and not (workdir / runs.CONFIG).exists():  # What a start left that came no further does not bind.
         shape = student_config(config.model, rows.vocab_size, rows.context)
         if config.init and shape.head_tokens:  # Its head knows its own tokens, whatever these labels have most of.
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
