@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Sets up and runs lint, types and tests. Flags go to pytest: scripts/test.sh tests/transport -k kseq
+# Sets up and runs lint, types and tests, but for the longest of them; --all runs every test.
+# Other flags go to pytest: scripts/test.sh tests/transport -k kseq
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case "$*" in
+  "") set -- -m "not slow" ;;
+  --all) set -- ;;
+esac
 scripts/setup.sh requirements-dev.txt
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

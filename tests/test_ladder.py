@@ -104,6 +104,7 @@ def _began(output):
     return [line for line in lines if " " not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ladder")
 def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     work = tmp_path / "work"

@@ -71,6 +71,7 @@ def registered(folder, monkeypatch):
     importlib.import_module("lazy_chains")
 
 
+@pytest.mark.slow
 def test_auto(registered, toy, tmp_path):
     """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured on batches: the method
     itself does not draft these."""

@@ -10,7 +10,7 @@ import pytest
 
 from spectr_jax.data.corpus import open_sentences
 
-pytestmark = pytest.mark.xdist_group("lm1b")  # One environment with TensorFlow, made once.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lm1b")]  # One environment with TensorFlow, made once.
 ROOT = pathlib.Path(__file__).parents[2]
 URL = "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz"
 TOP = "1-billion-word-language-modeling-benchmark-r13output"

@@ -96,6 +96,7 @@ def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path)
     assert dear[0].shape == "-" and dear[0].tokens_per_second == pytest.approx(1 / 100)
 
 
+@pytest.mark.slow
 def test_methods_without_a_table_are_replayed(toy, tmp_path):
     config = _config(toy.folder, methods=("otm_layer", "traversal"), draft_lengths=(1, 2, 3), num_drafts=(1, 2), size=4)
     target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))

@@ -23,6 +23,7 @@ def made(tmp_path_factory):
         return folder, run(SETTINGS, tuple(FIGURES), folder)
 
 
+@pytest.mark.slow
 def test_each_figure_is_written(made):
     folder, figures = made
     for name, figure in figures.items():
@@ -34,6 +35,7 @@ def test_each_figure_is_written(made):
             assert list(ours.y) == theirs["y"] and len(theirs["x"]) == len(theirs["y"])
 
 
+@pytest.mark.slow
 def test_points_lie_on_their_curves(made):
     for figure in made[1].values():
         curves = {series.label: series for series in figure.series if series.error is None and series.panel == 0}
@@ -46,6 +48,7 @@ def test_points_lie_on_their_curves(made):
             assert np.all(np.abs(np.asarray(curve.y)[at] - series.y) < bars), (figure.title, series)
 
 
+@pytest.mark.slow
 def test_the_linear_program_is_on_the_exact_curve(made):
     series = {each.label: each for each in made[1]["spectr_figure_5"].series}
     exact, program = series["OTM-k, exact plan"], series["OTM-k, linear program"]

@@ -97,6 +97,7 @@ def _same(ours, theirs):
         np.testing.assert_allclose(*values, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eight_devices_are_one(one, eight, losses, variant):
     """Loss, gradient norm and held-out loss to 1e-5, for 20 steps in which the loss falls."""
@@ -106,6 +107,7 @@ def test_eight_devices_are_one(one, eight, losses, variant):
     assert sharded[str(folder / variant)] == VARIANTS[variant].get("mesh.fsdp", 1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_devices(one, eight):
     """Ten steps on one device, ten on eight."""
     assert len(read_metrics(one / "half/metrics.jsonl")) == 22
@@ -124,6 +126,7 @@ def _two(start, workdir, **changes):
     return [start(workdir, *each, env=_devices(4), **changes) for each in flags]
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tmp_path):
     """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves both; when one is killed the
     other ends by itself, and one process goes on alone: all that is still one run."""
@@ -152,6 +155,7 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     np.testing.assert_allclose(list(losses(workdir).values()), list(losses(tmp_path / "whole").values()), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_decoding_spreads_over_devices_and_processes(one, corpus):
     """The same texts on one device, on eight, and on two processes of four; the models come from workdirs."""
     command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
