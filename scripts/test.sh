@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up and runs lint, types and tests, but for the longest of them; --all runs every test.
-# Other flags go to pytest: scripts/test.sh tests/transport -k kseq
+# Other flags go to pytest, which then runs all that they select: scripts/test.sh tests/transport -k kseq
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case "$*" in
