@@ -42,8 +42,8 @@ def check_policy(policy: Policy) -> None:
 
 
 def ends(tokens: jax.Array, policy: Policy) -> jax.Array:
-    """Which of the tokens [...] end a sequence."""
-    return jnp.any(tokens[..., None] == jnp.ravel(jnp.asarray(policy.eos)), axis=-1)
+    """Which of the tokens [...] end a sequence; -1, where the target had no distribution, always does."""
+    return jnp.any(tokens[..., None] == jnp.ravel(jnp.asarray(policy.eos)), axis=-1) | (tokens < 0)
 
 
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.transport.base import Plan
+from spectr_jax.transport.base import Plan, draw
 
 SMALL_VOCABULARY = 64
 """Up to so many tokens, a step of a walk costs a CPU more to begin than to compute."""
@@ -78,7 +79,7 @@ def select(
         law = draft_law(tree, p, children[jnp.argmax(valid)], q)
         token = plan.select(jax.random.fold_in(key, length + walk.depth), law, q, drafts, valid).token
         carried = valid & (drafts == token)
-        node = children[jnp.argmax(carried)]
+        node = one_with_children(tree, children, carried)
         return _Walk(
             walk.depth + 1,
             node,
@@ -161,6 +162,20 @@ def draft_law(tree: Tree, p, child, otherwise) -> jax.Array:
     It is looked up by the child, since some of the live nodes, which spell the same tokens, may be leaves.
     """
     return p[jnp.asarray(tree.inner_rank)[jnp.asarray(tree.parent)[child]]] if len(tree.inner) else otherwise
+
+
+def last_token(key: jax.Array, weights: jax.Array) -> jax.Array:
+    """A draw from `weights` [V], or -1 where none is positive, as of logits that are NaN; consumes `key`."""
+    return jnp.where(jnp.any(weights > 0), draw(key, weights), -1)
+
+
+def one_with_children(tree: Tree, nodes, chosen) -> jax.Array:
+    """One of the `chosen` nodes, which spell the same tokens: one with children, if there is one.
+
+    The draft model ran on nodes with children only. So the path goes through these, and its cache keeps their rows.
+    """
+    inner = jnp.asarray(np.isin(np.arange(tree.size + 1), tree.inner))
+    return nodes[jnp.argmax(jnp.where(chosen, 1 + inner[nodes], 0))]
 
 
 def marked(tree: Tree, nodes, chosen) -> jax.Array:

@@ -103,7 +103,7 @@ class Tree:
 
     @functools.cached_property
     def inner_rank(self) -> np.ndarray:
-        """[N + 1]; the index of a node among the inner ones; for a leaf, which has none, the last index."""
+        """[N + 1]; the index of a node among the inner ones; that of a leaf, which has none, is not to be used."""
         return np.minimum(np.searchsorted(self.inner, np.arange(self.size + 1)), max(len(self.inner) - 1, 0))
 
     @functools.cached_property

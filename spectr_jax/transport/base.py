@@ -154,8 +154,8 @@ def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax
     in it, so that nothing of size V is scanned. No token of weight 0 is drawn, whatever the rounding; where all are 0 the
     last token is.
 
-    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the block, and the nine bits
-    that are left of its 32 refine the place in it.
+    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the block, to 1e-7 of the
+    mass, and the nine bits that are left of its 32 refine the place in it.
     """
     V = weights.shape[-1]
     width = math.isqrt(V - 1) + 1

@@ -133,7 +133,7 @@ def winner_law(p, q, k) -> WinnerLaw:
     powers are subtracted: either would lose what is small.
     """
     xp = p.__array_namespace__()
-    head_p, head_q = cumulative(xp, p), cumulative(xp, q)
+    head_p, head_q = xp.minimum(cumulative(xp, p), 1), cumulative(xp, q)  # Above 1 a large power overflows.
     tail_p, tail_q = (cumulative(xp, x[::-1])[::-1] - x for x in (p, q))
     tail_p, tail_q = xp.maximum(tail_p, 0), xp.maximum(tail_q, 0)
     excess = xp.where(head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q)
@@ -227,11 +227,13 @@ def _bits(ratio) -> jax.Array:
 
 def _masses(p, q, of_token, count: int) -> jax.Array:
     """Masses [2, count] of the cells. Adding more than a thousand equal masses one by one loses precision in float32,
-    so they are added in parts."""
+    so they are added in parts, and what rounding adds to their sum is taken off."""
     parts = -(-len(p) // 1024)
     part = jnp.arange(len(p), dtype=jnp.int32) % parts
     sums = jnp.zeros((2, parts, count), p.dtype).at[:, part, of_token].add(jnp.stack([p, q]), mode="promise_in_bounds")
-    return jnp.sum(sums, axis=1)
+    masses = jnp.sum(sums, axis=1)
+    total = jnp.sum(masses, axis=1, keepdims=True)
+    return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
 
 
 def exact_cells(p, q) -> Cells:

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from spectr_jax.decoding import Policy, generate, get_method, selection
 from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
 from spectr_jax.testing import methods as checks
 from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
@@ -227,6 +230,24 @@ def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
     assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), law.ravel()) > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [("spectr", (0, 0, 0, 2, 3)), ("otm", (0, 0, 0, 2, 3)), ("otm_block", (0, 0, 0, 1, 1, 2)), ("otm_layer", "3,1")],
+)
+def test_the_cache_of_the_draft_follows_the_path_where_one_twin_only_has_children(name, tree):
+    """A model that drafts for itself: at the root of every call p = q, as it is if the rows in its cache are the path's."""
+    model = Transformer(TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=3, context=32), rngs=nnx.Rngs(0))
+    method = get_method(name, tree=tree if isinstance(tree, str) else Tree(tree))
+
+    def apart(call):
+        q = probabilities(call.logits[0], call.policy)
+        return {"calls": jnp.max(jnp.abs(call.p[0] - q)) > 1e-5}
+
+    prompts, lengths = np.tile([1, 2], (50, 1)), np.full(50, 2)
+    result = generate(jax.random.key(0), method, model, model, prompts, lengths, 20, observe=apart)
+    assert np.sum(result.observed["calls"]) == 0
+
+
 NOWHERE = {"at the root": (slice(None), slice(None)), "below it": (2, (1, 3))}
 
 
@@ -252,6 +273,18 @@ def test_drafts_of_no_distribution_are_not_used(name, options):
         first, second = np.asarray(result.tokens)[:, 2:4].T
         seen = np.bincount(first * V + second, minlength=V * V)
         assert chi_square.p_value(seen, np.full(V * V, 1 / V**2)) > 1e-4, where
+
+
+@pytest.mark.parametrize("name", ["otm", "otm_block", "otm_layer", "traversal", "gbv"])
+def test_a_target_without_a_distribution_ends_the_sequence(name):
+    """Logits that are all -inf: the token is -1, whatever the walk, and no other follows."""
+    target = np.full((3, 3, 3), 1 / 3)
+    target[1, 2] = 0
+    method = get_method(name, **({"num_drafts": 2, "draft_length": 2} if name == "gbv" else {"tree": "2,1"}))
+    models, prompts = (TableModel(target), TableModel(np.full((3, 3, 3), 1 / 3))), np.tile([1, 2], (8, 1))
+    result = generate(jax.random.key(0), method, *models, prompts, np.full(8, 2), 3, Policy(eos=0))
+    assert np.all(np.asarray(result.tokens)[:, 2] == -1)
+    np.testing.assert_array_equal(result.lengths, 3)
 
 
 @pytest.mark.parametrize("name", ["gsd", "greedy_drafts", "traversal"])

@@ -28,9 +28,17 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law, drawable, live_children, marked
+from spectr_jax.decoding.selection import (
+    Selection,
+    draft_law,
+    drawable,
+    last_token,
+    live_children,
+    marked,
+    one_with_children,
+)
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.transport.base import Plan, draw, or_else
+from spectr_jax.transport.base import Plan, or_else
 
 
 class _Walk(NamedTuple):
@@ -98,14 +106,16 @@ def along_winners(
 
         residual = jnp.maximum(walk.run * q - g, 0)
         mass = jnp.sum(residual)
-        here = (walk.depth == 0) | (walk.uniform * (mass + 1 - walk.run) < mass)
+        here = (walk.depth == 0) | (walk.uniform * (mass + (1 - walk.run)) < mass)
 
-        token, node = drafts[winner], children[winner]
+        token = drafts[winner]
+        carried = valid & (drafts == token)
+        node = one_with_children(tree, children, carried)
         ratio = jnp.where(q[token] > 0, walk.run * q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny), 0)
         return _Walk(
             walk.depth + 1,
             node,
-            marked(tree, children, valid & (drafts == token)),
+            marked(tree, children, carried),
             jnp.minimum(ratio, 1),
             jax.random.uniform(accept_key, drafts.shape, p.dtype)[winner],
             jnp.where(here, walk.depth, walk.tau),
@@ -123,7 +133,7 @@ def along_winners(
     last = jnp.where(whole, end.depth, end.tau)
     weights = jnp.where(whole, probabilities(logits[end.node], policy), end.residual)
     _, residual_key, _ = jax.random.split(jax.random.fold_in(key, length + last), 3)
-    chosen = end.tokens.at[last].set(draw(residual_key, weights))
+    chosen = end.tokens.at[last].set(last_token(residual_key, weights))
     return Selection(chosen, last + 1, end.path[: tree.height], end.drafts)
 
 

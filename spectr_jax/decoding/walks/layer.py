@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law, drawable, ending_at, in_turn
+from spectr_jax.decoding.selection import Selection, draft_law, drawable, ending_at, in_turn, last_token
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import Plan, draw, or_else
@@ -343,4 +343,4 @@ def _sweep(key, drafted: _Drafted, scores: _Scores) -> Selection:
     p, q = drafted.laws(node, scores.child[node])
     g = _winner_law(p, q, scores.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
-    return ending_at(tree, drafted.tokens, node, draw(token_key, or_else(left, q)), scores.drafts[scores.first])
+    return ending_at(tree, drafted.tokens, node, last_token(token_key, or_else(left, q)), scores.drafts[scores.first])

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.selection import Selection, draft_law, ending_at
+from spectr_jax.decoding.selection import Selection, draft_law, ending_at, last_token
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.transport.base import Plan, draw, or_else
+from spectr_jax.transport.base import Plan, or_else
 
 
 class _State(NamedTuple):
@@ -80,7 +80,7 @@ def select(
         residual = jnp.maximum(score * state.q[above] - law, 0)
         mass, rest = jnp.sum(residual), law.at[token].set(0)
         lost = ~accepted & (law[token] > 0)  # A draft that could not be drawn tells nothing.
-        left = jnp.where(mass > 0, mass / jnp.maximum(mass + 1 - score, jnp.finfo(law.dtype).tiny), 0)
+        left = jnp.where(mass > 0, mass / jnp.maximum(mass + (1 - score), jnp.finfo(law.dtype).tiny), 0)
         return state._replace(
             accepted=accepted,
             score=state.score.at[above].set(jnp.where(lost, jnp.minimum(left, 1), score)),
@@ -97,7 +97,7 @@ def select(
     last = jax.lax.while_loop(lambda state: ~state.accepted, step, start)
     node = nodes[last.visit - 1]
     children = jnp.asarray(np.sum(tree.children_table >= 0, axis=1, dtype=np.int32))
-    return ending_at(tree, tokens, node, draw(token_key, last.q[depths[node]]), children)
+    return ending_at(tree, tokens, node, last_token(token_key, last.q[depths[node]]), children)
 
 
 def _normal(weights: jax.Array) -> jax.Array:
