@@ -3,7 +3,7 @@
     python -m spectr_jax.eval --config=configs/ladder.py --workdir=runs/ladder
 
 The form of SpecTr's Tables 2 and 4 with a target that a CPU can train (`configs/embedded.py:draft_20m`); prompts
-of ours. The paper's column is for its 97M target on LM1B. An hour on two CPU cores.
+of ours. The paper's column is for its 97M target on LM1B. An hour or more on two CPU cores.
 """
 
 from spectr_jax.config import eval_config

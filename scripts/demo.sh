@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, decodes one prompt faster than the baseline, and prints a table of tokens per serial call, on the models in the package.
-# At most 4 minutes on two CPU cores, installation included. Flags go to the table: scripts/demo.sh --config.num_prompts=32
+# At most 4 minutes on two CPU cores, installation included. Flags go to the table: WORKDIR=runs/demo2 scripts/demo.sh --config.num_prompts=64
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh requirements.txt

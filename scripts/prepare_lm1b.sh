@@ -4,6 +4,7 @@
 # needed for this alone, and goes to an environment of its own, .venv-lm1b (1.8 GB; delete it and DIR/downloads afterwards).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case " $* " in *" --help "*) sed -n '2,4s/^# //p' "$0" && exit ;; esac
 venv=.venv-lm1b
 packages=(
   "tensorflow-cpu>=2.16,<3; sys_platform == 'linux' and platform_machine == 'x86_64'"

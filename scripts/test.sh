@@ -3,10 +3,8 @@
 # Other flags go to pytest, which then runs all that they select: scripts/test.sh tests/transport -k kseq
 set -euo pipefail
 cd "$(dirname "$0")/.."
-case "$*" in
-  "") set -- -m "not slow" ;;
-  --all) set -- ;;
-esac
+[ $# -gt 0 ] || set -- -m "not slow"
+[ "$1" != --all ] || shift
 scripts/setup.sh requirements-dev.txt
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

@@ -193,8 +193,9 @@ def _script(stages: dict[str, Stage], name: str) -> str:
 def main():
     from spectr_jax.data.corpus import open_sentences, text_files  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.data.packed import INDEX
+    from spectr_jax.files import expanded
 
-    work, data, heldout = pathlib.Path(_WORKDIR.value), _DATA.value or "", _HELDOUT.value or LM1B_HELDOUT
+    work, data, heldout = expanded(_WORKDIR.value), _DATA.value or "", _HELDOUT.value or LM1B_HELDOUT
     if bool(_DATA.value) != bool(_HELDOUT.value):
         raise UserError("--data and --heldout belong together; give both, or neither for LM1B")
     more = stage_flags(_STAGE_FLAGS.value)

@@ -5,8 +5,6 @@
 Then train with --config.data.train=packed:packed.
 """
 
-import pathlib
-
 from absl import flags
 
 from spectr_jax import cli
@@ -30,8 +28,8 @@ def main():
     from spectr_jax.errors import UserError
     from spectr_jax.files import expanded
 
-    out = pathlib.Path(_OUT.value)
-    tokenizer_path = expanded(_TOKENIZER.value or out / "tokenizer.model")
+    out = expanded(_OUT.value)
+    tokenizer_path = expanded(_TOKENIZER.value) if _TOKENIZER.value else out / "tokenizer.model"
     if (out / packed.INDEX).exists():
         raise UserError(f"{str(out)!r} holds a packed corpus already; choose another --out, or remove it")
     sentences = open_sentences(_DATA.value, _TFDS.value)

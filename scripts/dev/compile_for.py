@@ -2,7 +2,7 @@
 
     pip install libtpu                                                  # for a TPU
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
-    python scripts/dev/compile_for.py --device=v5e [--only=otm,train] [--workdir=results/compiled]
+    python scripts/dev/compile_for.py --device=v5e [--only=otm,train] [--workdir=runs/compiled]
 
 The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its default options with a target
 of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
@@ -43,7 +43,7 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.training.programs import make_programs
 
-_WORKDIR = flags.DEFINE_string("workdir", "results/compiled", "Where the table goes: Markdown and JSON.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/compiled", "Where the table goes: Markdown and JSON.")
 _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
 _ONLY = flags.DEFINE_list("only", [], "Methods, `train` for the training steps, `mesh` for several devices; empty for all.")
 _TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)

@@ -10,7 +10,7 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from spectr_jax.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, AnyTokenizer, Tokenizer, vocabulary_digest
+from spectr_jax.data.tokenizer import BOS, EOS, NO_PIECE, PAD, SPACE, UNK, AnyTokenizer, Tokenizer, vocabulary_digest
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
 
@@ -78,11 +78,14 @@ class HuggingFaceTokenizer(AnyTokenizer):
         return self.encode(render(self.template, messages, self._names))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without BOS and EOS."""
-        return self._tokenizer.decode([int(token) for token in tokens if token != self.bos and not self.ends(int(token))])
+        """The text of `tokens`, without BOS, EOS and -1."""
+        kept = [int(token) for token in tokens if token >= 0 and token != self.bos and not self.ends(int(token))]
+        return self._tokenizer.decode(kept)
 
     def piece(self, token: int) -> str:
         """See `AnyTokenizer.piece`."""
+        if token < 0:
+            return NO_PIECE
         name = self._tokenizer.id_to_token(int(token)) or f"<{int(token)}>"
         if token == self.bos or self.ends(int(token)):
             return name

@@ -18,6 +18,8 @@ from spectr_jax.files import digest, write_whole
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
+NO_PIECE = "<none>"
+"""What -1 is shown as: a place where the target had no distribution."""
 """How SentencePiece writes a space inside a piece."""
 
 
@@ -48,7 +50,7 @@ class AnyTokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without BOS and EOS."""
+        """The text of `tokens`, without BOS and EOS, and without -1, which is none."""
         ...
 
     def piece(self, token: int) -> str:
@@ -207,11 +209,13 @@ class Tokenizer(AnyTokenizer):
         return self._processor.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without control pieces."""
-        return self._processor.decode([int(token) for token in tokens])
+        """The text of `tokens`, without control pieces and -1."""
+        return self._processor.decode([int(token) for token in tokens if token >= 0])
 
     def piece(self, token: int) -> str:
         """See `AnyTokenizer.piece`."""
+        if token < 0:
+            return NO_PIECE
         name = self._processor.id_to_piece(int(token))
         if self._processor.is_byte(int(token)) and int(name[3:-1], 16) < 0x80:
             return chr(int(name[3:-1], 16))

@@ -41,7 +41,8 @@ class Generation:
     """Generated sequences.
 
     Attributes:
-      tokens: [B, T] int32, prompt and continuation; 0 after the end.
+      tokens: [B, T] int32, prompt and continuation; 0 after the end. A last token of -1 says that the target had
+        no distribution there, as of logits that are NaN.
       lengths: [B] int32, tokens of each sequence, prompt and EOS included.
       target_calls: [B] int32, serial calls of the target for the continuation; the call on the prompt is not counted.
       emitted_per_call: [B, height + 2] int32, how many calls emitted 0, 1, 2, ... tokens (what EOS or the limit cut off is

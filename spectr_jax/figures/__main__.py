@@ -6,8 +6,6 @@
 Each is a picture, and a JSON file with its curves and points.
 """
 
-import pathlib
-
 from absl import flags
 
 from spectr_jax import cli
@@ -28,9 +26,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random pairs and the measur
 
 def main():
     from spectr_jax.figures import acceptance  # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.files import expanded
 
     settings = acceptance.Settings(_TARGET.value, _DRAFT.value, _PROMPT.value, _DRAWS.value, _PAIRS.value, _SEED.value)
-    acceptance.run(settings, tuple(_ONLY.value) or tuple(acceptance.FIGURES), pathlib.Path(_WORKDIR.value))
+    acceptance.run(settings, tuple(_ONLY.value) or tuple(acceptance.FIGURES), expanded(_WORKDIR.value))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import numpy as np
 
 LEAST = 1e-6
-"""The p-value that is too small to be chance: the check of a plan makes 48 tests."""
+"""The p-value that is too small to be chance: the check of a plan makes 56 tests."""
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:

@@ -35,7 +35,8 @@ def _sentences_of(batch):
 
 def test_no_text_is_out_of_vocabulary(tokenizer):
     for text in ("the draft", "naïve 東京 🙂 zq"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode([*tokenizer.encode(text), -1]) == text  # -1 is no token: the target had no distribution.
+    assert tokenizer.piece(-1) == "<none>"
     assert tokenizer.vocab_size == 320
 
 

@@ -262,7 +262,8 @@ def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
     words = tokenizer.encode("Sentence 7")
     assert tokenizer.prompt("Sentence 7") == words and tokenizer.prompt("") == [1]
     assert [tokenizer.ends(token) for token in (0, 1, 2)] == [True, False, True]
-    assert tokenizer.decode([1, *words, 0, 2]) == "Sentence 7" and tokenizer.piece(2) == "<|stop|>"
+    assert tokenizer.decode([1, *words, 0, 2, -1]) == "Sentence 7" and tokenizer.piece(2) == "<|stop|>"
+    assert tokenizer.piece(-1) == "<none>"
     tokens, lengths = tokenizer.prompts(["Sentence 7", ""])
     assert lengths.tolist() == [len(words), 1] and tokens[1, 0] == 1
     assert not adds_bos(special, 1)

@@ -129,12 +129,16 @@ def along_winners(
     start = _start(tree, known, p.dtype, logits.shape[-1])
     # Once run is 0 no longer prefix can be accepted.
     end = jax.lax.while_loop(lambda walk: jnp.any(walk.live & has_children) & (walk.run > 0), step, start)
+    return _emitted(key, end, probabilities(logits[end.node], policy), length)
+
+
+def _emitted(key, end: _Walk, bonus_law, length) -> Selection:
+    """What a call emits whose walk came to its `end`, where a bonus token has the distribution `bonus_law` [V]."""
     whole = end.uniform < end.run
     last = jnp.where(whole, end.depth, end.tau)
-    weights = jnp.where(whole, probabilities(logits[end.node], policy), end.residual)
     _, residual_key, _ = jax.random.split(jax.random.fold_in(key, length + last), 3)
-    chosen = end.tokens.at[last].set(last_token(residual_key, weights))
-    return Selection(chosen, last + 1, end.path[: tree.height], end.drafts)
+    token = last_token(residual_key, jnp.where(whole, bonus_law, end.residual))
+    return Selection(end.tokens.at[last].set(token), last + 1, end.path[:-1], end.drafts)
 
 
 def _start(tree: Tree, known: Any, dtype, vocab_size: int) -> _Walk:
