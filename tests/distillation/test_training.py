@@ -130,6 +130,7 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch):
         training.distil(config(), folder / "run")
 
 
+@pytest.mark.slow
 def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
     training.distil(config(steps=12, eval_every=6), folder / "run")
     flags.FLAGS.mark_as_parsed()
@@ -184,6 +185,7 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
             np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_student_that_sees_features_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
     """It learns at both levels, and is exported, loaded and decoded with."""
     other = teacher._replace(model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0)))

@@ -39,6 +39,7 @@ def _stopping(function, calls, *at):
     return wrapped
 
 
+@pytest.mark.slow
 def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
     """Although it is stopped in its acceptance, in its times and in its tries, and goes on; each thing that was measured
     until then is said to have taken an hour."""

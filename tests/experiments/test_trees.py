@@ -51,6 +51,7 @@ def _config(folder, **changes):
     return config
 
 
+@pytest.mark.slow
 def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
     """Although it is stopped in the middle of its acceptance, and of its rows, and goes on."""
     config, calls = _config(toy.folder, methods=MEASURED), itertools.count(1)
