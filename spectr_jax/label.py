@@ -53,7 +53,11 @@ def main():
         raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")
     chats, writes = _WRITE.value == "chats", _WRITE.value != "nothing"
     if bool(_TEXT.value) == chats:
-        raise UserError("--write=chats takes no --text" if chats else "give --text, or --write=chats")
+        raise UserError(
+            f"--write=chats takes no --text, and --text={_TEXT.value!r} is given; leave one out"
+            if chats
+            else "--text is missing; give a corpus, or --write=chats"
+        )
     sentences = None if chats else open_sentences(_TEXT.value, _TFDS.value)
     teacher = load(_TEACHER.value, _DTYPE.value)
     tokenizer, vocab_size, length = teacher.tokenizer, teacher.model.vocab_size, _LENGTH.value
@@ -63,7 +67,9 @@ def main():
         )
     features = features_shown(teacher.model) if _FEATURES.value else 0
     if _FEATURES.value and not features:
-        raise UserError(f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not")
+        raise UserError(
+            f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
+        )
     policy = Policy(temperature=_TEMPERATURE.value, eos=tokenizer.eos)
     if sentences is None:
         texts = teaching.conversations(teacher, length, policy, _SEED.value)

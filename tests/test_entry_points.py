@@ -141,7 +141,7 @@ CASES = [
     (PACK, "--length=1", "flag --length=1: 1 is not integer >= 2"),
     (PACK, "--compress true", "unexpected argument 'true'"),
     (LABEL, "--teacher=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
-    (LABEL, "--text=", "give --text, or --write=chats"),
+    (LABEL, "--text=", "--text is missing; give a corpus, or --write=chats"),
     (LABEL, "--write=chats", "--write=chats takes no --text"),
     (LABEL, "--write=chats --text=", "the model has no chat template; give an instructed one"),
     (LABEL, "--length=129", "--length=129 is more than the teacher's context of 128; give at most that"),

@@ -99,7 +99,7 @@ def test_what_is_wrong_with_a_method_is_said(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 40_000)
     plan = _lazy(("jnp.maximum(q - p, 0)", "q"))
     message = (
-        r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 texts .* continue \(1, 2\) by"
+        r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
     )
     with pytest.raises(AssertionError, match=message):
         testing.check_method(decoding.Method("mine", trees.chain(1), plan))
@@ -132,7 +132,7 @@ def _changed(result, **change):
         (
             testing.check_counters,
             {"emitted_per_call": lambda calls: calls + np.array([1, 0]), "target_calls": lambda calls: calls + 1},
-            r"a call emits no token \(4000 of 4000 texts\): text \[",
+            r"a call emits no token \(4000 of 4000 sequences\): sequence \[",
         ),
     ],
     ids=["calls by place", "lengths", "target_calls", "behind the end", "the prompt", "an empty call"],

@@ -98,7 +98,9 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
     if config.model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={config.model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if config.model.width % (2 * config.model.heads):
-        raise UserError(f"model.width={config.model.width} is not a multiple of 2 * model.heads={config.model.heads}")
+        raise UserError(
+            f"model.width={config.model.width} is not a multiple of 2 * model.heads={config.model.heads}; change one"
+        )
     for name in ("head_tokens", "embed_rank"):
         if config.model[name] < 0:
             raise UserError(f"model.{name}={config.model[name]} is negative; 0 is for all")

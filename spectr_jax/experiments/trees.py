@@ -108,7 +108,9 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         tree = tree_lib.parse(spec)
         tree_search.branching_of(tree)
         if tree.size > max(config.sizes):
-            raise UserError(f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}")
+            raise UserError(
+                f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}; add its size"
+            )
     measurement.check_has_acceptance(config)
     for name in config.methods:
         if not get_method(name).tree.size or all(on_tree(name, tree_lib.chain(size)) is None for size in config.sizes):

@@ -110,7 +110,9 @@ def block_predictor(winners: np.ndarray) -> Callable[[Sequence[int]], float]:
     def tokens(branching: Sequence[int]) -> float:
         width = int(np.prod(branching))
         if width > most:
-            raise UserError(f"tree {tuple(branching)} may have {width} live drafts, measured are {most}")
+            raise UserError(
+                f"tree {tuple(branching)} may have {width} live drafts, measured are {most}; give a smaller tree"
+            )
         return float(1 + below(tuple(branching))[1, 0])
 
     return tokens

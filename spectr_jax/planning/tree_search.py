@@ -94,7 +94,9 @@ def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float
     """
     width = int(np.prod(branching))
     if width >= len(carriers):
-        raise UserError(f"tree {tuple(branching)} may have {width} live drafts, measured are {len(carriers) - 1}")
+        raise UserError(
+            f"tree {tuple(branching)} may have {width} live drafts, measured are {len(carriers) - 1}; give a smaller tree"
+        )
     below = np.zeros(width + 1)
     for children in reversed(branching):
         below = _prepend(children, below, carriers)

@@ -43,7 +43,7 @@ def token(one: Token, colour: bool) -> str:
 
 
 def answered(method: str, made: Answer) -> str:
-    """The line below an answer, such as `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62/s`."""
+    """The line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62 tokens/s`."""
     line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
     line += f"; the first after {made.first:.1f} s" + (f", then {made.speed:,.0f} tokens/s" if made.speed else "")
     return line if made.whole else f"{line}; cut off by --max_new_tokens"

@@ -67,7 +67,7 @@ def check_outputs(
         new, ends = (np.asarray(part) for part in (result.tokens, result.lengths))
         new, ends = new[:, len(PROMPT) : len(PROMPT) + LENGTH], ends - len(PROMPT)
         if new.min() < 0 or new.max() >= VOCAB:
-            _fail(method, f"a text has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}")
+            _fail(method, f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}")
         counts += np.bincount(ends * VOCAB**LENGTH + new @ digits, minlength=len(counts))
 
     continuations = list(law)
@@ -78,8 +78,8 @@ def check_outputs(
         worst = int(np.argmax(np.abs(observed - expected) / np.sqrt(expected + 1)))
         _fail(
             method,
-            f"whole outputs do not follow the target under {policy}: of {generations:,} texts {observed[worst]:,} continue "
-            f"{PROMPT} by {continuations[worst]}, {expected[worst]:,.0f} expected, and "
+            f"whole outputs do not follow the target under {policy}: of {generations:,} sequences "
+            f"{observed[worst]:,} continue {PROMPT} by {continuations[worst]}, {expected[worst]:,.0f} expected, and "
             f"{generations - observed[expected > 0].sum():,} as the target never does (chi-square: p-value {p_value:.1g})",
         )
 
@@ -103,8 +103,9 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
         row = wrong[0]
         _fail(
             method,
-            f"at temperature 0 it does not emit the target's likeliest tokens (seed {seed}, {len(wrong)} of {BATCH} texts): "
-            f"{_tokens(result, row)}, likeliest {texts[row, : ends[row]].tolist()}; the prompt is the first {lengths[row]}",
+            f"at temperature 0 it does not emit the target's likeliest tokens (seed {seed}, {len(wrong)} of {BATCH} "
+            f"sequences): {_tokens(result, row)}, likeliest {texts[row, : ends[row]].tolist()}; the prompt is the first "
+            f"{lengths[row]}",
         )
 
 
@@ -154,8 +155,8 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
             row = int(np.argmax(wrong))
             _fail(
                 method,
-                f"{what} ({wrong.sum()} of {BATCH} texts): text {_tokens(result, row)} on a prompt of {lengths[row]}, "
-                f"target_calls {result.target_calls[row]}, emitted_per_call {histogram[row].tolist()}",
+                f"{what} ({wrong.sum()} of {BATCH} sequences): sequence {_tokens(result, row)} on a prompt of "
+                f"{lengths[row]}, target_calls {result.target_calls[row]}, emitted_per_call {histogram[row].tolist()}",
             )
 
 

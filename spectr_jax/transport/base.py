@@ -97,7 +97,7 @@ class Plan:
         """The exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
 
         Raises:
-          UserError: p or q is no law, the drafts cannot come from p, or the problem is too large for the plan.
+          UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too large for the plan.
         """
         p, q = checks.check_laws(p, q)
         return self.functions[1](p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options))
@@ -106,7 +106,7 @@ class Plan:
         """The exact probability that the token is among k drafts, in float64.
 
         Raises:
-          UserError: p or q is no law, k < 1, or the problem is too large for the plan.
+          UserError: p or q is no distribution, k < 1, or the problem is too large for the plan.
         """
         p, q = checks.check_laws(p, q)
         return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))

@@ -19,7 +19,7 @@ def total_variation(p, q) -> float:
       p, q: [V] laws.
 
     Raises:
-      UserError: one is no law, or they differ in size.
+      UserError: one is no distribution, or they differ in size.
     """
     p, q = checks.check_laws(p, q)
     return float(np.abs(p - q).sum() / 2)
@@ -33,7 +33,7 @@ def optimal_acceptance(p, q, k: int) -> float:
       k: drafts, at least 1.
 
     Raises:
-      UserError: one is no law, they differ in size, or k is no number of drafts.
+      UserError: one is no distribution, they differ in size, or k is no number of drafts.
     """
     p, q = checks.check_laws(p, q)
     return float(otm.acceptance(p, q, checks.check_number(k)))
@@ -46,7 +46,7 @@ def harmonic_bound(p, q) -> float:
       p, q: [V] laws.
 
     Raises:
-      UserError: one is no law, or they differ in size.
+      UserError: one is no distribution, or they differ in size.
     """
     p, q = checks.check_laws(p, q)
     both = p + q
@@ -65,7 +65,8 @@ def theorem_1_bound(p, q, k: int) -> float:
       k: drafts, at least 1.
 
     Raises:
-      UserError: there are too many subsets and drafts, one is no law, they differ in size, or k is no number of drafts.
+      UserError: there are too many subsets and drafts, one is no distribution, they differ in size, or k is no number of
+        drafts.
     """
     p, q = checks.check_laws(p, q)
     k, V = checks.check_number(k), len(p)

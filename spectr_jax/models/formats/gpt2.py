@@ -1,8 +1,7 @@
 """GPT-2 checkpoints in Hugging Face's layout: those of its family are read, and our decoders are written as such.
 
 A decoder of the ladder differs from a GPT-2 in three things. Its sinusoidal positions become an embedding, attention
-gets biases
-of zero, and the bias of its head, which GPT-2 lacks, becomes one more channel per head (`_with_bias_channel`).
+gets biases of zero, and the bias of its head, which GPT-2 lacks, becomes one more channel per head (`_with_bias_channel`).
 """
 
 import math
