@@ -4,7 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=${1:-requirements.txt}
-[ -f "$wanted" ] || { sed -n '2,3s/^# //p' "$0" && exit 2; }
+[ -f "$wanted" ] || {
+  echo "error: there is no requirements file $wanted; give requirements.txt, requirements-dev.txt or requirements-docs.txt" >&2
+  exit 2
+}
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "error: $("$python" --version) is too old; set PYTHON to a Python of at least 3.11" >&2

@@ -53,11 +53,8 @@ def main():
         raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")
     chats, writes = _WRITE.value == "chats", _WRITE.value != "nothing"
     if bool(_TEXT.value) == chats:
-        raise UserError(
-            f"--write=chats takes no --text, and --text={_TEXT.value!r} is given; leave one out"
-            if chats
-            else "--text is missing; give a corpus, or --write=chats"
-        )
+        needless = f"--write=chats takes no --text={_TEXT.value!r}; leave one out"
+        raise UserError(needless if chats else "--text is missing; give a corpus, or --write=chats")
     sentences = None if chats else open_sentences(_TEXT.value, _TFDS.value)
     teacher = load(_TEACHER.value, _DTYPE.value)
     tokenizer, vocab_size, length = teacher.tokenizer, teacher.model.vocab_size, _LENGTH.value

@@ -18,9 +18,9 @@ from spectr_jax.files import digest, write_whole
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
+"""How SentencePiece writes a space inside a piece."""
 NO_PIECE = "<none>"
 """What -1 is shown as: a place where the target had no distribution."""
-"""How SentencePiece writes a space inside a piece."""
 
 
 class AnyTokenizer(Protocol):

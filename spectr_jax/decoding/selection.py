@@ -139,11 +139,11 @@ def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array,
     return children, children >= 0
 
 
-def ending_at(tree: Tree, tokens, node, last_token, drafts) -> Selection:
-    """What a call emits that ends at `node`: the path to it and `last_token`; `drafts` [N + 1] were those of each node."""
+def ending_at(tree: Tree, tokens, node, token, drafts) -> Selection:
+    """What a call emits that ends at `node`: the path to it and `token`; `drafts` [N + 1] were those of each node."""
     depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]
     above = jnp.concatenate([jnp.zeros(1, jnp.int32), path])
-    chosen = jnp.append(tokens[path], 0).at[depth].set(last_token)
+    chosen = jnp.append(tokens[path], 0).at[depth].set(token)
     return Selection(chosen, depth + 1, path, jnp.where(jnp.arange(tree.height + 1) <= depth, drafts[above], 0))
 
 

@@ -232,12 +232,17 @@ def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [("spectr", (0, 0, 0, 2, 3)), ("otm", (0, 0, 0, 2, 3)), ("otm_block", (0, 0, 0, 1, 1, 2)), ("otm_layer", "3,1")],
+    [
+        ("spectr", (0, 0, 0, 2, 3)),
+        ("otm", (0, 0, 0, 2, 3)),
+        ("otm_block", (0, 0, 0, 1, 1, 2)),
+        ("otm_layer", (0, 0, 0, 2, 3)),
+    ],
 )
 def test_the_cache_of_the_draft_follows_the_path_where_one_twin_only_has_children(name, tree):
     """A model that drafts for itself: at the root of every call p = q, as it is if the rows in its cache are the path's."""
     model = Transformer(TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=3, context=32), rngs=nnx.Rngs(0))
-    method = get_method(name, tree=tree if isinstance(tree, str) else Tree(tree))
+    method = get_method(name, tree=Tree(tree))
 
     def apart(call):
         q = probabilities(call.logits[0], call.policy)
