@@ -38,6 +38,7 @@ def _laws(model, tokens):
     return jax.nn.softmax(model.extend(jnp.asarray(tokens), positions, causal(jnp.zeros(tokens.shape)))[0])
 
 
+@pytest.mark.slow
 def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts():
     first, again = (load("random:draft_2m").model for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))

@@ -51,6 +51,7 @@ def test_sample(folder, toy):
     assert "lazy" in _run(folder, "spectr_jax.sample", *models, *options)
 
 
+@pytest.mark.slow
 def test_eval(folder, toy):
     fields = {**TOY, "methods": ("lazy",), "num_drafts": (1,), "draft_lengths": (2,), "drafts": (f"{toy.folder}/draft",)}
     fields |= {"target": f"{toy.folder}/target", "prompts": f"{toy.folder}/prompts.txt"}

@@ -43,7 +43,15 @@ def logits_of(model, tokens):
     return np.asarray(model.extend(tokens, *call)[0])
 
 
-@pytest.mark.parametrize("draft, target", [("plain", "added"), ("added", "plain"), ("padded", "plain"), ("plain", "padded")])
+@pytest.mark.parametrize(
+    ("draft", "target"),
+    [
+        ("plain", "added"),
+        ("added", "plain"),
+        pytest.param("padded", "plain", marks=pytest.mark.slow),
+        pytest.param("plain", "padded", marks=pytest.mark.slow),
+    ],
+)
 def test_vocabularies_that_differ_by_added_tokens(folders, draft, target):
     whole, (drafting,) = load_pair(f"hf:{folders / target}", (f"hf:{folders / draft}",), "float32")
     alone = load(f"hf:{folders / draft}").model

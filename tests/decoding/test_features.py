@@ -1,7 +1,6 @@
 """Drafts that see the target's features: each drafts from what it would have without a cache, and outputs are exact."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +81,10 @@ def _seen(call):
 @pytest.mark.parametrize(
     ("kind", "prompt", "tree"),
     [
-        *itertools.product(["llama"], (1, 3), ("2,2,1", "chain:3")),
+        ("llama", 1, "2,2,1"),
+        ("llama", 3, "2,2,1"),
+        pytest.param("llama", 1, "chain:3", marks=pytest.mark.slow),
+        pytest.param("llama", 3, "chain:3", marks=pytest.mark.slow),
         ("ladder", 3, "3x1"),
         ("llama", 70, "2,2,1"),
     ],
@@ -146,6 +148,7 @@ def _top_four(logits_BxV):
     return weights / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_rows_do_not_influence_each_other(draft):
     target, method = llama_target(), get_method("otm_block", tree="2,2,1")
     prompts, lengths = np.random.default_rng(1).integers(0, VOCABULARY, (4, 6)), np.array([1, 6, 3, 2])
@@ -166,6 +169,7 @@ class Narrow(Transformer):
         return hidden.astype(jnp.bfloat16), cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # Of walks, with x64.
 def test_dtypes_of_models_and_machine(draft, x64):

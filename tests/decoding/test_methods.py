@@ -150,7 +150,7 @@ def test_a_row_alone_is_a_row_of_a_batch():
             np.testing.assert_array_equal(mine[0], theirs[row])
 
 
-@pytest.mark.parametrize("case", ["otm_layer uneven", "gsd wide"])
+@pytest.mark.parametrize("case", ["otm_layer uneven", pytest.param("gsd wide", marks=pytest.mark.slow)])
 def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
     """A processor walks down one tree after the other, an accelerator down all at once (`selection.for_each_text`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
@@ -213,7 +213,7 @@ def test_special_cases_draw_for_draw(pair):
     ("name", "tree"),
     [
         ("otm", (0, 0, 0, 2, 3)),
-        ("otm_block", (0, 0, 0, 2, 3)),
+        pytest.param("otm_block", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
         ("spectr", (0, 0, 0, 2, 3)),
         ("otm_block", (0, 0, 0, 1, 1, 2)),
     ],
@@ -234,9 +234,9 @@ def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
     ("name", "tree"),
     [
         ("spectr", (0, 0, 0, 2, 3)),
-        ("otm", (0, 0, 0, 2, 3)),
+        pytest.param("otm", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
         ("otm_block", (0, 0, 0, 1, 1, 2)),
-        ("otm_layer", (0, 0, 0, 2, 3)),
+        pytest.param("otm_layer", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
     ],
 )
 def test_the_cache_of_the_draft_follows_the_path_where_one_twin_only_has_children(name, tree):
@@ -317,6 +317,7 @@ def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
     assert calls[3] < calls[0] < calls[2]
 
 
+@pytest.mark.slow
 def test_expected_accepted_tokens_of_block_verification():
     """Two drafts, by enumeration: token by token, and by Sun et al. (2024)."""
     prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)

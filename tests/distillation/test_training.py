@@ -83,6 +83,7 @@ def scores(workdir):
     return [record for record in read_metrics(workdir / "metrics.jsonl") if runs.REJECTION in record][-1]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     """alpha_1 and alpha_4 from the labels of held-out rows equal those of the two models' own distributions."""
     training.distil(config(loss="lk", cross_entropy=0.1), folder / "run")
@@ -104,13 +105,14 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     assert sums[0] < sums[1] < sums[3]
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
+@pytest.mark.parametrize("loss", [pytest.param("kl", marks=pytest.mark.slow), "lk_hybrid"])
 def test_a_student_learns_to_agree(config, folder, loss):
     training.distil(config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run")
     logged = [record["alpha_1"] for record in read_metrics(folder / "run/metrics.jsonl") if "alpha_1" in record]
     assert logged[-1] > logged[0] + 0.1
 
 
+@pytest.mark.slow
 def test_it_resumes_where_it_stopped(config, folder, monkeypatch):
     whole = training.distil(config(), folder / "whole")
     stop = iter([False] * 14 + [True] * 99)

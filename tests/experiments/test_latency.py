@@ -35,6 +35,7 @@ def _stopping(function, calls, at):
     return wrapped
 
 
+@pytest.mark.slow
 def test_the_tables_are_written(toy, tmp_path, monkeypatch):
     """Although it is stopped in the third of four turns, and at the profile, and goes on; each thing that was measured until
     then is said to have taken an hour."""

@@ -84,6 +84,7 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_another_programs_model_beside_ours(toy, llama, tmp_path):
     """On the sentences that fit both, with what stands before and after them; of each, nats by hand."""
     fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]

@@ -109,6 +109,7 @@ class _Bar:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("table")
 def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
     """One program a row without alpha*; although the table is stopped and goes on, the bar ends at its total."""
@@ -169,6 +170,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
     assert not compiled
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("table")
 def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and the second table is the first, but for its times."""
@@ -216,6 +218,7 @@ def test_a_journal_of_another_run_is_left_alone(toy, tmp_path, content, message)
     assert path.read_text() == content
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("table")
 def test_drafts_of_one_name_are_measured_each(toy, tmp_path):
     """The target as its own draft, under the name of the other one."""
@@ -226,6 +229,7 @@ def test_drafts_of_one_name_are_measured_each(toy, tmp_path):
     assert itself["tokens_per_call"] > other["tokens_per_call"] and itself["acceptance"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("table")
 def test_batch_size_does_not_change_the_figures(toy):
     config = _config(toy.folder)

@@ -160,6 +160,7 @@ def test_acceptance_along_a_chain_is_a_product():
     np.testing.assert_allclose(seen["nodes"][1:] / TEXTS, [first, second], atol=4 * np.sqrt(0.25 / TEXTS))
 
 
+@pytest.mark.slow
 def test_carriers_of_iid_drafts():
     """All plans on the same drafts, in one run."""
     methods = tuple(map(get_method, ("spectr", "otm", "gbv_conditional")))

@@ -45,6 +45,7 @@ def test_one_node_a_text(method):
     assert seen["accepted"] / TEXTS == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / TEXTS))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_nodes_and_accepted_ones_add_up_over_calls():
     """Without EOS, and up to the last call: a call of e tokens accepted e - 1, at e nodes or, with a bonus, e - 1."""

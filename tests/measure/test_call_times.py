@@ -27,6 +27,7 @@ def test_call_runs_goes_on_with_the_cache_it_gave_away(model):
     assert run() > 0 and run() > 0
 
 
+@pytest.mark.slow
 def test_phases(model):
     method = get_method("otm_block", tree="2,1")
     everything = functools.partial(phase_timers, method, model, model, 2, context=8, repeats=2)

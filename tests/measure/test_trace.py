@@ -23,9 +23,9 @@ def _record(method):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("otm_block", {"tree": "2,2,1"}),
+        pytest.param("otm_block", {"tree": "2,2,1"}, marks=pytest.mark.slow),
         ("otm_layer", {"tree": "2,2,1"}),
-        ("gsd", {"tree": "3,1"}),
+        pytest.param("gsd", {"tree": "3,1"}, marks=pytest.mark.slow),
         ("speculative", {"draft_length": 2}),
     ],
 )
@@ -75,6 +75,7 @@ def test_the_baseline_has_no_drafts():
         assert [call.start for call in calls] == list(range(length, int(generation.lengths[row])))
 
 
+@pytest.mark.slow
 def test_recording_changes_no_text():
     method = get_method("otm_block", tree="2,2,1")
     models = TableModel(TARGET), TableModel(DRAFT)

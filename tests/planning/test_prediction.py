@@ -62,7 +62,7 @@ def test_what_is_seen_of_one_draft_is_its_law(winners):
     np.testing.assert_allclose(winners["gbv_conditional"][1, :, :2], _chain_winners()[1], atol=0.01)
 
 
-@pytest.mark.parametrize("name", ["otm_block", "gbv_conditional"])
+@pytest.mark.parametrize("name", ["otm_block", pytest.param("gbv_conditional", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("branching", [(2, 1, 1), (2, 2)])
 def test_trees_emit_what_is_predicted(winners, name, branching):
     """Before the limit cuts what a call emits: by Wald's identity the mean over calls is that of one call."""

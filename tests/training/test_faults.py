@@ -25,6 +25,7 @@ def _largest(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=os.path.getsize)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, losses, tmp_path):
     """kill -9 at some step: then the losses and the parameters of a run in one go, to the last bit."""
     changes = {"steps": 60, "checkpoint_every": 10, "eval_every": 30}
@@ -40,6 +41,7 @@ def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, loss
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_saves(start, wait_for_step, losses, tmp_path):
     """SIGTERM is sent in `test_scale.py`."""
     process = start(tmp_path, steps=100_000)
@@ -130,6 +132,7 @@ def test_a_half_written_checkpoint_is_none(config, tmp_path):
     assert int(state.step) == 4 and [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 
 
+@pytest.mark.slow
 def test_a_full_disk(config, command, losses, tmp_path):
     """No file can grow above 60 kB: the checkpoint fails, the one before is whole; with room the run goes on."""
     changes = {"model.width": 64, "steps": 4}

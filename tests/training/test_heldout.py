@@ -24,7 +24,7 @@ def tokenizer(corpus, tmp_path_factory):
     return train_tokenizer(lines, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 320)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 16])
+@pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow), 16])
 def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
     """Whatever is padding and whichever sentences share a row; those that do not fit are left out."""
     run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})

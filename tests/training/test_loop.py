@@ -52,6 +52,7 @@ def test_a_run_learns_and_leaves_its_record(config, losses, tmp_path):
     assert load(str(tmp_path / "run")).model.vocab_size == 320
 
 
+@pytest.mark.slow
 def test_an_early_exit_is_trained_beside_the_model(config, corpus, tmp_path):
     changes = {"steps": 40, "eval_every": 40, "checkpoint_every": 40, "model.layers": 2}
     train(config(**changes, **{"early_exit.layer": 1}), tmp_path / "exit")
@@ -102,6 +103,7 @@ def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     """A learning rate that ruins the model late: the best is an early one, and can be loaded by name."""
     changes = {"steps": 60, "eval_every": 5, "checkpoint_every": 5, "keep_checkpoints": 2, "optimizer.warmup_steps": 400}
@@ -217,6 +219,7 @@ def test_bad_configs(config, tmp_path, changes, message):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     train(config(steps=20), tmp_path / "first")
     before = load(str(tmp_path / "first"))
@@ -290,6 +293,7 @@ def test_a_packed_corpus_trains_with_its_own_tokenizer_alone(config, corpus, los
         train(config(**packed, **{"model.context": 24}), tmp_path / "refused")
 
 
+@pytest.mark.slow
 def test_muon_moves_the_kernels_of_blocks_in_all_directions_alike(config, tmp_path):
     """And the head as AdamW does, if with Nesterov's momentum."""
     start = make_programs(config(), sharding.make_mesh()).init(jax.random.key(0)).params

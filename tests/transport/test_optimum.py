@@ -225,6 +225,7 @@ def test_optimal_acceptance_tends_to_what_the_drafts_can_show():
     assert values[-1] == pytest.approx(0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
     """ERSD, Lemma 3.1, with the exact first-token acceptance: by enumeration, and in closed form."""

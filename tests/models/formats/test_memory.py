@@ -104,6 +104,7 @@ def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
     return [f"hf:{folder / 'llama'}", f"gguf:{folder / 'llama.gguf'}", f"hf:{folder / 'gpt2'}"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="Linux tells a process its peak")
 def test_reading_a_model_takes_little_more_than_the_model(tmp_path):
     """Of 40 MB, in a process that has read a small one. Files count where they are mapped."""
