@@ -31,6 +31,7 @@ def _with_another_digit(text, figure):
     return text.replace(figure, figure[:-1] + str((int(figure[-1]) + 5) % 10), 1)
 
 
+@pytest.mark.slow
 def test_another_digit_is_noticed(check):
     page = ROOT / "docs/which_method.md"
     row = next(line for line in page.read_text().splitlines() if "`otm_layer`" in line and "results/" in line)

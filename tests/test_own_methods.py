@@ -45,6 +45,7 @@ def _run(folder, program, *arguments):
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_sample(folder, toy):
     models = f"--target={toy.folder}/target", f"--draft={toy.folder}/draft"
     options = "--method=lazy", "--draft_length=2", "--max_new_tokens=5", "--prompt=draft"

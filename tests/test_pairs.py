@@ -47,7 +47,7 @@ def logits_of(model, tokens):
     ("draft", "target"),
     [
         ("plain", "added"),
-        ("added", "plain"),
+        pytest.param("added", "plain", marks=pytest.mark.slow),
         pytest.param("padded", "plain", marks=pytest.mark.slow),
         pytest.param("plain", "padded", marks=pytest.mark.slow),
     ],

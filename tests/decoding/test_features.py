@@ -86,7 +86,7 @@ def _seen(call):
         pytest.param("llama", 1, "chain:3", marks=pytest.mark.slow),
         pytest.param("llama", 3, "chain:3", marks=pytest.mark.slow),
         ("ladder", 3, "3x1"),
-        ("llama", 70, "2,2,1"),
+        pytest.param("llama", 70, "2,2,1", marks=pytest.mark.slow),
     ],
 )
 def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, tree):
@@ -109,6 +109,7 @@ def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, 
     assert emitted == 12 and number > 1
 
 
+@pytest.mark.optimized
 def test_outputs_are_the_targets(draft):
     """Two tokens behind two prompts against their exact distribution; the draft's temperature is its own."""
     target, prompts = llama_target(), np.array([[3, 1, 4, 0], [2, 0, 0, 0]])

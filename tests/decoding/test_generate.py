@@ -41,6 +41,7 @@ def test_greedy_with_itself_as_draft_accepts_everything():
     np.testing.assert_array_equal(result.target_calls, 24 // 4)
 
 
+@pytest.mark.slow
 def test_self_speculation_equals_its_layers_as_a_draft_of_their_own():
     """The same text and as many calls, though the draft's keys and values are the target's."""
 
@@ -163,7 +164,8 @@ def test_prompts_of_a_bucket_share_a_program(count_compilations):
 def test_decode_stands_in_a_jit_of_ones_own(count_compilations):
     """The texts of `generate`, from one program that goes on with them; models, keys and temperature are arguments."""
     target, draft, *others = (freeze(_transformer(seed, layers=1)) for seed in range(4))
-    method, single, several = get_method("otm_block", tree="2,1"), jax.random.key(3), jax.random.split(jax.random.key(4), 4)
+    method = get_method("speculative", draft_length=2)
+    single, several = jax.random.key(3), jax.random.split(jax.random.key(4), 4)
     prompts, lengths = np.random.default_rng(0).integers(0, 13, (4, 16)).astype(np.int32), np.array([1, 5, 16, 9], np.int32)
 
     @jax.jit

@@ -259,10 +259,10 @@ NOWHERE = {"at the root": (slice(None), slice(None)), "below it": (2, (1, 3))}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("otm_block", {"tree": "3,1"}),
-        ("gbv", {"num_drafts": 3, "draft_length": 2}),
+        pytest.param("otm_block", {"tree": "3,1"}, marks=pytest.mark.slow),
+        pytest.param("gbv", {"num_drafts": 3, "draft_length": 2}, marks=pytest.mark.slow),
         ("otm_layer", {"tree": "3,1", "competitions": 4}),
-        ("traversal", {"tree": "3,1"}),
+        pytest.param("traversal", {"tree": "3,1"}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.optimized

@@ -105,7 +105,8 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     assert sums[0] < sums[1] < sums[3]
 
 
-@pytest.mark.parametrize("loss", [pytest.param("kl", marks=pytest.mark.slow), "lk_hybrid"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
 def test_a_student_learns_to_agree(config, folder, loss):
     training.distil(config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run")
     logged = [record["alpha_1"] for record in read_metrics(folder / "run/metrics.jsonl") if "alpha_1" in record]

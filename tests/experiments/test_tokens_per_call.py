@@ -148,6 +148,7 @@ def test_what_tables_say_of_seeds_and_changed_trees():
     assert report.made_by(made) == "Made by `python x.py` (config ff, commit unknown, jax 1) on a lamp in 2 s."
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)

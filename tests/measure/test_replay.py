@@ -37,7 +37,8 @@ def test_a_covering_tree_has_each_tree_as_a_part():
         replay.part_of(whole, batch(4))
 
 
-@pytest.mark.parametrize("names", [pytest.param(("otm_block",), marks=pytest.mark.slow), ("traversal",)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("otm_block",), ("traversal",)])
 def test_a_part_emits_what_the_method_emits(names):
     trees = [prefix_tree(2, 1), prefix_tree(1, 2)]
     methods = tuple(get_method(name, tree=tree) for name in names for tree in trees)

@@ -24,7 +24,7 @@ def _record(method):
     ("name", "options"),
     [
         pytest.param("otm_block", {"tree": "2,2,1"}, marks=pytest.mark.slow),
-        ("otm_layer", {"tree": "2,2,1"}),
+        pytest.param("otm_layer", {"tree": "2,2,1"}, marks=pytest.mark.slow),
         pytest.param("gsd", {"tree": "3,1"}, marks=pytest.mark.slow),
         ("speculative", {"draft_length": 2}),
     ],

@@ -53,6 +53,7 @@ def test_a_quantized_model_is_not_quantized_again(model):
         quantize(quantize(model))
 
 
+@pytest.mark.slow
 def test_greedy_equals_the_baseline(model):
     target, draft = quantize(model), quantize(Transformer(SHAPE, rngs=nnx.Rngs(1)))
     prompts, policy = np.random.default_rng(0).integers(0, 29, (3, 4)), Policy(temperature=0.0)

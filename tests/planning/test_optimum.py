@@ -45,9 +45,8 @@ def test_where_the_draft_is_perfect_all_is_accepted():
         assert optimum.most_tokens(_law(TARGET), _law(TARGET), tree) == pytest.approx(tree.height + 1, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    "name", ["otm_layer", pytest.param("otm_block", marks=pytest.mark.slow), pytest.param("spectr", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["otm_layer", "otm_block", "spectr"])
 def test_no_verifier_is_above_it(name):
     tree = prefix_tree(2, 1)
     prompts, lengths = np.tile(PROMPT, (TEXTS, 1)), np.full(TEXTS, len(PROMPT))

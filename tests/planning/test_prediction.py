@@ -57,12 +57,14 @@ def test_a_chain_is_the_sum_over_its_paths(length):
     assert prediction.block_predictor(_chain_winners())([1] * length) == pytest.approx(exact, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_seen_of_one_draft_is_its_law(winners):
     np.testing.assert_allclose(winners["otm_block"][1, :, :2], _chain_winners()[1], atol=0.01)
     np.testing.assert_allclose(winners["gbv_conditional"][1, :, :2], _chain_winners()[1], atol=0.01)
 
 
-@pytest.mark.parametrize("name", ["otm_block", pytest.param("gbv_conditional", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["otm_block", "gbv_conditional"])
 @pytest.mark.parametrize("branching", [(2, 1, 1), (2, 2)])
 def test_trees_emit_what_is_predicted(winners, name, branching):
     """Before the limit cuts what a call emits: by Wald's identity the mean over calls is that of one call."""
