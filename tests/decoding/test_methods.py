@@ -150,7 +150,7 @@ def test_a_row_alone_is_a_row_of_a_batch():
             np.testing.assert_array_equal(mine[0], theirs[row])
 
 
-@pytest.mark.parametrize("case", ["otm_layer uneven", pytest.param("gsd wide", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"])
 def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
     """A processor walks down one tree after the other, an accelerator down all at once (`selection.for_each_text`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)

@@ -80,6 +80,7 @@ def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
     assert sorted(made) == ["otm_block", "otm_block", "spectr"]
 
 
+@pytest.mark.slow
 def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(latency, "measure_cells", lambda *_: [{"model": "target", "median_ms": 1.0}])
     monkeypatch.setattr(latency, "_cell_table", lambda *_: "")

@@ -79,6 +79,7 @@ def _emitted(call):
     return {"emitted": call.chosen.emitted}
 
 
+@pytest.mark.slow
 def test_drafts_that_were_not_measured_are_refused(winners):
     with pytest.raises(UserError, match="may have 8 live drafts, measured are 4"):
         prediction.block_predictor(winners["otm_block"])((4, 2))
