@@ -34,7 +34,14 @@ def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.
     def write_one(buffer, rows, start):
         return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), start, axis=0)
 
-    return jax.vmap(write_one)(buffer_BT, rows_BN, starts_B)
+    def write_with_neighbour(buffer, rows, start):
+        first = jnp.clip(start, 0, len(buffer) - 2)
+        two = jax.lax.dynamic_slice_in_dim(buffer, first, 2, axis=0)
+        return write_one(buffer, write_one(two, rows, start - first), first)
+
+    # XLA moves the write of one row behind a reshape, and then copies the whole buffer for each of the two orders.
+    alone = rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
+    return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
 def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int) -> jax.Array:
