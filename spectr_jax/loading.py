@@ -219,14 +219,14 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     else:
         config, reader = hf_llama.read_config(folder), hf_llama.load_llama
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take long.
-    bos, ends = hugging_face.controls(folder, config, config["vocab_size"])
-    puts_bos = config["model_type"] == "gpt2" or hugging_face.adds_bos(read, bos)
+    bos, ends = hugging_face.controls(folder, config, config["vocab_size"], hugging_face.first_added(read))
+    puts_bos = config["model_type"] == "gpt2" or hugging_face.puts_bos(folder, read, bos)
     template = hugging_face.read_template(folder)
     names = hugging_face.read_names(folder)
     tokenizer = hugging_face.HuggingFaceTokenizer(read, bos, ends, adds_bos=puts_bos, template=template, names=names)
-    if tokenizer.vocab_size > config["vocab_size"]:
+    if (size := len(tokenizer.tokens)) > config["vocab_size"]:  # By the highest id: there may be gaps.
         raise UserError(
-            f"the tokenizer of {str(folder)!r} has {tokenizer.vocab_size} tokens and its model {config['vocab_size']}; put "
+            f"the tokenizer of {str(folder)!r} has {size} tokens and its model {config['vocab_size']}; put "
             "the model's own there"
         )
     return Trained(pathlib.PurePath(source).name, reader(folder, dtype), tokenizer)
@@ -265,7 +265,9 @@ def _fetched(name: str) -> pathlib.Path:
     import huggingface_hub
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.safetensors"]))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.jinja", "*.safetensors"])
+        )
     except (OSError, ValueError) as error:  # No network, no such model, no such cache: the library has an error for each.
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a folder") from error

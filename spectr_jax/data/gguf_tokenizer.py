@@ -13,7 +13,7 @@ ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>"),
     *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
 )
-"""Control tokens that end a sequence wherever a vocabulary has them, as in llama.cpp."""
+"""Tokens that end a sequence wherever a vocabulary has them, whatever kind it says they are, as in llama.cpp."""
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 """Names of Llama 3's way; BOS is added there unless the file says otherwise."""
 DIGITS = {**dict.fromkeys(LLAMA3, r"\p{N}{1,3}"), "qwen2": r"\p{N}"}
@@ -48,6 +48,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     if len(types) != len(tokens):
         raise UserError(f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again")
     numbers = {token: number for number, token in enumerate(tokens)}
+    types = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types, strict=True)]
     merges = [tuple(merge.split(" ", 1)) for merge in need("merges")]
     splitter = need("pre")
     try:
@@ -65,7 +66,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     eos = need("eos_token_id")
     bos = metadata.get("tokenizer.ggml.bos_token_id", eos)  # Some have none, as Qwen's.
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
-    known = [numbers[end] for end in ENDS if end in numbers and types[numbers[end]] == CONTROL]
+    known = [numbers[end] for end in ENDS if end in numbers]
     ends = tuple(dict.fromkeys([*named, *known]))
     for token in (bos, *ends):
         if not 0 <= token < len(tokens):
@@ -76,6 +77,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         ends,
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", splitter in LLAMA3)),
         template=metadata.get("tokenizer.chat_template"),
+        names=None if metadata.get("tokenizer.ggml.bos_token_id") is not None else {"bos_token": None},
     )
 
 

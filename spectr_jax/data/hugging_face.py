@@ -15,7 +15,7 @@ from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
-SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
 
 
 class HuggingFaceTokenizer(AnyTokenizer):
@@ -29,18 +29,19 @@ class HuggingFaceTokenizer(AnyTokenizer):
         *,
         adds_bos: bool = True,
         template: str | None = None,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str | None] | None = None,
     ):
         """Wraps `tokenizer`; `bos` and `eos` are the model's, `template` is in Jinja.
 
         With `adds_bos` a prompt begins with BOS; without it, only one of no tokens does. `names` are what a template calls
-        `bos_token` and `eos_token`, where these are not the tokens `bos` and the first of `eos`.
+        `bos_token` and `eos_token`, where these are not the tokens `bos` and the first of `eos`; None if it has none.
         """
         self.bos, self.eos = bos, eos
         self.template = template
         self._tokenizer, self._adds_bos = tokenizer, adds_bos
         ids = {"bos_token": bos, "eos_token": eos if isinstance(eos, int) else eos[0]}
-        self._names = {**{name: tokenizer.id_to_token(token) for name, token in ids.items()}, **(names or {})}
+        known = {**{name: tokenizer.id_to_token(token) for name, token in ids.items()}, **(names or {})}
+        self._names = {name: token for name, token in known.items() if token is not None}
 
     @property
     def vocab_size(self) -> int:
@@ -127,6 +128,7 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     try:
         if (folder / FILE).exists():
             read = tokenizers.Tokenizer.from_file(str(folder / FILE))
+            _add_declared(read, folder)
             read.no_truncation()
             read.no_padding()
             return read
@@ -143,32 +145,52 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
         raise UserError(f"{str(folder)!r} has no tokenizer to be read ({error}); save the model's own there") from error
 
 
+def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
+    """Adds the tokens that only the files beside tokenizer.json declare, as transformers does; raises ValueError if they do
+    not fit."""
+    declared: dict[int, dict[str, Any]] = {int(index): {"content": token} for token, index in _json(folder / ADDED).items()}
+    declared |= {
+        int(index): dict(token) for index, token in _json(folder / SETTINGS).get("added_tokens_decoder", {}).items()
+    }
+    there = tokenizer.get_added_tokens_decoder()
+    for index, token in sorted(declared.items()):
+        if index in there and there[index].content == token["content"]:
+            continue
+        flags = {name: token[name] for name in ("special", "lstrip", "rstrip", "normalized", "single_word") if name in token}
+        tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
+        if (found := tokenizer.token_to_id(token["content"])) != index:
+            raise ValueError(f"token {token['content']!r} is {index} in the files beside {FILE} and would be {found}")
+
+
 def read_template(folder: pathlib.Path) -> str | None:
     """The chat template of a model's folder; None if it has none. The default one, where there are several."""
     if (folder / TEMPLATE).exists():
         try:
-            return (folder / TEMPLATE).read_text()
+            return (folder / TEMPLATE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{str(folder / TEMPLATE)!r} cannot be read ({error}); save or fetch it again") from error
     given = _json(folder / SETTINGS).get("chat_template")
     if isinstance(given, list):
-        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}.get("default")
+        named = [each.get("template") for each in given if isinstance(each, dict) and each.get("name") == "default"]
+        given = named[-1] if named else None
     return given if isinstance(given, str) else None
 
 
-def read_names(folder: pathlib.Path) -> dict[str, str]:
-    """What tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see them; none where it does not."""
-    try:
-        settings = json.loads((folder / SETTINGS).read_text())
-        given = {name: settings.get(name) for name in ("bos_token", "eos_token")}
-    except (OSError, ValueError, AttributeError):
-        return {}
+def read_names(folder: pathlib.Path) -> dict[str, str | None]:
+    """What tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see them: only those that it names,
+    with None for those that it says there are not."""
+    settings = _json(folder / SETTINGS)
+    given = {name: settings[name] for name in ("bos_token", "eos_token") if name in settings}
     given = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
-    return {name: value for name, value in given.items() if isinstance(value, str)}
+    return {name: value for name, value in given.items() if value is None or isinstance(value, str)}
 
 
-def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, int | tuple[int, ...]]:
+def controls(
+    folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int, first: int | None = None
+) -> tuple[int, int | tuple[int, ...]]:
     """BOS and EOS of a model's folder: from generation_config.json, where it has one, or from its config.
+
+    If neither has a BOS, it is what the tokenizer puts `first`, or EOS.
 
     Raises:
       UserError: one is missing, or no token of its vocabulary.
@@ -176,7 +198,9 @@ def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -
     own = {name: value for name, value in _json(folder / "generation_config.json").items() if value is not None}
     given: dict[str, Any] = {name: own.get(name, config.get(name)) for name in ("eos_token_id", "bos_token_id")}
     ends = given["eos_token_id"] if isinstance(given["eos_token_id"], list) else [given["eos_token_id"]]
-    bos = ends[0] if given["bos_token_id"] is None and ends else given["bos_token_id"]  # Qwen's have none.
+    bos = given["bos_token_id"]
+    if bos is None and ends:  # Qwen's have none.
+        bos = ends[0] if first is None else first
     for name, tokens in (("bos", [bos]), ("eos", ends)):
         if not tokens or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
             raise UserError(
@@ -187,17 +211,34 @@ def controls(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is none."""
+    """The object in a file; an empty one if there is no file. Raises `UserError` if it cannot be read."""
     try:
-        given = json.loads(path.read_text())
-    except (OSError, ValueError):
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return given if isinstance(given, dict) else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r} cannot be read ({error}); save or fetch it again") from error
+    if not isinstance(given, dict):
+        raise UserError(f"{str(path)!r} holds no JSON object; save or fetch it again")
+    return given
+
+
+def first_added(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The token that the tokenizer puts before a text, if any."""
+    return next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
 
 
 def adds_bos(tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Whether the model's own program puts BOS before a text."""
-    return tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
+    """Whether the tokenizer puts BOS before a text."""
+    return first_added(tokenizer) == bos
+
+
+def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
+    """Whether the model's own program puts BOS before a text: Llama's classes follow a setting beside the tokenizer."""
+    settings = _json(folder / SETTINGS)
+    if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
+        return bool(settings.get("add_bos_token", True))
+    return adds_bos(tokenizer, bos)
 
 
 def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> None:

@@ -76,6 +76,8 @@ def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Arr
                 show(Token(text[len(shown) :], origin, calls))
                 shown = text
         calls += 1
+    if len(text := tokenizer.decode(new)) > len(shown):  # The limit left a character without its last bytes.
+        show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0
-    return Answer(tokenizer.decode(new), len(new), calls, first, speed, tokenizer.ends(new[-1]))
+    return Answer(text, len(new), calls, first, speed, tokenizer.ends(new[-1]))

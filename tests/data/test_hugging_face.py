@@ -13,6 +13,8 @@ from spectr_jax.data.hugging_face import (
     HuggingFaceTokenizer,
     adds_bos,
     controls,
+    first_added,
+    puts_bos,
     read_names,
     read_template,
     read_tokenizer,
@@ -164,6 +166,44 @@ def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
     for given, ends in ((read_names(tmp_path), (1, 2)), (None, (0, 0))):
         tokens = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=given).chat(messages)
         assert (tokens[0], tokens[-1]) == ends
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
+    without = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=read_names(tmp_path))
+    assert without.chat(messages) == [*without.encode("hi"), 0]
+
+
+def test_tokens_that_only_the_files_beside_declare(tmp_path):
+    """They are added, as by transformers; which ids they have must be what the files say."""
+    special = _special()
+    special.save(str(tmp_path / "tokenizer.json"))
+    size = special.get_vocab_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size}))
+    declared = {str(size + 1): {"content": "<|im_end|>", "special": True}, "1": {"content": "<|user|>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
+    read = read_tokenizer(tmp_path)
+    assert read.encode("<|new|>again<|im_end|>").ids == [size, *special.encode("again").ids, size + 1]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size + 5}))
+    with pytest.raises(
+        UserError, match=r"has no tokenizer to be read \(token '<\|.*\|>' is \d+ in the files beside tokenizer"
+    ):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "adds"),
+    [
+        ({}, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, True),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}, True),
+    ],
+)
+def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
+    """Settings beside the tokenizer count for Llama's classes, as in transformers."""
+    special = _special()
+    special.post_processor = tokenizers.processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert puts_bos(tmp_path, special, 1) == adds and first_added(special) == 1
+    assert puts_bos(tmp_path, _special(), 1) == (settings.get("tokenizer_class") == "LlamaTokenizerFast")
 
 
 @pytest.mark.parametrize(
@@ -274,9 +314,13 @@ def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
 def test_controls_of_a_folder(tmp_path):
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
     assert controls(tmp_path, {"eos_token_id": 2}, 9) == (2, 2)
-    for nothing in ("[]", '{"eos_token_id": null, "bos_token_id": null}'):
-        (tmp_path / "generation_config.json").write_text(nothing)
-        assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null, "bos_token_id": null}')
+    assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
+    assert controls(tmp_path, {"eos_token_id": 2}, 9, first=5) == (5, 2)
+    for damaged in ("[]", '{"eos_token_id": [2, 0]'):
+        (tmp_path / "generation_config.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"generation_config\.json' (holds no JSON object|cannot be read)"):
+            controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, (7, 8))
     with pytest.raises(UserError, match=r"has eos_token_id=\[7, 8\], no token of its vocabulary"):

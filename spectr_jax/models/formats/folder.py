@@ -46,7 +46,7 @@ class Folder:
             raise UserError(
                 f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., safe_serialization=True)"
             )
-        index = json.loads((self.path / INDEX).read_text())
+        index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise UserError(f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch it again")
@@ -91,7 +91,7 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
 def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
     """What config.json gives, with or without what is null; raises `UserError` if it is not there or damaged."""
     try:
-        given = json.loads((folder / "config.json").read_text())
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
     if not isinstance(given, dict):

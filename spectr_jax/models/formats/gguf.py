@@ -1,5 +1,6 @@
 """GGUF files, as llama.cpp reads them: models of the Llama family, with any quantisation that the library `gguf` knows."""
 
+import math
 import pathlib
 from typing import Any
 
@@ -104,7 +105,7 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
         theirs = f"blk.{layer}.{NAMES[own]}" if dot else NAMES[own]
         array = file.tensor(theirs)
         unread.discard(theirs)
-        if interleaved and own in ("q", "k", "q_bias", "k_bias"):
+        if interleaved and own in ("q", "k", "q_bias", "k_bias") and len(array) % config.head_width == 0:
             return _in_halves(array, config.head_width)
         return array
 
@@ -140,6 +141,11 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     ):
         if not understood:
             raise UserError(f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give another model")
+    for name, least in (("rope.freq_base", 1), ("attention.layer_norm_rms_epsilon", 0), ("rope.scaling.factor", 0)):
+        if type(number := get(name, 1)) not in (int, float) or not least <= number < math.inf:
+            raise UserError(
+                f"{str(file.path)!r} has {kind}.{name}={number!r:.40}, not a number from {least} on; give another model"
+            )
     heads, width = need("attention.head_count"), need("embedding_length")
     head_width = get("attention.key_length", width // heads)
     if get("rope.dimension_count", head_width) != head_width:

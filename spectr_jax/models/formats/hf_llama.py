@@ -199,12 +199,24 @@ def _check_understood(folder: pathlib.Path, given: dict[str, Any]) -> None:
             raise UserError(f"{str(folder)!r} has {name}={given[name]!r}, which is not read; give another model")
 
 
+def _plain(scaling: dict[str, Any]) -> dict[str, str]:
+    """Its values as text, under the newer name of its kind."""
+    return {{"type": "rope_type"}.get(name, name): str(value) for name, value in scaling.items()}
+
+
 def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tuple[float, tuple[float, ...]]:
     """The base of the rotary positions and their divisors; newer files have both in `rope_parameters`."""
     field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     scaling = given.get(field, {})
     if not isinstance(scaling, dict):
         refuse(folder, given, field, "an object")
+    other = given.get("rope_scaling") if field == "rope_parameters" else None
+    if isinstance(other, dict) and other and _plain(other).items() - _plain(scaling).items():
+        raise UserError(
+            f"{str(folder)!r} has rope_scaling={other} beside other rope_parameters; keep one in its config.json"
+        )
+    if "factor" in scaling and not {"rope_type", "type"} & set(scaling):
+        refuse(folder, given, field, "one that names its rope_type")
 
     def number(name: str) -> float:
         if type(value := scaling[name]) not in (int, float) or not 0 < value < math.inf:
@@ -223,6 +235,8 @@ def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tup
             return theta, (number("factor"),) * (head_width // 2)
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
+            if low >= high:
+                refuse(folder, scaling, "low_freq_factor", f"below high_freq_factor={high}")
             context = int(number("original_max_position_embeddings"))
             return theta, llama3_divisors(theta, head_width, factor=number("factor"), low=low, high=high, context=context)
     except KeyError as error:

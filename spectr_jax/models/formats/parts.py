@@ -75,16 +75,31 @@ def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, 
         except KeyError as error:
             raise UserError(f"{source!r} lacks {error}, a part of its model; fetch it again") from error
 
+    rows = {"q": config.heads * config.head_width, **dict.fromkeys("kv", config.kv_heads * config.head_width)}
+    rows |= {**{f"{name}_bias": count for name, count in rows.items()}, "gate": config.mlp, "up": config.mlp}
+
+    def joined(layer, *names):
+        """Parts that are one array here, each of its own shape."""
+        arrays = [read(f"{layer}.{name}") for name in names]
+        for name, array in zip(names, arrays, strict=True):
+            expected = (rows[name],) if name.endswith("_bias") else (rows[name], config.width)
+            if array.shape != expected:
+                raise UserError(
+                    f"{source!r}: {layer}.{name} is {list(array.shape)} where its configuration gives {list(expected)}; "
+                    "fetch both anew"
+                )
+        return np.concatenate(arrays)
+
     yield "embed/embedding", read("embed")
     for layer in range(config.layers):
         prefix = f"blocks/{layer}"
         for norm in ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ())):
             yield f"{prefix}/{norm}/scale", read(f"{layer}.{norm}")
-        yield f"{prefix}/qkv/kernel", np.concatenate([read(f"{layer}.{name}") for name in "qkv"])
+        yield f"{prefix}/qkv/kernel", joined(layer, *"qkv")
         if config.qkv_bias:
-            yield f"{prefix}/qkv/bias", np.concatenate([read(f"{layer}.{name}_bias") for name in "qkv"])
+            yield f"{prefix}/qkv/bias", joined(layer, "q_bias", "k_bias", "v_bias")
         yield f"{prefix}/out/kernel", read(f"{layer}.out")
-        yield f"{prefix}/gate_up/kernel", np.concatenate([read(f"{layer}.{name}") for name in ("gate", "up")])
+        yield f"{prefix}/gate_up/kernel", joined(layer, "gate", "up")
         yield f"{prefix}/down/kernel", read(f"{layer}.down")
     yield "norm/scale", read("norm")
     if not config.tied:

@@ -182,9 +182,13 @@ def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
         ({"llama.context_length": "x"}, "has llama.context_length='x', not one positive integer"),
         ({"llama.rope.scaling.type": "yarn"}, "has llama.rope.scaling.type='yarn', which is not read"),
         ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels of a head"),
+        ({"llama.attention.key_length": 6}, "0.q is"),
+        ({"llama.rope.freq_base": -1.0}, "has llama.rope.freq_base=-1.0, not a number from 1 on"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon=nan, not a number from 0 on"),
+        ({"llama.rope.scaling.factor": -2.0}, "has llama.rope.scaling.factor=-2.0, not a number from 0 on"),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
         ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
-        ({"llama.feed_forward_length": 65}, "gate_up/kernel is [32, 128] where its configuration gives [32, 130]"),
+        ({"llama.feed_forward_length": 65}, "0.gate is [64, 32] where its configuration gives [65, 32]"),
     ],
 )
 def test_what_is_not_understood_is_refused(models, changes, message, tmp_path):
@@ -246,7 +250,10 @@ def test_what_a_tokenizer_may_leave_out():
     ):
         read = gguf_tokenizer(_metadata(byte_pairs(), pre, add_bos_token=given), "file")
         assert read.prompt("again") == [*([1] if adds else []), *read.encode("again")]
-    assert gguf_tokenizer(_metadata(byte_pairs(), "qwen2", bos_token_id=None), "file").bos == 2
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    metadata = _metadata(byte_pairs(), "qwen2", bos_token_id=None) | {"tokenizer.chat_template": template}
+    read = gguf_tokenizer(metadata, "file")
+    assert read.bos == 2 and read.chat([{"role": "user", "content": "again"}]) == read.encode("again")
 
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot_id|>"])
@@ -254,6 +261,9 @@ def test_every_token_that_ends_a_sequence(end):
     metadata = _metadata(byte_pairs(), "gpt-2")
     metadata["tokenizer.ggml.tokens"][1] = end
     assert gguf_tokenizer(metadata, "file").eos == (2, 0, 1)
+    metadata["tokenizer.ggml.token_type"][1] = 1  # Whatever it says, as in llama.cpp.
+    read = gguf_tokenizer(metadata, "file")
+    assert read.eos == (2, 0, 1) and read.encode(f"again{end}")[-1] == 1
 
 
 def test_a_smollm_tokenizer_is_the_one_it_was_made_of():

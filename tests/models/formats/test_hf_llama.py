@@ -18,6 +18,8 @@ from spectr_jax.models.formats.folder import INDEX, WEIGHTS
 from spectr_jax.models.llama import llama3_divisors
 from spectr_jax.models.quantized import quantize
 
+STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 
 def _change(folder, **fields):
     path = folder / "config.json"
@@ -75,7 +77,7 @@ def test_positions_as_llama_3_stretches_them(folder):
         _change(folder, **fields)
         read = hf_llama.llama_config(folder, "float32")
         assert read.rope_theta == 500_000.0 and read.rope_divisors == expected and len(set(expected)) > 2
-    _change(folder, rope_parameters={"rope_type": "linear", "factor": 4.0})
+    _change(folder, rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling={"type": "linear", "factor": 4.0})
     assert hf_llama.llama_config(folder, "float32").rope_divisors == (4.0,) * 4
 
 
@@ -103,6 +105,15 @@ def test_what_a_config_may_leave_out(folder):
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "has sliding_window=4096, which is not read"),
         ({"model_type": "mistral", "sliding_window": 4, "use_sliding_window": False}, "has sliding_window=4, which is not"),
         ({"model_type": "mistral", "sliding_window": "4"}, "has sliding_window='4', which is not a positive integer"),
+        ({"rope_scaling": {"factor": 4.0}}, "has rope_scaling={'factor': 4.0}, which is not one that names its rope_type"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
+            "has rope_scaling={'type': 'linear', 'factor': 2.0} beside other rope_parameters",
+        ),
+        (
+            {"rope_scaling": {**dict.fromkeys(STRETCH, 4.0), "rope_type": "llama3"}},
+            "has low_freq_factor=4.0, which is not below high_freq_factor=4.0",
+        ),
         ({"rope_scaling": "linear"}, "has rope_scaling='linear', which is not an object; fix its config.json"),
         ({"rope_theta": "x"}, "has rope_theta='x', which is not a positive number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "has factor=0, which is not a positive number"),
