@@ -37,20 +37,22 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
       UserError: something is missing, or the kind of tokenizer is not read.
     """
 
-    def need(name):
+    def need(name, kind):
         if (value := metadata.get(f"tokenizer.ggml.{name}")) is None:
             raise UserError(f"{source!r} lacks 'tokenizer.ggml.{name}' in its metadata; fetch it again")
+        if not isinstance(value, kind):
+            raise UserError(f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it again")
         return value
 
-    if (kind := need("model")) != "gpt2":
+    if (kind := need("model", str)) != "gpt2":
         raise UserError(f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging Face folder")
-    tokens, types = need("tokens"), need("token_type")
+    tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):
         raise UserError(f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again")
     numbers = {token: number for number, token in enumerate(tokens)}
     types = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types, strict=True)]
-    merges = [tuple(merge.split(" ", 1)) for merge in need("merges")]
-    splitter = need("pre")
+    merges = [tuple(merge.split(" ", 1)) for merge in need("merges", list)]
+    splitter = need("pre", str)
     try:
         bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=splitter in LLAMA3)
     except Exception as error:  # The library raises bare exceptions.
@@ -63,14 +65,14 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
         added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
         made.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False) for token in added])
-    eos = need("eos_token_id")
+    eos = need("eos_token_id", int)
     bos = metadata.get("tokenizer.ggml.bos_token_id", eos)  # Some have none, as Qwen's.
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
     known = [numbers[end] for end in ENDS if end in numbers]
     ends = tuple(dict.fromkeys([*named, *known]))
     for token in (bos, *ends):
-        if not 0 <= token < len(tokens):
-            raise UserError(f"{source!r} names token {token} of {len(tokens)}; fetch it again")
+        if not isinstance(token, int) or not 0 <= token < len(tokens):
+            raise UserError(f"{source!r} names token {token!r} of {len(tokens)}; fetch it again")
     return HuggingFaceTokenizer(
         made,
         bos,

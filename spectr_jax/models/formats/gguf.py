@@ -65,9 +65,14 @@ class GGUF:
             raise UserError(f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again") from error
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of the metadata."""
+        """A value of the metadata; raises `UserError` if it is damaged."""
         field = self._fields.get(name)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, IndexError) as error:  # UnicodeDecodeError among them.
+            raise UserError(
+                f"{str(self.path)!r} has a damaged {name!r} in its metadata ({error}); fetch it again"
+            ) from error
 
     def need(self, name: str) -> Any:
         """A value of the metadata that must be there; raises `UserError` if it is not."""
@@ -127,6 +132,8 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     def get(name, default=None):
         return file.get(f"{kind}.{name}", default)
 
+    if (parts := file.get("split.count", 1)) != 1:
+        raise UserError(f"{str(file.path)!r} is one of {parts!r:.40} parts; merge them with llama-gguf-split")
     for name in SIZES:
         if type(size := get(name, 1)) is not int or size < 1:
             raise UserError(

@@ -173,6 +173,7 @@ def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
     ("changes", "message"),
     [
         ({"arch": "gemma"}, "is of architecture 'gemma'; read are llama, qwen2, qwen3"),
+        ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
         ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not read"),
         ({"llama.attention.sliding_window": 32}, "has llama.attention.sliding_window=32, which is not read"),
         ({"llama.attention.sliding_window": [8, 9]}, "has llama.attention.sliding_window=[8, 9], which is not read"),
@@ -285,6 +286,10 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
         ({"eos_token_id": 300}, "names token 300 of 300"),
+        ({"eos_token_id": "2"}, "has tokenizer.ggml.eos_token_id='2', no int; fetch it again"),
+        ({"bos_token_id": "2"}, "names token '2' of 300"),
+        ({"token_type": 3}, "has tokenizer.ggml.token_type=3, no list; fetch it again"),
+        ({"pre": ["smollm"]}, "has tokenizer.ggml.pre=['smollm'], no str; fetch it again"),
         ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
         ({"pre": "default"}, "splits texts as 'default'"),  # Which llama.cpp warns of.
         ({"token_type": [1, 3]}, "has 300 tokens and 2 types of them; fetch it again"),
