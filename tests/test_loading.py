@@ -1,5 +1,6 @@
 """Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests of the tables."""
 
+import fnmatch
 import importlib.metadata
 import json
 import pathlib
@@ -231,3 +232,18 @@ def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
     big.save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="tokens and its model 290; put the model's own there"):
         load(f"hf:{folder}")
+
+
+def test_what_is_fetched_of_a_model_on_the_hub(tmp_path, monkeypatch):
+    """Chat templates that lie in a file of their own among it."""
+    asked = {}
+
+    def snapshot(name, allow_patterns):
+        asked[name] = allow_patterns
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(UserError, match=r"config\.json"):
+        load("hf:someone/model")
+    for file in ("model.safetensors", "tokenizer.json", "merges.txt", "chat_template.jinja"):
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in asked["someone/model"])

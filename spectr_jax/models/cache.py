@@ -39,7 +39,7 @@ def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.
         two = jax.lax.dynamic_slice_in_dim(buffer, first, 2, axis=0)
         return write_one(buffer, write_one(two, rows, start - first), first)
 
-    # XLA moves the write of one row behind a reshape, and then copies the whole buffer for each of the two orders.
+    # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies of it, one of each shape.
     alone = rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 

@@ -63,7 +63,7 @@ def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Arr
     policy, own = session.policy, session.draft_policy
     steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own)
     new: list[int] = []
-    shown, calls, first, begun = "", 0, 0.0, 0
+    text, shown, calls, first, begun = "", "", 0, 0.0, 0
     for step in steps:
         length = len(prompt) + len(new)
         call = read_call(session.method.tree, jax.device_get(step.observed), length, length + len(step.tokens))
@@ -76,7 +76,7 @@ def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Arr
                 show(Token(text[len(shown) :], origin, calls))
                 shown = text
         calls += 1
-    if len(text := tokenizer.decode(new)) > len(shown):  # The limit left a character without its last bytes.
+    if len(text) > len(shown):  # The limit left a character without its last bytes.
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0

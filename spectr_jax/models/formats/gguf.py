@@ -39,6 +39,10 @@ SIZES = (
 )
 
 
+NUMBERS = {"rope.freq_base": 1, "rope.scaling.factor": 0, "rope.scale_linear": 0, "attention.layer_norm_rms_epsilon": 0}
+"""Real numbers of the metadata, and the least that each may be."""
+
+
 class _Reader(gguf.GGUFReader):
     """With views that are plain arrays: a vocabulary has 150,000, and those of memory maps take three times as long."""
 
@@ -148,7 +152,7 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     ):
         if not understood:
             raise UserError(f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give another model")
-    for name, least in (("rope.freq_base", 1), ("attention.layer_norm_rms_epsilon", 0), ("rope.scaling.factor", 0)):
+    for name, least in NUMBERS.items():
         if type(number := get(name, 1)) not in (int, float) or not least <= number < math.inf:
             raise UserError(
                 f"{str(file.path)!r} has {kind}.{name}={number!r:.40}, not a number from {least} on; give another model"

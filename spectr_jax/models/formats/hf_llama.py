@@ -199,9 +199,10 @@ def _check_understood(folder: pathlib.Path, given: dict[str, Any]) -> None:
             raise UserError(f"{str(folder)!r} has {name}={given[name]!r}, which is not read; give another model")
 
 
-def _plain(scaling: dict[str, Any]) -> dict[str, str]:
-    """Its values as text, under the newer name of its kind."""
-    return {{"type": "rope_type"}.get(name, name): str(value) for name, value in scaling.items()}
+def _renamed(scaling: dict[str, Any]) -> dict[str, Any]:
+    """The same with its kind under the newer of the two names."""
+    kind = {"rope_type": scaling["type"]} if "type" in scaling else {}
+    return kind | {name: value for name, value in scaling.items() if name != "type"}
 
 
 def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tuple[float, tuple[float, ...]]:
@@ -210,12 +211,12 @@ def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tup
     scaling = given.get(field, {})
     if not isinstance(scaling, dict):
         refuse(folder, given, field, "an object")
-    other = given.get("rope_scaling") if field == "rope_parameters" else None
-    if isinstance(other, dict) and other and _plain(other).items() - _plain(scaling).items():
+    scaling, other = _renamed(scaling), given.get("rope_scaling")
+    if isinstance(other, dict) and any(scaling.get(name) != value for name, value in _renamed(other).items()):
         raise UserError(
             f"{str(folder)!r} has rope_scaling={other} beside other rope_parameters; keep one in its config.json"
         )
-    if "factor" in scaling and not {"rope_type", "type"} & set(scaling):
+    if "factor" in scaling and "rope_type" not in scaling:
         refuse(folder, given, field, "one that names its rope_type")
 
     def number(name: str) -> float:
@@ -223,7 +224,7 @@ def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tup
             refuse(folder, scaling, name, "a positive number")
         return float(value)
 
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = scaling.get("rope_type", "default")
     if scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)) != 1:
         raise UserError(f"{str(folder)!r} has partial_rotary_factor, which is not read; give another model")
     scaling = {"rope_theta": given.get("rope_theta", 10_000.0), **scaling}

@@ -42,14 +42,17 @@ def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
     wanted, leaves = named_leaves(state), {}
     for name, array in _named(config, part, source):
         for leaf, value in _leaves(name, array, wanted):
-            if leaf not in wanted or value.shape != wanted[leaf].shape:
-                expected = list(wanted[leaf].shape) if leaf in wanted else "none"
-                raise UserError(
-                    f"{source!r}: {name} is {list(value.shape)} where its configuration gives {expected}; fetch both anew"
-                )
+            _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
             made = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
             leaves[leaf] = jax.block_until_ready(made)  # Else copies are made later, and parts wait for them in memory.
     return nnx.merge(graphdef, with_leaves(state, leaves))
+
+
+def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> None:
+    """Raises `UserError` for an array of another shape than the configuration's, which may have no such part."""
+    if array.shape != expected:
+        given = "none" if expected is None else list(expected)
+        raise UserError(f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; fetch both anew")
 
 
 def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
@@ -83,11 +86,7 @@ def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, 
         arrays = [read(f"{layer}.{name}") for name in names]
         for name, array in zip(names, arrays, strict=True):
             expected = (rows[name],) if name.endswith("_bias") else (rows[name], config.width)
-            if array.shape != expected:
-                raise UserError(
-                    f"{source!r}: {layer}.{name} is {list(array.shape)} where its configuration gives {list(expected)}; "
-                    "fetch both anew"
-                )
+            _check(source, f"{layer}.{name}", array, expected)
         return np.concatenate(arrays)
 
     yield "embed/embedding", read("embed")
