@@ -21,9 +21,9 @@ from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load, register_loader
 from spectr_jax.measure import measurement
-from spectr_jax.models.attention import causal
 from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.frozen import freeze
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import save_weights

@@ -11,8 +11,8 @@ from flax import nnx
 
 from spectr_jax import check_model, generate, get_method, load
 from spectr_jax.errors import UserError
-from spectr_jax.models.attention import causal
 from spectr_jax.models.formats.gpt2 import save_gpt2
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import SharedTokens
 from spectr_jax.pairs import fitted, load_pair

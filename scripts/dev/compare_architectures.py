@@ -23,8 +23,8 @@ from peers.environment import ask, made
 from spectr_jax import cli
 from spectr_jax.errors import UserError
 from spectr_jax.measure import report
-from spectr_jax.models.attention import causal
 from spectr_jax.models.formats.hf_llama import load_llama, save_llama
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where the table goes: Markdown and JSON.")

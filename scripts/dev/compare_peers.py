@@ -36,9 +36,9 @@ from spectr_jax.files import write_json, write_whole
 from spectr_jax.loading import DTYPES, EMBEDDED, RANDOM_PREFIX, Trained
 from spectr_jax.measure import report
 from spectr_jax.measure.compilation import side_by_side
-from spectr_jax.models.attention import causal
 from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer
 from spectr_jax.pairs import load_pair
 

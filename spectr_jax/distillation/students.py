@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.distillation.labels import LabelledRows
-from spectr_jax.models.attention import causal
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.vocabulary import Kept
 

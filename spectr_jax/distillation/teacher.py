@@ -22,8 +22,8 @@ from spectr_jax.distillation import labels
 from spectr_jax.errors import UserError
 from spectr_jax.files import write_whole
 from spectr_jax.loading import Trained
-from spectr_jax.models.attention import causal
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.layers.attention import causal
 
 SHARD = 512
 """Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""

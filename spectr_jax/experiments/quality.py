@@ -25,7 +25,7 @@ from spectr_jax.loading import check_dtype, load
 from spectr_jax.measure import measurement, report
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
-from spectr_jax.models.attention import causal
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.pairs import load_alone
 from spectr_jax.training.heldout import Heldout, evaluate
 

@@ -20,9 +20,9 @@ from flax import nnx
 
 from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
-from spectr_jax.models.attention import attention
 from spectr_jax.models.cache import Cache
-from spectr_jax.models.dense import dense_layer
+from spectr_jax.models.layers.attention import attention
+from spectr_jax.models.layers.dense import dense_layer
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 
 

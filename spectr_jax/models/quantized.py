@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.dense import pair_lone_row
+from spectr_jax.models.layers.dense import pair_lone_row
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.transformer import Transformer
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from spectr_jax.models.dense import dense_layer
+from spectr_jax.models.layers.dense import dense_layer
 
 
 class Kept(nnx.Variable):

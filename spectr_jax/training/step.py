@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from spectr_jax.models.attention import causal
+from spectr_jax.models.layers.attention import causal
 
 
 @jax.tree_util.register_dataclass

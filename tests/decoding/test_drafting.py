@@ -11,8 +11,8 @@ from flax import nnx
 
 from spectr_jax.decoding import drafting, tree
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.models.attention import causal
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.transport.enumeration import draft_tuples
 

@@ -12,8 +12,8 @@ from flax import nnx
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate, stream
 from spectr_jax.errors import UserError
-from spectr_jax.models.attention import causal
 from spectr_jax.models.frozen import freeze
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import scoring, tree
-from spectr_jax.models.attention import causal
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=29, context=32)

@@ -18,7 +18,7 @@ from spectr_jax.distillation import labels, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.errors import Interrupted, UserError
 from spectr_jax.loading import LOADERS
-from spectr_jax.models.attention import causal
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama
 from spectr_jax.pairs import load_pair
 from spectr_jax.training import loop

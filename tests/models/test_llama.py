@@ -10,8 +10,8 @@ from flax import nnx
 
 from spectr_jax import check_model
 from spectr_jax.errors import UserError
-from spectr_jax.models.attention import attention
 from spectr_jax.models.early_exit import EarlyExit
+from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors, rotary_frequencies
 from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
 

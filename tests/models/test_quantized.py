@@ -10,8 +10,8 @@ from spectr_jax import check_model
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
 from spectr_jax.loading import load
-from spectr_jax.models.attention import causal
 from spectr_jax.models.frozen import freeze
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 

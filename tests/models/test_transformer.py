@@ -11,9 +11,9 @@ from spectr_jax import check_model
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.errors import UserError
-from spectr_jax.models.attention import causal
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import (

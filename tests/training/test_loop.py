@@ -19,7 +19,7 @@ from spectr_jax.data.packed import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.errors import UserError
 from spectr_jax.loading import load
-from spectr_jax.models.attention import causal
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.training import preparation, throughput

@@ -19,7 +19,7 @@ from spectr_jax.decoding import generate, get_method
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.experiments import quality
 from spectr_jax.loading import EMBEDDED, SMOLLM2, Trained, load
-from spectr_jax.models.attention import causal
+from spectr_jax.models.layers.attention import causal
 
 ROWS = 8
 """Sentences that are scored at once."""

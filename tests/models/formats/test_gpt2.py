@@ -14,8 +14,8 @@ from flax import nnx
 from spectr_jax import check_model
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.errors import UserError
-from spectr_jax.models.attention import causal
 from spectr_jax.models.formats.gpt2 import gpt2_config, load_gpt2, save_gpt2
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 pytestmark = [
