@@ -225,7 +225,7 @@ def main():
     measurement.check_contexts(config, prompts, [target, draft])
 
     names = ("target", "draft", "dtype", "num_prompts", "prompt_tokens", "draws", "competitions", "temperature")
-    settings = {name: flags.FLAGS[name].value for name in names}
+    settings = {name: flags.FLAGS[name].value for name in names} | {"weights": report.weights(target, draft)}
     models = freeze(target.model), freeze(draft.model)
     rows = [measured(spec, *models, prompts) for spec in _TREES.value]
     result = {"settings": settings, "rows": rows, "seconds": time.monotonic() - started, **report.provenance()}

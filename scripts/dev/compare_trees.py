@@ -127,7 +127,8 @@ def main():
     measurement.check_contexts(config, prompts, [target, draft])
 
     names = ("target", "draft", "dtype", "num_prompts", "max_new_tokens", "temperature", "draft_temperature")
-    settings = {name: flags.FLAGS[name].value for name in names} | {"trees": _TREES.value}
+    settings = {name: flags.FLAGS[name].value for name in names}
+    settings |= {"trees": _TREES.value, "weights": report.weights(target, draft)}
     path, rows, spent = workdir / "trees.json", [], 0.0
     if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
         rows, spent = before["rows"], before["seconds"]

@@ -108,19 +108,8 @@ def main():
     prompts = measurement.read_prompts(config, target.tokenizer)
     measurement.check_contexts(config, prompts, [target, *drafts])
 
-    settings = {
-        name: flags.FLAGS[name].value
-        for name in (
-            "target",
-            "drafts",
-            "dtype",
-            "num_prompts",
-            "seeds",
-            "max_new_tokens",
-            "temperature",
-            "draft_temperature",
-        )
-    }
+    names = "target", "drafts", "dtype", "num_prompts", "seeds", "max_new_tokens", "temperature", "draft_temperature"
+    settings = {name: flags.FLAGS[name].value for name in names} | {"weights": report.weights(target, *drafts)}
     path, rows, spent = workdir / "verifiers.json", [], 0.0
     if path.exists():
         before = json.loads(path.read_text())

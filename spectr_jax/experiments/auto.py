@@ -7,7 +7,6 @@ prediction.
 
 import dataclasses
 import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -70,8 +69,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
 
-    bench = Bench(config, target, [draft], prompts, Journal(workdir, NAME, config))
-    started = time.monotonic() - bench.journal.seconds
+    journal = Journal(workdir, NAME, config, report.weights(target, draft))
+    bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
     times = measure_times(bench)
     found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
@@ -84,11 +83,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "together": times.together,
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
-        **report.about(config, started),
+        **journal.about(),
     }
     result["answer"] = answer(tried)
     report.write(workdir, NAME, result, markdown(result))
-    bench.journal.remove()
+    journal.remove()
     return result
 
 

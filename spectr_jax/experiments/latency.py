@@ -7,7 +7,6 @@ token of one.
 import functools
 import itertools
 import pathlib
-import time
 from typing import Any
 
 import ml_collections
@@ -49,14 +48,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 f"context={config.context} and a call of {max(config.lengths) + 1} tokens exceed the context "
                 f"{trained.model.context} of {trained.name!r}; lower it"
             )
-    journal = Journal(workdir, NAME, config)
-    started = time.monotonic() - journal.seconds
+    journal = Journal(workdir, NAME, config, report.weights(*models, draft))
     result = {
         "title": f"Latency of a call, relative to {config.models[0]} on length {config.lengths[0]}, one sequence",
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, target, draft, journal),
         "profile": journal.value("profile", lambda: profile_call(config, target, draft)),
-        **report.about(config, started),
+        **journal.about(),
     }
     report.write(workdir, NAME, result, markdown(result))
     plot(result, workdir / f"{NAME}.png")

@@ -6,7 +6,6 @@ All models score the same sentences, those that fit the context of every one, by
 import functools
 import itertools
 import pathlib
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +42,7 @@ class Contender(NamedTuple):
     parameters: int
     context: int
     tokenizer: AnyTokenizer
+    weights: str
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -63,8 +63,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     contenders = [_contender(spec) for spec in config.models]
     kept = fitting(sentences, contenders, config.sentences, config.heldout)
-    journal = Journal(workdir, NAME, config)
-    started = time.monotonic() - journal.seconds
+    journal = Journal(workdir, NAME, config, [each.weights for each in contenders])
 
     def entry(contender: Contender, dtype: str) -> str:
         return f"{contender.spec} in {dtype}"
@@ -77,7 +76,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         scores = {dtype: journal.value(entry(each, dtype), functools.partial(next, found)) for dtype in config.dtypes}
         rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
-    result = {"rows": rows, "sentences": len(kept), **report.about(config, started)}
+    result = {"rows": rows, "sentences": len(kept), **journal.about()}
     report.write(workdir, NAME, result, markdown(result))
     journal.remove()
     return result
@@ -86,7 +85,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 def _contender(spec: str) -> Contender:
     trained = load_alone(spec)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
-    return Contender(spec, trained.name, parameters, trained.model.context, trained.tokenizer)
+    return Contender(spec, trained.name, parameters, trained.model.context, trained.tokenizer, *report.weights(trained))
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 import itertools
 import pathlib
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -53,8 +52,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_eval_config(config)
     target, drafts, prompts = measurement.open_run(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
-    journal = Journal(workdir, NAME, config)
-    started = time.monotonic() - journal.seconds
+    journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     summaries: list[dict[str, Any]] = []
     # What is compared with the baseline in front of it, close together in time: all of one draft and L.
     groups = [[rows[0], *group] for _, group in itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))]
@@ -69,7 +67,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "title": f"Tokens per serial call of the target {target.name} ({shape_name(target)})",
         "rows": summaries,
         "prompts": prompts.real,
-        **report.about(config, started),
+        **journal.about(),
     }
     if hosts.is_first():
         report.write(workdir, NAME, result, markdown(result))

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -70,8 +69,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
         )
 
-    bench = Bench(config, target, [draft], prompts, Journal(workdir, NAME, config))
-    started = time.monotonic() - bench.journal.seconds
+    journal = Journal(workdir, NAME, config, report.weights(target, draft))
+    bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
     rows = table_rows(config, acceptance)
     result = {
@@ -81,7 +80,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
         "kl_bits": acceptance.kl if np.isfinite(acceptance.kl) else None,
         "prompts": prompts.real,
-        **report.about(config, started),
+        **journal.about(),
     }
     result["answer"] = answer(result["rows"])
     workdir.mkdir(parents=True, exist_ok=True)
@@ -95,7 +94,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted=accepted, title=title)
     report.write(workdir, NAME, result, markdown(result))
-    bench.journal.remove()
+    journal.remove()
     return result
 
 

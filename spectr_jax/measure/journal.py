@@ -3,7 +3,7 @@
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_collections
@@ -22,32 +22,48 @@ class Journal:
 
     Each process of a run reads it when it starts, and the first one writes; a line that was cut short does not count.
 
-    Attributes:
-      seconds: the time that the values of earlier starts took to measure.
+    Args:
+      workdir: of the table.
+      name: of the table.
+      config: of the table.
+      weights: that the values are measured with (`report.weights`).
 
     Raises:
-      UserError: the file is of another config, or of other hardware, whose times would not compare.
+      UserError: the file is of another config, of other weights, or of other hardware, whose times would not compare.
     """
 
-    def __init__(self, workdir: pathlib.Path, name: str, config: ml_collections.ConfigDict):
-        self._path = workdir / f"{name}.part.jsonl"
-        head = {"config_hash": config_hash(config), "hardware": report.provenance()["hardware"]}
-        self._values: dict[str, Any] = {}
-        self.seconds = 0.0
+    def __init__(self, workdir: pathlib.Path, name: str, config: ml_collections.ConfigDict, weights: Sequence[str]):
+        self._path, self._config = workdir / f"{name}.part.jsonl", config
+        made = report.provenance()
+        head = {"config_hash": config_hash(config), "weights": list(weights), "hardware": made["hardware"]}
+        self._weights, self._values, self._commits = head["weights"], dict[str, Any](), list[str]()
+        self._started = time.monotonic()
         lines = self._read()
         if lines and lines[0] != head:
             raise UserError(
-                f"{str(self._path)!r} is of a table that was begun with another config or on other hardware ({lines[0]}, "
-                f"here {head}); finish it as it was begun, choose a new --workdir, or remove it"
+                f"{str(self._path)!r} is of a table that was begun with another config, with other weights or on other "
+                f"hardware ({lines[0]}, here {head}); finish it as it was begun, choose a new --workdir, or remove it"
             )
         for line in lines[1:]:
-            self._values[line["name"]] = line["value"]
-            self.seconds += line["seconds"]
+            if "commit" in line:
+                self._commits.append(line["commit"])
+            else:
+                self._values[line["name"]] = line["value"]
+                self._started -= line["seconds"]
         hosts.wait_for_all("the journal is read")
         if hosts.is_first():
             workdir.mkdir(parents=True, exist_ok=True)
-            if not lines:
-                self._path.write_text(json.dumps(head) + "\n")
+        if not lines:
+            self._append(head)
+        if made["commit"] not in self._commits:
+            self._commits.append(made["commit"])
+            self._append({"commit": made["commit"]})
+
+    def about(self) -> dict[str, Any]:
+        """The end of the table: `report.about`, with the time and the commits of earlier starts, and the weights."""
+        about = report.about(self._config, self._started)
+        earlier = [each for each in self._commits if each != about["commit"]]
+        return {**about, "earlier_commits": earlier, "weights": self._weights}
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -58,9 +74,7 @@ class Journal:
             started = time.monotonic()
             self._values[name] = take()
             line = {"name": name, "value": self._values[name], "seconds": round(time.monotonic() - started, 3)}
-            if hosts.is_first():
-                with self._path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            self._append(line)
         return self._values[name]
 
     def measurement(self, name: str, take: Callable[[], Measurement]) -> Measurement:
@@ -80,6 +94,11 @@ class Journal:
         """Removes the journal; call it once the table is written."""
         if hosts.is_first():
             self._path.unlink(missing_ok=True)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if hosts.is_first():
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():

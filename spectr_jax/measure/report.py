@@ -15,6 +15,8 @@ import numpy as np
 
 from spectr_jax.config import config_hash, to_json
 from spectr_jax.files import write_json, write_whole
+from spectr_jax.loading import Trained
+from spectr_jax.models import frozen
 
 
 def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
@@ -27,15 +29,25 @@ def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
     }
 
 
+def weights(*models: Trained) -> list[str]:
+    """The name of each model, and what tells its weights from others (`frozen.digest`)."""
+    return [f"{each.name} {frozen.digest(each)}" for each in models]
+
+
 def made_by(result: dict[str, Any]) -> str:
     """The sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
     seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-    commit, *changed = result["commit"].split("-")  # Of a tree that had changes it says so.
+    begun = "".join(f", begun at {_short(each)}" for each in result.get("earlier_commits", [])[:1])
     return (
-        f"Made by `{result['command']}` ({config}commit {'-'.join([commit[:12], *changed])}, jax {result['jax']}) on "
+        f"Made by `{result['command']}` ({config}commit {_short(result['commit'])}{begun}, jax {result['jax']}) on "
         f"{result['hardware']}{seconds}."
     )
+
+
+def _short(commit: str) -> str:
+    name, *changed = commit.split("-")  # Of a tree that had changes it says so.
+    return "-".join([name[:12], *changed])
 
 
 def mean_and_std(values: Sequence[float]) -> str:

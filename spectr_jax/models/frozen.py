@@ -3,9 +3,11 @@ Python each time."""
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from flax import nnx
 
 from spectr_jax.errors import UserError
@@ -83,3 +85,17 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
         features_seen(given),
         features_shown(given),
     )
+
+
+def digest(model: Model | Frozen | Loaded) -> str:
+    """Twelve hexadecimal digits that tell a model's weights from others: a hash of its arrays, their shapes and dtypes.
+
+    Raises:
+      UserError: as `freeze`.
+    """
+    content = hashlib.sha256()
+    for leaf in freeze(model).leaves:
+        array = np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        content.update(f"{array.shape} {array.dtype}".encode())
+        content.update(array.tobytes())
+    return content.hexdigest()[:12]

@@ -101,7 +101,7 @@ def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path)
 def test_methods_without_a_table_are_replayed(toy, tmp_path):
     config = _config(toy.folder, methods=("otm_layer", "traversal"), draft_lengths=(1, 2, 3), num_drafts=(1, 2), size=4)
     target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))
-    table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config))
+    table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config, []))
     acceptance = auto.measure_acceptance(table)
     shapes = ["2", "2,1"]  # Two chains of three have more than four nodes.
     assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(config.methods, shapes)
@@ -151,7 +151,7 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
     given = types.SimpleNamespace(measure=measured, compile_program=lambda *_: None)
     monkeypatch.setattr(bench, "measurement", given)
     config = _config(tmp_path, seeds=(0, 1, 2))
-    table = bench.Bench(config, None, [None], None, Journal(tmp_path, "auto", config))
+    table = bench.Bench(config, None, [None], None, Journal(tmp_path, "auto", config, []))
     baseline, best = auto.try_all(table, found)
     assert baseline["speedup"] == 1 and best["speedup"] == 4 and best["measured_per_call"] == 2
     assert baseline["measured_per_second"] == pytest.approx(80 / 24)

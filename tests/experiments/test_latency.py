@@ -74,8 +74,8 @@ def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(latency, "phase_timers", timers)
     with pytest.raises(KeyboardInterrupt):
-        latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config))
-    rows = latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config))
+        latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config, []))
+    rows = latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config, []))
     assert [row["method"] for row in rows] == ["spectr", "otm_block"] and len(calls) == 7 + 5
     assert sorted(made) == ["otm_block", "otm_block", "spectr"]
 

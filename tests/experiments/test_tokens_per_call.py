@@ -207,7 +207,10 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"config_hash": "other", "hardware": "abacus"}\n', "begun with another config or on other hardware.*abacus"),
+        (
+            '{"config_hash": "other", "hardware": "abacus"}\n',
+            "begun with another config, with other weights or on other.*abacus",
+        ),
         ("{}}\n", "is damaged .*; remove it to begin again"),
     ],
 )

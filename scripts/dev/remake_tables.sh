@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Makes every table and figure on the embedded models anew, as after new weights: eight hours on two idle cores.
+#
+#     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
+#
+# Each goes to the folder there that has its name in results/, up to the colon. Ctrl-C stops it, or SIGTERM to the process
+# group; the same command resumes, and what is done is skipped: other weights want another folder. Once all are done:
+# cp -r runs/tables/. results/, then mend the pages until scripts/dev/check_figures.py finds nothing.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:?the folder that gets the tables} heldout=${HELDOUT:?the held-out sentences, for bits per character}
+wanted=" ${*:2} " python=${PYTHON:-.venv/bin/python}
+known=" " checked=""
+
+table() { # NAME PROGRAM FLAG...
+    if [[ -z $checked ]]; then known+="$1 "; return; fi
+    if [[ $wanted != "  " && $wanted != *" $1 "* ]]; then return; fi
+    local mark="$out/.done/${1//\//,}"
+    if [[ -e $mark ]]; then echo "== $1 is done"; return; fi
+    echo "== $1"
+    "$python" "${@:2}" --workdir="$out/${1%%:*}"
+    mkdir -p "$out/.done" && touch "$mark"
+}
+evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; } # NAME CONFIG FLAG...
+replayed() { table "$1" scripts/dev/compare_trees.py --num_prompts=48 "${@:2}"; }
+verified() { table "$1" scripts/dev/compare_verifiers.py --num_prompts=128 "${@:2}"; }
+fastest() { # NAME SEQUENCES FLAG...
+    evaluated "$1" auto.py "${pair[@]}" --config.dtype=bfloat16 --config.batch_size="$2" --config.max_new_tokens=32 \
+        --config.size=16 --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' "${@:3}"
+}
+on() { printf -- '--tree=%s ' "$@"; } # TREE...: flags, to be split
+pair=(--config.target=embedded:20m --config.draft=embedded:2m)
+
+tables() {
+    evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
+        --config.models="('embedded:2m','embedded:6m','embedded:20m')"
+    evaluated demo demo.py:full
+    evaluated ladder ladder.py
+    evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
+        --config.methods="('otm_block','otm_layer')"
+    fastest ladder/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(2,3,4,6)'
+    fastest ladder/fastest_32 32 --config.num_prompts=32 --config.tries=4 --config.draft_lengths='(1,2,3,4)'
+    evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.extra_trees="('4,1,1,1,1,1,1,1',)" \
+        --config.num_prompts=48
+    evaluated trees trees.py
+    replayed layer:trees --methods=otm_layer,otm_block,spectr,traversal,otm,gsd,gbv,gbv_conditional
+    replayed layer/greedy --temperature=0 --draft_temperature=0.1 --methods=gsd,otm_layer \
+        $(on 1x8 2x4 4,1 3,1,1,1 1x16 2x8 2,2,1,1 3,2,1,1 4x8 4,2,1,1 3,2,2,1)
+    replayed layer/greedy/drafts_0.4 --temperature=0 --draft_temperature=0.4 --methods=gsd,otm_layer \
+        $(on 1x8 2x4 4,1 3,1,1,1 1x16 2x8 2,2,1,1 3,2,1,1 4x8 4,2,1,1 3,2,2,1)
+    replayed layer/greedy/drafts_1.0 --temperature=0 --draft_temperature=1.0 --methods=traversal,otm_layer,gsd,otm_block \
+        $(on 1x8 2x4 4x2 2,2 1x16 2x8 4x4 2,2,1,1 4x8 8x4 4,2,1,1)
+    table layer:dynamic scripts/dev/compare_dynamic.py
+    verified layer:verifiers $(on 8x8 4x8 2x8 8x4 4x4 2x4 1x8 2,2,1,1 4,2,1,1 4,2,1,1,1,1,1,1)
+    verified layer/6m --drafts=embedded:6m $(on 8x8 4x8 2x8 8x4 4x4 2x4)
+    table figures -m spectr_jax.figures
+    table ladder:figure -m spectr_jax.figures --only=spectr_figure_5 --target=embedded:20m --draft=embedded:6m
+}
+
+tables # Their names.
+for name in $wanted; do
+    if [[ $known != *" $name "* ]]; then echo "no table is named $name; the tables:$known" >&2; exit 2; fi
+done
+checked=1
+tables

@@ -1,0 +1,66 @@
+"""What a table keeps between its starts, and what it refuses to mix."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from spectr_jax.config import eval_config
+from spectr_jax.errors import UserError
+from spectr_jax.measure import report
+from spectr_jax.measure.journal import Journal
+from spectr_jax.models.frozen import digest
+
+
+def _never():
+    raise AssertionError("measured twice")
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the commit."""
+    made = report.provenance()
+    return lambda commit: monkeypatch.setattr(report, "provenance", lambda: {**made, "commit": commit})
+
+
+def test_a_resumed_table_names_where_it_began(tmp_path, at):
+    opened = functools.partial(Journal, tmp_path, "table", eval_config(), ["draft 0123"])
+    at("a" * 40)
+    begun = opened()
+    assert begun.value("row", lambda: [1.5]) == [1.5] and begun.about()["earlier_commits"] == []
+    at("b" * 40 + "-dirty")
+    about = opened().about()
+    assert opened().value("row", _never) == [1.5]
+    assert about["earlier_commits"] == ["a" * 40] and about["weights"] == ["draft 0123"]
+    assert f"commit {'b' * 12}-dirty, begun at {'a' * 12}, jax" in report.made_by(about)
+    at("a" * 40)
+    assert opened().about()["earlier_commits"] == ["b" * 40 + "-dirty"]
+
+
+def test_other_weights_are_refused(tmp_path):
+    """As of a model that was trained on, under the same name."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    trained = types.SimpleNamespace(name="draft", model=_as_model(model), tokenizer=None)
+    Journal(tmp_path, "table", eval_config(), report.weights(trained))
+    Journal(tmp_path, "table", eval_config(), report.weights(trained))
+    model.kernel[...] = model.kernel[...].at[1, 2].add(1e-6)
+    with pytest.raises(UserError, match=r"with other weights.*choose a new --workdir"):
+        Journal(tmp_path, "table", eval_config(), report.weights(trained))
+
+
+def test_digests_tell_weights_shapes_and_precisions():
+    def linear(width=3, seed=0, dtype=jnp.float32):
+        return _as_model(nnx.Linear(2, width, param_dtype=dtype, rngs=nnx.Rngs(seed)))
+
+    assert digest(linear()) == digest(linear())
+    assert len({digest(each) for each in (linear(), linear(4), linear(seed=1), linear(dtype=jnp.bfloat16))}) == 4
+    dropout = _as_model(nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(0))))  # Its state is a key.
+    assert len(digest(dropout)) == 12
+
+
+def _as_model(module):
+    module.vocab_size = module.context = module.layers = 1
+    return module
