@@ -1,0 +1,36 @@
+"""The product of all linear layers, for few rows and for many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.models.layers.dense import FEW_ROWS, SMALL_KERNEL, dense_layer
+
+
+def _linear(inputs, outputs):
+    return dense_layer(inputs, outputs, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1, 40])
+def test_products_and_gradients(rows):
+    linear = _linear(512, 2 * SMALL_KERNEL // (512 * 4))
+    x, g = (
+        jax.random.normal(key, (rows, width))
+        for key, width in zip(jax.random.split(jax.random.key(0)), (512, 1024), strict=True)
+    )
+    kernel = np.asarray(linear.kernel[...], np.float64)
+    np.testing.assert_allclose(jax.jit(linear)(x), np.asarray(x, np.float64) @ kernel, rtol=1e-4, atol=1e-5)
+    graphdef, state = nnx.split(linear)
+    by_kernel, by_x = jax.grad(lambda state, x: jnp.sum(nnx.merge(graphdef, state)(x) * g), argnums=(0, 1))(state, x)
+    np.testing.assert_allclose(by_x, np.asarray(g, np.float64) @ kernel.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(by_kernel["kernel"][...], np.asarray(x, np.float64).T @ np.asarray(g), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is fast on a CPU")
+def test_few_tokens_have_the_bits_of_each_alone():
+    """A greedy draft that ties in all but rounding is then accepted where the baseline would have chosen it."""
+    linear = jax.jit(_linear(512, 2 * SMALL_KERNEL // (512 * 4)))
+    x = jax.random.normal(jax.random.key(1), (FEW_ROWS, 512))
+    assert jnp.array_equal(linear(x), jnp.concatenate([linear(row[None]) for row in x]))
