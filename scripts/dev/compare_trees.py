@@ -7,7 +7,6 @@ and every walk is run on its part of each call (`measure.replay`). A method's fi
 standard error the bootstrap's over prompts. Each method is kept as soon as it is done: the same command resumes.
 """
 
-import json
 import pathlib
 import time
 from typing import Any
@@ -129,9 +128,8 @@ def main():
     names = ("target", "draft", "dtype", "num_prompts", "max_new_tokens", "temperature", "draft_temperature")
     settings = {name: flags.FLAGS[name].value for name in names}
     settings |= {"trees": _TREES.value, "weights": report.weights(target, draft)}
-    path, rows, spent = workdir / "trees.json", [], 0.0
-    if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
-        rows, spent = before["rows"], before["seconds"]
+    path = workdir / "trees.json"
+    rows, spent = report.begun(path, settings)
     started = time.monotonic() - spent
     workdir.mkdir(parents=True, exist_ok=True)
     for name in _METHODS.value:

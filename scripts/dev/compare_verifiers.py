@@ -8,7 +8,6 @@ in which the seeds of a prompt and both methods stay together.
 """
 
 import itertools
-import json
 import pathlib
 import time
 from typing import Any
@@ -110,11 +109,8 @@ def main():
 
     names = "target", "drafts", "dtype", "num_prompts", "seeds", "max_new_tokens", "temperature", "draft_temperature"
     settings = {name: flags.FLAGS[name].value for name in names} | {"weights": report.weights(target, *drafts)}
-    path, rows, spent = workdir / "verifiers.json", [], 0.0
-    if path.exists():
-        before = json.loads(path.read_text())
-        if {name: before["settings"].get(name) for name in settings} == settings:
-            rows, spent = before["rows"], before["seconds"]
+    path = workdir / "verifiers.json"
+    rows, spent = report.begun(path, settings)
     workdir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic() - spent
     for name, draft in zip(_DRAFTS.value, drafts, strict=True):

@@ -3,23 +3,26 @@
 #
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
-# Each goes to the folder there that has its name in results/, up to the colon. Ctrl-C stops it, or SIGTERM to the process
-# group; the same command resumes, and what is done is skipped: other weights want another folder. Once all are done:
-# cp -r runs/tables/. results/, then mend the pages until scripts/dev/check_figures.py finds nothing.
+# NAME is the folder under results/; what follows a colon tells apart the tables of one folder. Ctrl-C stops the script, or
+# SIGTERM to its process group; the same command resumes, and skips what is done: give other weights another folder. Once
+# all are done: cp -r runs/tables/. results/, then mend the pages until scripts/dev/check_figures.py finds nothing. Paths
+# count from the root of the repository; PYTHON names another interpreter. Not here: results/sample (the command is on its
+# page), and results/smollm2/quality, which needs SmolLM2's package.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-out=${1:?the folder that gets the tables} heldout=${HELDOUT:?the held-out sentences, for bits per character}
+out=${1:?the folder that gets the tables}
+out=${out%/} heldout=${HELDOUT:-}
 wanted=" ${*:2} " python=${PYTHON:-.venv/bin/python}
 known=" " checked=""
 
 table() { # NAME PROGRAM FLAG...
     if [[ -z $checked ]]; then known+="$1 "; return; fi
     if [[ $wanted != "  " && $wanted != *" $1 "* ]]; then return; fi
-    local mark="$out/.done/${1//\//,}"
+    local mark="$out.done/${1//\//,}"
     if [[ -e $mark ]]; then echo "== $1 is done"; return; fi
     echo "== $1"
     "$python" "${@:2}" --workdir="$out/${1%%:*}"
-    mkdir -p "$out/.done" && touch "$mark"
+    mkdir -p "$out.done" && touch "$mark"
 }
 evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; } # NAME CONFIG FLAG...
 replayed() { table "$1" scripts/dev/compare_trees.py --num_prompts=48 "${@:2}"; }
@@ -61,5 +64,8 @@ tables # Their names.
 for name in $wanted; do
     if [[ $known != *" $name "* ]]; then echo "no table is named $name; the tables:$known" >&2; exit 2; fi
 done
+if [[ ( $wanted == "  " || $wanted == *" quality "* ) && -z $heldout ]]; then
+    echo "quality needs HELDOUT, held-out sentences" >&2; exit 2
+fi
 checked=1
 tables

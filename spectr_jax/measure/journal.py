@@ -36,13 +36,14 @@ class Journal:
         self._path, self._config = workdir / f"{name}.part.jsonl", config
         made = report.provenance()
         head = {"config_hash": config_hash(config), "weights": list(weights), "hardware": made["hardware"]}
-        self._weights, self._values, self._commits = head["weights"], dict[str, Any](), list[str]()
+        self._weights, self._values = head["weights"], dict[str, Any]()
+        self._commit, self._commits = made["commit"], list[str]()
         self._started = time.monotonic()
         lines = self._read()
         if lines and lines[0] != head:
             raise UserError(
-                f"{str(self._path)!r} is of a table that was begun with another config, with other weights or on other "
-                f"hardware ({lines[0]}, here {head}); finish it as it was begun, choose a new --workdir, or remove it"
+                f"{str(self._path)!r} is of a table that was begun with another config, with other weights, on other hardware or "
+                f"by an older version ({lines[0]}, here {head}); finish it as it was begun, choose a new --workdir, or remove it"
             )
         for line in lines[1:]:
             if "commit" in line:
@@ -54,16 +55,15 @@ class Journal:
         if hosts.is_first():
             workdir.mkdir(parents=True, exist_ok=True)
         if not lines:
-            self._append(head)
-        if made["commit"] not in self._commits:
-            self._commits.append(made["commit"])
-            self._append({"commit": made["commit"]})
+            self._write(head, mode="w")  # Over a first line that was cut short.
+        if self._commit not in self._commits:
+            self._commits.append(self._commit)
+            self._write({"commit": self._commit})
 
     def about(self) -> dict[str, Any]:
         """The end of the table: `report.about`, with the time and the commits of earlier starts, and the weights."""
         about = report.about(self._config, self._started)
-        earlier = [each for each in self._commits if each != about["commit"]]
-        return {**about, "earlier_commits": earlier, "weights": self._weights}
+        return {**about, "commit": self._commit, "commits": self._commits, "weights": self._weights}
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -74,7 +74,7 @@ class Journal:
             started = time.monotonic()
             self._values[name] = take()
             line = {"name": name, "value": self._values[name], "seconds": round(time.monotonic() - started, 3)}
-            self._append(line)
+            self._write(line)
         return self._values[name]
 
     def measurement(self, name: str, take: Callable[[], Measurement]) -> Measurement:
@@ -95,9 +95,9 @@ class Journal:
         if hosts.is_first():
             self._path.unlink(missing_ok=True)
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], mode: str = "a") -> None:
         if hosts.is_first():
-            with self._path.open("a") as file:
+            with self._path.open(mode) as file:
                 file.write(json.dumps(line) + "\n")
 
     def _read(self) -> list[dict[str, Any]]:

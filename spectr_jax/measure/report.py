@@ -1,5 +1,6 @@
 """Tables and charts, with their provenance: command, config, hardware, commit."""
 
+import json
 import os
 import pathlib
 import platform
@@ -14,6 +15,7 @@ import ml_collections
 import numpy as np
 
 from spectr_jax.config import config_hash, to_json
+from spectr_jax.errors import UserError
 from spectr_jax.files import write_json, write_whole
 from spectr_jax.loading import Trained
 from spectr_jax.models import frozen
@@ -34,15 +36,28 @@ def weights(*models: Trained) -> list[str]:
     return [f"{each.name} {frozen.digest(each)}" for each in models]
 
 
+def begun(path: pathlib.Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+    """The rows of the table `path` (JSON), which `settings` began, and the seconds that they took; none if it is not there.
+
+    Raises:
+      UserError: it was begun with other settings.
+    """
+    if not path.exists():
+        return [], 0.0
+    before = json.loads(path.read_text())
+    other = {name: before["settings"].get(name) for name in settings if before["settings"].get(name) != settings[name]}
+    if other:
+        raise UserError(f"{str(path)!r} is of a table with other settings, {other}; choose a new --workdir, or remove it")
+    return before["rows"], before["seconds"]
+
+
 def made_by(result: dict[str, Any]) -> str:
     """The sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
     seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-    begun = "".join(f", begun at {_short(each)}" for each in result.get("earlier_commits", [])[:1])
-    return (
-        f"Made by `{result['command']}` ({config}commit {_short(result['commit'])}{begun}, jax {result['jax']}) on "
-        f"{result['hardware']}{seconds}."
-    )
+    commits = [_short(each) for each in result.get("commits", [result["commit"]])]
+    at = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    return f"Made by `{result['command']}` ({config}{at}, jax {result['jax']}) on {result['hardware']}{seconds}."
 
 
 def _short(commit: str) -> str:

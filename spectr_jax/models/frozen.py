@@ -7,6 +7,7 @@ import hashlib
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -94,7 +95,7 @@ def digest(model: Model | Frozen | Loaded) -> str:
       UserError: as `freeze`.
     """
     content = hashlib.sha256()
-    for leaf in freeze(model).leaves:
+    for leaf in map(jnp.asarray, freeze(model).leaves):
         array = np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
         content.update(f"{array.shape} {array.dtype}".encode())
         content.update(array.tobytes())

@@ -209,7 +209,7 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
     [
         (
             '{"config_hash": "other", "hardware": "abacus"}\n',
-            "begun with another config, with other weights or on other.*abacus",
+            "begun with another config, with other weights, on other hardware.*abacus",
         ),
         ("{}}\n", "is damaged .*; remove it to begin again"),
     ],

@@ -34,3 +34,11 @@ def test_few_tokens_have_the_bits_of_each_alone():
     linear = jax.jit(_linear(512, 2 * SMALL_KERNEL // (512 * 4)))
     x = jax.random.normal(jax.random.key(1), (FEW_ROWS, 512))
     assert jnp.array_equal(linear(x), jnp.concatenate([linear(row[None]) for row in x]))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is fast on a CPU")
+def test_gradients_of_many_rows_are_one_product():
+    """Also where the batch is small: its rows are not the sequences."""
+    graphdef, state = nnx.split(_linear(512, 2 * SMALL_KERNEL // (512 * 4)))
+    gradient = jax.grad(lambda x: jnp.sum(nnx.merge(graphdef, state)(x)))
+    assert str(jax.make_jaxpr(gradient)(jnp.zeros((FEW_ROWS, 64, 512)))).count("dot_general[") == 3

@@ -13,7 +13,11 @@ SMALL_KERNEL = 2**20
 @jax.custom_vjp
 def _dense(x, kernel):
     rows = x.reshape(-1, x.shape[-1])
-    return _matmul(pair_lone_row(rows), kernel)[: len(rows)].reshape(*x.shape[:-1], -1)
+    if _one_by_one(rows, kernel):
+        products = jnp.concatenate([_matmul(row[None], kernel) for row in rows])
+    else:
+        products = _matmul(pair_lone_row(rows), kernel)[: len(rows)]
+    return products.reshape(*x.shape[:-1], -1)
 
 
 def pair_lone_row(rows: jax.Array) -> jax.Array:
@@ -27,18 +31,16 @@ def pair_lone_row(rows: jax.Array) -> jax.Array:
 
 
 def _matmul(x, kernel):
-    if _row_by_row(x, kernel):
-        return jnp.concatenate([_matmul(row[None], kernel) for row in x])
     return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
 
-def _row_by_row(x, kernel) -> bool:
+def _one_by_one(rows, kernel) -> bool:
     """Whether so few rows are multiplied faster one by one: a CPU, float32, and a kernel that counts.
 
     XLA's CPU library copies the kernel into an order of its own for two rows or more, and reads it as it is for one, whose
     bits are then also those of a call on one token alone.
     """
-    few = 1 < len(x) <= FEW_ROWS and x.dtype == jnp.float32 and kernel.nbytes > SMALL_KERNEL
+    few = 1 < len(rows) <= FEW_ROWS and rows.dtype == jnp.float32 and kernel.nbytes > SMALL_KERNEL
     return few and jax.default_backend() == "cpu"
 
 
