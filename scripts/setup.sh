@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the locked versions, if it is not up to date: scripts/setup.sh [requirements file]
-# For an accelerator: JAX='jax[cuda13]' or JAX='jax[tpu]' in the environment, of this script or of those that call it.
+# For an accelerator: JAX='jax[cuda13]' or JAX='jax[tpu]' in the environment, of this script and of all that call it. Then
+# jax is the newest that requirements.txt allows, and not the locked one, with which some methods do not compile for a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=${1:-requirements.txt}
@@ -21,7 +22,8 @@ wanted_now() {
 if ! wanted_now | cmp -s - "$stamp"; then
   echo "installing $wanted into .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  scripts/install.sh .venv -r "$wanted" ${JAX:+"$JAX"} -c requirements.lock
+  sed ${JAX:+-e '/^jax/d'} -e '' requirements.lock >.venv/constraints.txt
+  scripts/install.sh .venv -r "$wanted" ${JAX:+"$JAX"} -c .venv/constraints.txt
   scripts/install.sh .venv --no-deps -e .  # For scripts, and for use as a library.
   # Bytecode is compiled afterwards, by all cores and without what is seldom imported: installers take longer for it.
   seldom='/tests?/|/transformers/(models|generation|integrations|pipelines)/|/site-packages/(pip|mypyc?|setuptools)/'

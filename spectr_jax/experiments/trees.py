@@ -237,9 +237,9 @@ def _fixed_shapes(size: int) -> dict[str, Tree]:
 
 
 def _spelled(branching: tuple[int, ...]) -> str:
-    """`8, 1x7` for 8 and seven times 1."""
-    runs = [(children, len(list(run))) for children, run in itertools.groupby(branching)]
-    return ", ".join(str(children) if times == 1 else f"{children}x{times}" for children, times in runs)
+    """As `tree.parse` takes it: `8x4` for four levels of eight chains, `4,2,1`."""
+    chains = len(branching) > 1 and set(branching[1:]) == {1}
+    return f"{branching[0]}x{len(branching)}" if chains else ",".join(map(str, branching))
 
 
 def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:

@@ -42,8 +42,9 @@ class Journal:
         lines = self._read()
         if lines and lines[0] != head:
             raise UserError(
-                f"{str(self._path)!r} is of a table that was begun with another config, with other weights, on other hardware or "
-                f"by an older version ({lines[0]}, here {head}); finish it as it was begun, choose a new --workdir, or remove it"
+                f"{str(self._path)!r} is of a table that was begun with another config, with other weights, on other "
+                f"hardware or by an older version ({lines[0]}, here {head}); finish it as it was begun, choose a new "
+                "--workdir, or remove it"
             )
         for line in lines[1:]:
             if "commit" in line:
