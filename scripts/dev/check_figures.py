@@ -59,7 +59,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
         "perplexity to 0.0001 %; in int8 the perplexity is 0.16 % higher, in llama.cpp's own 8 bits 0.38 %",  # Ratios.
         "costs the embedded 6M 0.01 %",
     ),
-    "docs/training.md": ("reads 0.5 M tokens a second",),
+    "docs/training.md": ("reads 0.5 M tokens a second", "with Python 3.12 or later", "the last for Python 3.11"),
 }
 """What the pages say beside a table that no table has: sizes, ratios of its figures, and what was timed by hand."""
 
