@@ -12,7 +12,7 @@ from spectr_jax import transport
 from spectr_jax.config import trees_config
 from spectr_jax.decoding import generate, get_method
 from spectr_jax.decoding.methods import METHODS
-from spectr_jax.decoding.tree import batch, chain
+from spectr_jax.decoding.tree import batch, chain, parse
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import trees
 from spectr_jax.figures import ersd
@@ -117,7 +117,9 @@ def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
         if row.method.name in ("gsd", "ersd"):
             best = next(r for r in rows if r[:2] == (row.size, "optimal") and r.method.name == row.method.name)
             assert row.theory <= best.theory + 1e-12
-    assert {row.size for row in rows if row.shape.startswith("(4, 2)")} == {16}  # It has 12 nodes.
+    assert {row.size for row in rows if row.shape.startswith("(4,2)")} == {16}  # It has 12 nodes.
+    named = [row for row in rows if row.shape.startswith("(")]  # As commands take them.
+    assert named and all(parse(row.shape[1 : row.shape.index(")")]).parents == row.method.tree.parents for row in named)
     assert len({(row.size, row.method) for row in rows}) == len(rows)
 
 
