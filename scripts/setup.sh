@@ -23,7 +23,7 @@ if ! wanted_now | cmp -s - "$stamp"; then
   echo "installing $wanted into .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   sed ${JAX:+-e '/^jax/d'} -e '' requirements.lock >.venv/constraints.txt
-  scripts/install.sh .venv -r "$wanted" ${JAX:+"$JAX"} -c .venv/constraints.txt
+  scripts/install.sh .venv -r "$wanted" ${JAX:+--upgrade "$JAX"} -c .venv/constraints.txt
   scripts/install.sh .venv --no-deps -e .  # For scripts, and for use as a library.
   # Bytecode is compiled afterwards, by all cores and without what is seldom imported: installers take longer for it.
   seldom='/tests?/|/transformers/(models|generation|integrations|pipelines)/|/site-packages/(pip|mypyc?|setuptools)/'

@@ -47,10 +47,9 @@ tables() {
         --config.num_prompts=48
     evaluated trees trees.py
     replayed layer:trees --methods=otm_layer,otm_block,spectr,traversal,otm,gsd,gbv,gbv_conditional
-    replayed layer/greedy --temperature=0 --draft_temperature=0.1 --methods=gsd,otm_layer \
-        $(on 1x8 2x4 4,1 3,1,1,1 1x16 2x8 2,2,1,1 3,2,1,1 4x8 4,2,1,1 3,2,2,1)
-    replayed layer/greedy/drafts_0.4 --temperature=0 --draft_temperature=0.4 --methods=gsd,otm_layer \
-        $(on 1x8 2x4 4,1 3,1,1,1 1x16 2x8 2,2,1,1 3,2,1,1 4x8 4,2,1,1 3,2,2,1)
+    local for_gsd=(--temperature=0 --methods=gsd,otm_layer $(on 1x8 2x4 4,1 3,1,1,1 1x16 2x8 2,2,1,1 3,2,1,1 4x8 4,2,1,1 3,2,2,1))
+    replayed layer/greedy --draft_temperature=0.1 "${for_gsd[@]}"
+    replayed layer/greedy/drafts_0.4 --draft_temperature=0.4 "${for_gsd[@]}"
     replayed layer/greedy/drafts_1.0 --temperature=0 --draft_temperature=1.0 --methods=traversal,otm_layer,gsd,otm_block \
         $(on 1x8 2x4 4x2 2,2 1x16 2x8 4x4 2,2,1,1 4x8 8x4 4,2,1,1)
     table layer:dynamic scripts/dev/compare_dynamic.py

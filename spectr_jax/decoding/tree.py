@@ -188,6 +188,11 @@ def parse(spec: "Tree | str") -> Tree:
     raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of 8x4, {known}")
 
 
+def spelled(branching: tuple[int, ...]) -> str:
+    """The prefix tree with so many children in each level, as `parse` takes it: `4,2,1`."""
+    return ",".join(map(str, branching))
+
+
 def checked(**values: int) -> None:
     """Raises `UserError` for a number that is not whole or less than 1."""
     for name, value in values.items():

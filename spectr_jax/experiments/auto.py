@@ -158,7 +158,7 @@ def _chains(config: ml_collections.ConfigDict) -> dict[str, Tree]:
     """K chains of L, for K > 1 and the L of the config, by their numbers of children."""
     numbers = [number for number in config.num_drafts if number > 1]
     shapes = [(number, *[1] * (length - 1)) for number in numbers for length in config.draft_lengths]
-    return {",".join(map(str, branching)): tree_lib.prefix_tree(*branching) for branching in shapes}
+    return {tree_lib.spelled(branching): tree_lib.prefix_tree(*branching) for branching in shapes}
 
 
 def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
@@ -176,7 +176,7 @@ def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times:
     widest, highest = max(config.num_drafts), max(config.draft_lengths)
     shapes = {(number, *[1] * (length - 1)) for number in config.num_drafts for length in config.draft_lengths}
     prefix_trees = {
-        ",".join(map(str, branching)): tree_lib.prefix_tree(*branching)
+        tree_lib.spelled(branching): tree_lib.prefix_tree(*branching)
         for branching in sorted(shapes | set(tree_search.prefix_shapes(widest, highest)))
     }
     for name, table in acceptance.tables.items():

@@ -215,12 +215,10 @@ def _shapes(
         if size >= 2 * length:
             given.insert(0, (size // length, *[1] * (length - 1)))
         best = tree_search.best_prefix_trees(table, size, length)[0].branching
-        return {
-            f"({_spelled(branching)}){', best' if branching == best and name in carriers else ''}": tree_lib.prefix_tree(
-                *branching
-            )
-            for branching in dict.fromkeys([*given, best])
-        }
+        note = ", best" if name in carriers else ""
+        branchings = dict.fromkeys([*given, best])
+        named = {each: f"({tree_lib.spelled(each)}){note if each == best else ''}" for each in branchings}
+        return {name: tree_lib.prefix_tree(*each) for each, name in named.items()}
     if name in acceptance.R:
         shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
         if get_method(name).plan.drafts != "race":
@@ -234,12 +232,6 @@ def _shapes(
 
 def _fixed_shapes(size: int) -> dict[str, Tree]:
     return {"batch": tree_lib.batch(size), "chain": tree_lib.chain(size), "SpecInfer": tree_lib.specinfer(size)}
-
-
-def _spelled(branching: tuple[int, ...]) -> str:
-    """As `tree.parse` takes it: `8x4` for four levels of eight chains, `4,2,1`."""
-    chains = len(branching) > 1 and set(branching[1:]) == {1}
-    return f"{branching[0]}x{len(branching)}" if chains else ",".join(map(str, branching))
 
 
 def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:

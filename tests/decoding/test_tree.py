@@ -51,6 +51,7 @@ def test_parse():
     for spec, shape in shapes.items():
         assert tree.parse(spec) == shape
     assert tree.parse(tree.chain(2)) == tree.chain(2)
+    assert tree.parse(tree.spelled((4, 2, 1))) == tree.prefix_tree(4, 2, 1)
     for spec in ("", "star:3", "chain:3,2", "4;2", "4x", "x2", "4xx2", "2x2,1"):
         with pytest.raises(UserError, match="is not known; give the children of each level"):
             tree.parse(spec)

@@ -7,7 +7,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 FEW_ROWS = 4
 SMALL_KERNEL = 2**20
-"""In bytes; up to this the calls themselves take most of the time of a product."""
+"""In bytes; up to this the calls themselves take most of the time of a product (results/notes/2026-11-speed.md)."""
 
 
 @jax.custom_vjp
@@ -35,7 +35,7 @@ def _matmul(x, kernel):
 
 
 def _one_by_one(rows, kernel) -> bool:
-    """Whether so few rows are multiplied faster one by one: a CPU, float32, and a kernel that counts.
+    """Whether so few rows are multiplied faster one by one: a CPU, float32, and a kernel beyond `SMALL_KERNEL`.
 
     XLA's CPU library copies the kernel into an order of its own for two rows or more, and reads it as it is for one, whose
     bits are then also those of a call on one token alone.
