@@ -29,7 +29,7 @@ SHARD = 512
 """Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""
 WRITTEN = 64
 """Texts that the teacher writes at once."""
-ROWS = 16
+ROWS = 4
 """Rows that the teacher reads at once."""
 LONGEST_BEGINNING = 12
 """Tokens of a sentence that the teacher continues, at most; at least 1."""

@@ -36,9 +36,13 @@ def _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
     own_HxK = np.repeat(np.eye(K), H // K, axis=0)[:, :, None]
     q_BxNHxC = (q_BxNxHxD[:, :, :, None] * own_HxK.astype(q_BxNxHxD.dtype)).reshape(B, N * H, K * D)
     k_BxTxC, v_BxTxC = k_BxTxKxD.reshape(B, T, K * D), v_BxTxKxD.reshape(B, T, K * D)
-    scores = jnp.einsum("bnc,btc->bnt", q_BxNHxC, k_BxTxC, preferred_element_type=jnp.float32) / np.sqrt(D)
+    # Keys first, and left so: XLA puts the second factor into an order of its own at every call, here the small one.
+    scores_BxTxNH = jnp.einsum("btc,bnc->btn", k_BxTxC, q_BxNHxC, preferred_element_type=jnp.float32)
+    scores = jnp.swapaxes(jax.lax.optimization_barrier(scores_BxTxNH), 1, 2) / np.sqrt(D)
     hidden = jnp.finfo(jnp.float32).min / 2
     weights = jax.nn.softmax(jnp.where(jnp.repeat(mask_BxNxT, H, axis=1), scores, hidden), axis=-1)
     mixed = jnp.einsum("bnt,btc->bnc", weights.astype(v_BxTxC.dtype), v_BxTxC, preferred_element_type=jnp.float32)
-    mixed_BxNxHxD = jnp.sum(mixed.reshape(B, N, H, K, D) * own_HxK, axis=3)
+    mixed = mixed.reshape(B, N, K, H // K, K, D)
+    # Slices: a sum over masked heads would be fused into the product, which then takes seven times as long.
+    mixed_BxNxHxD = jnp.stack([mixed[:, :, head, :, head] for head in range(K)], axis=2).reshape(B, N, H, D)
     return mixed_BxNxHxD.astype(q_BxNxHxD.dtype)
