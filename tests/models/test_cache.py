@@ -31,6 +31,20 @@ def test_a_call_on_one_token_copies_no_cache():
     assert program.memory_analysis().temp_size_in_bytes < cache.rows[0][0].nbytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("new", [1, 2])
+def test_each_sequence_of_a_batch_is_written_in_its_own_place(dtype, new):
+    """The last one begins where its rows do not fit, and ends in the last slot."""
+    buffer = np.arange(30.0).reshape(3, 5, 2)
+    rows, starts = -1.5 - np.arange(3.0 * new * 2).reshape(3, new, 2), np.array([0, 2, 9])
+    expected = buffer.copy()
+    for sequence, start in enumerate(np.minimum(starts, 5 - new)):
+        expected[sequence, start : start + new] = rows[sequence]
+    written = write(jnp.asarray(buffer, dtype), jnp.asarray(rows, "float32"), jnp.asarray(starts))
+    assert written.dtype == dtype
+    np.testing.assert_array_equal(written.astype("float32"), expected)
+
+
 @pytest.mark.parametrize("start", [0, 3, 4, 9])
 def test_one_row_is_written_in_its_place(start):
     """In the last slot, if it does not fit."""
