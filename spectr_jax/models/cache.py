@@ -41,11 +41,7 @@ def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.
 
     # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies of it, one of each shape.
     alone = rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
-    if len(buffer_BT) == 1 or buffer_BT.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
-        return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
-    # As integers: a CPU converts the whole buffer to float32 and back for a batch of writes of bfloat16.
-    bits = [jax.lax.bitcast_convert_type(each, jnp.uint16) for each in (buffer_BT, rows_BN.astype(buffer_BT.dtype))]
-    return jax.lax.bitcast_convert_type(jax.vmap(write_one)(*bits, starts_B), buffer_BT.dtype)
+    return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
 def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int) -> jax.Array:
