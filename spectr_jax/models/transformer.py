@@ -20,6 +20,7 @@ from flax import nnx
 from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
 
 
@@ -107,7 +108,7 @@ class Block(nnx.Module):
             k_BxTxHxD = cache_lib.write(rows[0], k_BxNxHxD, starts_B)
             v_BxTxHxD = cache_lib.write(rows[1], v_BxNxHxD, starts_B)
             rows = (k_BxTxHxD, v_BxTxHxD)
-        mixed_BxNxHxD = jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask=mask_BxNxT[:, None])
+        mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, E)), rows
 
     def _drop(self, x, key):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FEW = 4
-"""Key and value heads up to which a CPU multiplies by those of all of them."""
+FEW = 256
+"""Up to so many new tokens x query heads x key and value heads a sequence, a CPU multiplies by those of all heads."""
 
 
 def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array) -> jax.Array:
@@ -16,7 +16,8 @@ def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
 
     Every new token sees at least one slot.
     """
-    if jax.default_backend() == "cpu" and 1 < k_BxTxKxD.shape[2] <= FEW:
+    (_, N, H, _), K = q_BxNxHxD.shape, k_BxTxKxD.shape[2]
+    if jax.default_backend() == "cpu" and K > 1 and N * H * K <= FEW:
         return _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     return jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
 
