@@ -34,6 +34,7 @@ _FEATURES = flags.DEFINE_bool(
     "features", False, "Also keep the teacher's last hidden state at each token, for students that see it."
 )
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8.")
+_WRITE_DTYPE = flags.DEFINE_string("write_dtype", None, "Precision in which it writes texts; --dtype if not given.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of written texts.", lower_bound=0)
 _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
 
@@ -55,6 +56,9 @@ def main():
     if bool(_TEXT.value) == chats:
         needless = f"--write=chats takes no --text={_TEXT.value!r}; leave one out"
         raise UserError(needless if chats else "--text is missing; give a corpus, or --write=chats")
+    write_dtype = _WRITE_DTYPE.value or _DTYPE.value
+    if not writes and _WRITE_DTYPE.value:
+        raise UserError(f"--write_dtype={write_dtype} is for texts that the teacher writes; leave it out, or give --write")
     sentences = None if chats else open_sentences(_TEXT.value, _TFDS.value)
     teacher = load(_TEACHER.value, _DTYPE.value)
     tokenizer, vocab_size, length = teacher.tokenizer, teacher.model.vocab_size, _LENGTH.value
@@ -68,10 +72,11 @@ def main():
             f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
         )
     policy = Policy(temperature=_TEMPERATURE.value, eos=tokenizer.eos)
+    writer = load(_TEACHER.value, write_dtype) if write_dtype != _DTYPE.value else teacher
     if sentences is None:
-        texts = teaching.conversations(teacher, length, policy, _SEED.value)
+        texts = teaching.conversations(writer, length, policy, _SEED.value)
     elif writes:
-        texts = teaching.continued_texts(teacher, sentences, length, policy, _SEED.value)
+        texts = teaching.continued_texts(writer, sentences, length, policy, _SEED.value)
     else:
         texts = teaching.read_texts(sentences, tokenizer)
     about = {
@@ -86,6 +91,7 @@ def main():
         "first": _FIRST.value,
         "write": _WRITE.value,
         **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),
+        **({"write_dtype": write_dtype} if write_dtype != _DTYPE.value else {}),
     }
     labels.claim_folder(out, about)
     if labels.shard_path(out, 0).exists():

@@ -144,6 +144,7 @@ CASES = [
     (LABEL, "--text=", "--text is missing; give a corpus, or --write=chats"),
     (LABEL, "--write=chats", "--write=chats takes no --text"),
     (LABEL, "--write=chats --text=", "the model has no chat template; give an instructed one"),
+    (LABEL, "--write_dtype=int8", "--write_dtype=int8 is for texts that the teacher writes; leave it out, or give --write"),
     (LABEL, "--length=129", "--length=129 is more than the teacher's context of 128; give at most that"),
     (LABEL, "--temperature=-1", "flag --temperature=-1: -1.0 is not a non-negative number"),
     (LABEL, "--text=/nowhere", "no text file matches '/nowhere'"),
