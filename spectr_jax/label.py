@@ -40,8 +40,6 @@ _TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, i
 
 
 def main():
-    from spectr_jax.data.corpus import open_sentences
-    from spectr_jax.decoding import Policy
     from spectr_jax.distillation import labels
     from spectr_jax.distillation import teacher as teaching
     from spectr_jax.errors import UserError
@@ -52,14 +50,7 @@ def main():
     out = expanded(_OUT.value)
     if "," in str(out):
         raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")
-    chats, writes = _WRITE.value == "chats", _WRITE.value != "nothing"
-    if bool(_TEXT.value) == chats:
-        needless = f"--write=chats takes no --text={_TEXT.value!r}; leave one out"
-        raise UserError(needless if chats else "--text is missing; give a corpus, or --write=chats")
-    write_dtype = _WRITE_DTYPE.value or _DTYPE.value
-    if not writes and _WRITE_DTYPE.value:
-        raise UserError(f"--write_dtype={write_dtype} is for texts that the teacher writes; leave it out, or give --write")
-    sentences = None if chats else open_sentences(_TEXT.value, _TFDS.value)
+    sentences = _sentences()
     teacher = load(_TEACHER.value, _DTYPE.value)
     tokenizer, vocab_size, length = teacher.tokenizer, teacher.model.vocab_size, _LENGTH.value
     if length > teacher.model.context:
@@ -71,14 +62,8 @@ def main():
         raise UserError(
             f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
         )
-    policy = Policy(temperature=_TEMPERATURE.value, eos=tokenizer.eos)
-    writer = load(_TEACHER.value, write_dtype) if write_dtype != _DTYPE.value else teacher
-    if sentences is None:
-        texts = teaching.conversations(writer, length, policy, _SEED.value)
-    elif writes:
-        texts = teaching.continued_texts(writer, sentences, length, policy, _SEED.value)
-    else:
-        texts = teaching.read_texts(sentences, tokenizer)
+    texts = _texts(teacher, sentences, length)
+    writes, write_dtype = _WRITE.value != "nothing", _write_dtype()
     about = {
         "teacher": _TEACHER.value,
         "dtype": _DTYPE.value,
@@ -102,6 +87,41 @@ def main():
     tokens = teaching.write_labels(out, shifted, _COUNT.value, fill, row_type)
     rows = labels.open_labels(str(out))
     print(f"{tokens:,} tokens labelled now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
+
+
+def _sentences():
+    """The corpus, or None for chats; raises `UserError` for flags that do not go together."""
+    from spectr_jax.data.corpus import open_sentences
+    from spectr_jax.errors import UserError
+
+    chats = _WRITE.value == "chats"
+    if bool(_TEXT.value) == chats:
+        needless = f"--write=chats takes no --text={_TEXT.value!r}; leave one out"
+        raise UserError(needless if chats else "--text is missing; give a corpus, or --write=chats")
+    if _WRITE.value == "nothing" and _WRITE_DTYPE.value:
+        raise UserError(
+            f"--write_dtype={_WRITE_DTYPE.value} is for texts that the teacher writes; leave it out, or give --write"
+        )
+    return None if chats else open_sentences(_TEXT.value, _TFDS.value)
+
+
+def _texts(teacher, sentences, length: int):
+    """What is labelled: `teaching.Texts` that are read, or that the teacher writes."""
+    from spectr_jax.decoding import Policy
+    from spectr_jax.distillation import teacher as teaching
+    from spectr_jax.loading import load
+
+    if _WRITE.value == "nothing":
+        return teaching.read_texts(sentences, teacher.tokenizer)
+    writer = teacher if _write_dtype() == _DTYPE.value else load(_TEACHER.value, _write_dtype())
+    policy = Policy(temperature=_TEMPERATURE.value, eos=teacher.tokenizer.eos)
+    if sentences is None:
+        return teaching.conversations(writer, length, policy, _SEED.value)
+    return teaching.continued_texts(writer, sentences, length, policy, _SEED.value)
+
+
+def _write_dtype() -> str:
+    return _WRITE_DTYPE.value or _DTYPE.value
 
 
 if __name__ == "__main__":
