@@ -162,14 +162,12 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     @functools.partial(jax.jit, static_argnums=0)
     def likeliest(features: bool, model: Frozen, tokens: jax.Array, segments: jax.Array, positions: jax.Array):
         merged, place = model.merge(), (tokens, positions, causal(segments))
-        seen = None
-        if features:
-            seen, _ = merged.hidden(*place)
-            logits = merged.scored(seen)
-        else:
-            logits, _ = merged.extend(*place)
-        top, tokens = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
-        return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), seen
+        if not model.features_shown:
+            return *_labels_of(merged.extend(*place)[0]), None
+        seen, _ = merged.hidden(*place)
+        # Row by row: logits of all at once are hundreds of megabytes, which take longer to get than to fill.
+        top, logs = jax.lax.map(lambda row: _labels_of(merged.scored(row)), seen)
+        return top, logs, seen if features else None
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
@@ -187,6 +185,12 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             part["log_probabilities"][..., :count] = np.asarray(logs)[: len(part)]
 
     return fill
+
+
+def _labels_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens of logits [..., V], and the logarithms of their probabilities."""
+    top, tokens = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
+    return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def write_labels(

@@ -30,6 +30,19 @@ def test_greedy_breaks_ties_alike():
     np.testing.assert_array_equal(probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0)), [[1, 0, 0]] * 2)
 
 
+@pytest.mark.parametrize("policy", [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)])
+def test_logits_that_are_no_numbers_have_no_distribution(policy):
+    laws = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
+    assert np.isfinite(laws[0]).all()
+    assert not (laws[1] > 0).any()
+
+
+def test_each_of_several_temperatures_is_its_own():
+    laws = jax.vmap(lambda temperature: probabilities(LOGITS, Policy(temperature=temperature)))(jnp.array([0.0, 0.5, 1.0]))
+    for law, temperature in zip(laws, [0.0, 0.5, 1.0], strict=True):
+        np.testing.assert_allclose(law, probabilities(LOGITS, Policy(temperature=temperature)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])
 @pytest.mark.parametrize("size", [5, 13, 300])
 @pytest.mark.optimized

@@ -33,6 +33,8 @@ def _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
 
     For products by head XLA copies all keys and values into another order at every call: here they are read as they are.
     """
+    # Done before they are padded, or XLA computes the rotation anew for each of the K copies.
+    q_BxNxHxD = jax.lax.optimization_barrier(q_BxNxHxD)
     (B, N, H, D), (T, K) = q_BxNxHxD.shape, k_BxTxKxD.shape[1:3]
     own_HxK = np.repeat(np.eye(K), H // K, axis=0)[:, :, None]
     q_BxNHxC = (q_BxNxHxD[:, :, :, None] * own_HxK.astype(q_BxNxHxD.dtype)).reshape(B, N * H, K * D)
