@@ -67,7 +67,8 @@ def _softened(logits: jax.Array, temperature: jax.Array, policy: Policy) -> jax.
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     elif limited:
         scaled = jnp.where(scaled >= jax.lax.top_k(scaled, policy.top_k)[0][..., -1:], scaled, -jnp.inf)
-    return jax.nn.softmax(scaled, axis=-1)
+    weights = jnp.exp(scaled)  # No softmax: the largest of `scaled` is 0.
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
 def _greedy(logits: jax.Array) -> jax.Array:

@@ -104,7 +104,7 @@ def win(key, p, q, drafts, valid) -> Winner:
     """See `Plan.win`: steps 1 to 3."""
     cells = cells_of(p, q, len(drafts))
     law = winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
-    rho = token_ratios(p, q, cells, law)
+    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, law))
     return Winner(winning_draft(key, p, drafts, valid, cells, law, rho), p * rho)
 
 
@@ -157,11 +157,17 @@ def winner_law(p, q, k) -> WinnerLaw:
     return WinnerLaw(rho, xp.where(drawn, phi, 0), low, high, rejection)
 
 
-def token_ratios(p, q, cells: Cells, winner: WinnerLaw) -> jax.Array:
-    """rho [V] of each token: its own ratio, where all of its cell are on one side of low, high and phi."""
+def shared_ratios(cells: Cells, winner: WinnerLaw) -> jax.Array:
+    """rho [C] that the tokens of a cell share; -1 where it is on one side of low, high and phi, and each has its own."""
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
-    return jnp.where(own[cells.of_token], q / jnp.where(p > 0, p, 1), winner.rho[cells.of_token])
+    return jnp.where(own, -1, winner.rho)
+
+
+def token_ratios(p, q, of_token, shared) -> jax.Array:
+    """rho [V] of each token: its cell's `shared` ratio, or its own."""
+    of_cell = shared[of_token]
+    return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
 
 
 def winning_draft(key, p, drafts, valid, cells: Cells, winner: WinnerLaw, rho) -> jax.Array:

@@ -237,7 +237,8 @@ def _plans(drafted: _Drafted, tokens_D, *of_nodes_W) -> _Plan:
 
 def _plan(p, q, tokens_D, k, score, budget) -> _Plan:
     def several():
-        cells, winner, rho = _winner(p, q, k, budget)
+        cells, winner, shared = _winner(p, q, k, budget)
+        rho = otm.token_ratios(p, q, cells.of_token, shared)
         below = otm.cumulative(jnp, cells.p) - cells.p
         above = otm.cumulative(jnp, cells.p[::-1])[::-1] - cells.p
         cell_D = cells.of_token[tokens_D]
@@ -255,14 +256,24 @@ def _plan(p, q, tokens_D, k, score, budget) -> _Plan:
 
 def _winner_law(p, q, k, budget) -> jax.Array:
     """g [V]."""
-    return jax.lax.cond(_is_alone(k, budget), lambda: p, lambda: p * _winner(p, q, k, budget)[2])
+
+    def several():
+        cells, _, shared = _winner(p, q, k, budget)
+        return cells.of_token, shared
+
+    def alone():
+        of_token, shared = jax.eval_shape(several)
+        return jnp.zeros(of_token.shape, of_token.dtype), jnp.ones(shared.shape, shared.dtype)
+
+    # Looked up outside, or XLA on a CPU computes what a cell shares anew for each of its tokens.
+    return p * otm.token_ratios(p, q, *jax.lax.cond(_is_alone(k, budget), alone, several))
 
 
 def _winner(p, q, k, budget) -> tuple[otm.Cells, otm.WinnerLaw, jax.Array]:
-    """Cells, the winner's distribution by cell, and over p [V], for kappa drafts."""
+    """Cells, the winner's distribution by cell, and the ratios that tokens share [C], for kappa drafts."""
     cells = otm.cells_of(p, q, MOST)
     winner = otm.winner_law(cells.p, cells.q, _kappa(k, budget))
-    return cells, winner, otm.token_ratios(p, q, cells, winner)
+    return cells, winner, otm.shared_ratios(cells, winner)
 
 
 def _is_alone(k, budget) -> jax.Array:
