@@ -46,6 +46,7 @@ def ends(tokens: jax.Array, policy: Policy) -> jax.Array:
     return jnp.any(tokens[..., None] == jnp.ravel(jnp.asarray(policy.eos)), axis=-1) | (tokens < 0)
 
 
+@jax.jit
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
     """The distribution [..., V] float32 that `policy` makes of `logits` [..., V]."""
     temperature = jnp.asarray(policy.temperature, jnp.float32)
