@@ -166,8 +166,8 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             return *_labels_of(merged.extend(*place)[0]), None
         seen, _ = merged.hidden(*place)
         # Row by row: logits of all at once are hundreds of megabytes, which take longer to get than to fill.
-        top, logs = jax.lax.map(lambda row: _labels_of(merged.scored(row)), seen)
-        return top, logs, seen if features else None
+        found = jax.lax.map(lambda row: _labels_of(merged.scored(row)), seen)
+        return *found, seen if features else None
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
