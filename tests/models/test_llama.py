@@ -11,7 +11,6 @@ from flax import nnx
 from spectr_jax import check_model
 from spectr_jax.errors import UserError
 from spectr_jax.models.early_exit import EarlyExit
-from spectr_jax.models.layers.attention import FEW, attention
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors, rotary_frequencies
 from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
 
@@ -114,19 +113,6 @@ def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
     with pytest.raises(UserError, match="a kernel of int8 cannot be quantized"):
         quantize(small)
     check_model(small, tolerance=0.1 * np.ptp(exact))
-
-
-@pytest.mark.parametrize("heads", [3, 6])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_by_all_heads_is_that_by_each(dtype, heads):
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, N, count, 8)), dtype) for N, count in ((5, 6), (9, heads), (9, heads)))
-    assert 5 * 6 * heads <= FEW
-    mask = jnp.asarray(rng.random((2, 5, 9)) < 0.5).at[:, :, 0].set(True)
-    expected = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-    made = attention(q, k, v, mask)
-    assert made.dtype == expected.dtype == dtype
-    assert float(jnp.abs(made - expected).max()) < {"float32": 1e-6, "bfloat16": 2e-2}[dtype]
 
 
 def test_bfloat16_products_leave_float32_sums():
