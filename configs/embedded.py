@@ -1,15 +1,13 @@
 """The ladder that two CPU cores can train on open text: the 2M, 6M and 20M models.
 
-    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296
-    GLIBC_TUNABLES+=:glibc.malloc.trim_threshold=8589934592
+    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
     python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/draft_20m --config.data.train=FILES
 
 The corpus of results/README.md, whose place here is the default, is not distributed: give text of yours, one sentence a
 line, as --config.data.train='my_text/train-*' --config.data.heldout='my_text/heldout-*'.
 The 20M's weights in spectr_jax/embedded came out of this; those of the 2M and 6M out of an older recipe (AdamW in float32,
 results/README.md), with the same vocabulary. The recipe is `open_text_config`'s, for far less than one pass over a corpus of
-86 M tokens: one to four hours each. The environment variable gives the C library's heap huge pages, and lets it keep
-them, which saves time on Linux; the second line is bash.
+86 M tokens: one to four hours each. The environment variable gives the heap huge pages, which saves time on Linux.
 """
 
 from spectr_jax.config import open_text_config

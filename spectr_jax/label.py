@@ -45,8 +45,10 @@ def main():
     from spectr_jax.errors import UserError
     from spectr_jax.files import expanded
     from spectr_jax.loading import load
+    from spectr_jax.memory import keep_freed_memory
     from spectr_jax.models.base import features_shown
 
+    keep_freed_memory()
     out = expanded(_OUT.value)
     if "," in str(out):
         raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")

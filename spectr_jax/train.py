@@ -17,7 +17,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the s
 def main():
     # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.files import expanded
+    from spectr_jax.memory import keep_freed_memory
 
+    keep_freed_memory()
     if "teacher" in _CONFIG.value:
         from spectr_jax.distillation.training import distil as train
     else:

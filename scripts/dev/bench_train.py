@@ -27,6 +27,7 @@ from spectr_jax.files import write_json, write_whole
 from spectr_jax.loading import EMBEDDED
 from spectr_jax.measure import report
 from spectr_jax.measure.compilation import side_by_side
+from spectr_jax.memory import keep_freed_memory
 from spectr_jax.models.transformer import LADDER, TransformerConfig
 from spectr_jax.training import throughput
 from spectr_jax.training.preparation import check_train_config
@@ -49,6 +50,7 @@ _FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that share one copy of the para
 
 
 def main():
+    keep_freed_memory()
     if len(_BATCHES.value) != len(LADDER) or not all(size.isdigit() and int(size) for size in _BATCHES.value):
         raise UserError(f"--batch_sizes={','.join(_BATCHES.value)} is not one number for each of {', '.join(LADDER)}")
     for config in configs():
