@@ -1,12 +1,14 @@
 """Grouped-query attention (Ainslie et al., 2023), in the form that is fast where it runs.
 
-Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and value heads, D head width, C = K D channels.
+Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and value heads, G = H / K, D head width, C = K D
+channels.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
+
+from spectr_jax.models.layers.layout import in_memory
 
 FEW = 256
 """Up to so many new tokens x query heads x key and value heads a sequence, a CPU multiplies by those of all heads."""
@@ -55,18 +57,13 @@ def _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
 def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
     """Heads before tokens in memory, which XLA's products by head take half as long for, forwards and backwards."""
     (B, N, H, D), K = q_BxNxHxD.shape, k_BxTxKxD.shape[2]
-    q_BxKxGNxD = _in_memory(q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)).reshape(B, K, -1, D)
-    k_BxKxTxD, v_BxKxTxD = _in_memory(jnp.moveaxis(k_BxTxKxD, 2, 1)), _in_memory(jnp.moveaxis(v_BxTxKxD, 2, 1))
+    q_BxKxGNxD = in_memory(q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)).reshape(B, K, -1, D)
+    k_BxKxTxD, v_BxKxTxD = in_memory(jnp.moveaxis(k_BxTxKxD, 2, 1)), in_memory(jnp.moveaxis(v_BxTxKxD, 2, 1))
     scores = jnp.einsum("bknd,bktd->bknt", q_BxKxGNxD, k_BxKxTxD, preferred_element_type=jnp.float32)
     weights = _weights(scores, jnp.tile(mask_BxNxT[:, None], (1, 1, H // K, 1)), D).astype(v_BxTxKxD.dtype)
     mixed = jnp.einsum("bknt,bktd->bknd", weights, v_BxKxTxD, preferred_element_type=jnp.float32)
     mixed_BxNxHxD = mixed.reshape(B, H, N, D).swapaxes(1, 2)
     return mixed_BxNxHxD.astype(q_BxNxHxD.dtype)
-
-
-def _in_memory(x: jax.Array) -> jax.Array:
-    """`x` with its axes in memory in their order, which XLA would otherwise leave to the product that reads it."""
-    return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
 
 
 def _weights(scores: jax.Array, mask: jax.Array, width: int) -> jax.Array:

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
+
+from spectr_jax.models.layers.layout import in_memory
 
 FEW_ROWS = 4
 SMALL_KERNEL = 2**20
@@ -54,9 +55,7 @@ def _dense_backward(residuals, g):
 
 def _transposed(x: jax.Array) -> jax.Array:
     """The transpose of `x` [R, C], in memory on a CPU: XLA's products of transposed factors run at half the speed there."""
-    if jax.default_backend() != "cpu":
-        return x.T
-    return jax.lax.optimization_barrier(with_layout_constraint(x.T, Layout((0, 1))))
+    return in_memory(x.T) if jax.default_backend() == "cpu" else x.T
 
 
 _dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backward)
