@@ -1,4 +1,4 @@
-"""Atomic writes of files, and digests of their content."""
+"""Atomic writes of files, digests of their content, and what users name."""
 
 import hashlib
 import json
@@ -7,6 +7,8 @@ import pathlib
 from typing import Any
 
 from spectr_jax.errors import UserError
+
+LFS_POINTER = b"version https://git-lfs"
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
@@ -41,6 +43,14 @@ def named(name: str | pathlib.Path) -> pathlib.Path:
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes indented JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_fetched(path: pathlib.Path) -> None:
+    """Raises `UserError` for a pointer of Git LFS, which lies in a clone where a large file was not fetched."""
+    with path.open("rb") as opened:
+        pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+    if pointer:
+        raise UserError(f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull' in its folder")
 
 
 def digest(content: bytes) -> str:

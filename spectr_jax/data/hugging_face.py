@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from spectr_jax.data.tokenizer import BOS, EOS, NO_PIECE, PAD, SPACE, UNK, AnyTokenizer, Tokenizer, vocabulary_digest
 from spectr_jax.errors import UserError
-from spectr_jax.files import write_json, write_whole
+from spectr_jax.files import check_fetched, write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
@@ -127,6 +127,7 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     """
     try:
         if (folder / FILE).exists():
+            check_fetched(folder / FILE)
             read = tokenizers.Tokenizer.from_file(str(folder / FILE))
             _add_declared(read, folder)
             read.no_truncation()
@@ -141,6 +142,8 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
         return made
+    except UserError:
+        raise
     except Exception as error:  # The library raises bare exceptions.
         raise UserError(f"{str(folder)!r} has no tokenizer to be read ({error}); save the model's own there") from error
 

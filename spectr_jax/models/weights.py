@@ -15,7 +15,7 @@ import safetensors.flax
 from flax import nnx
 
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import digest
+from spectr_jax.files import check_fetched, digest
 from spectr_jax.models import llama, transformer
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
@@ -126,6 +126,7 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
     exports: dict[str | None, pathlib.Path] = {}
     try:
         for file in _all_files(path):
+            check_fetched(file)
             with safetensors.safe_open(file, framework="flax") as part:
                 metadata = part.metadata() or {}
             if metadata.get("format") != FORMAT:

@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 
 from spectr_jax.errors import UserError
-from spectr_jax.files import write_json
+from spectr_jax.files import check_fetched, write_json
 from spectr_jax.models.weights import write_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -78,6 +78,7 @@ class Folder:
 
 def _places(file: pathlib.Path) -> dict[str, Place]:
     """Where each tensor of a safetensors file is; raises what the library raises for one that is damaged."""
+    check_fetched(file)
     with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))

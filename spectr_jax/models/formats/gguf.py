@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 
 from spectr_jax.errors import UserError
+from spectr_jax.files import check_fetched
 from spectr_jax.models.formats.parts import fill
 from spectr_jax.models.llama import Llama, LlamaConfig
 
@@ -62,6 +63,7 @@ class GGUF:
         """Opens `path`; raises `UserError` if it is no whole GGUF file."""
         self.path = path
         try:
+            check_fetched(path)
             reader = _Reader(path)
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
             self._fields = reader.fields
