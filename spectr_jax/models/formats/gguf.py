@@ -67,6 +67,8 @@ class GGUF:
             reader = _Reader(path)
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
             self._fields = reader.fields
+        except UserError:
+            raise
         except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again") from error
 
