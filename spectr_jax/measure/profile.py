@@ -68,9 +68,10 @@ def scopes(program: str) -> dict[str, str]:
 
 def summary(times: dict[str, tuple[int, float]], phases: dict[str, str], calls: int) -> list[dict[str, Any]]:
     """The times by phase and kind, the longest first."""
+    by_plain_name = {_plain(operation): phase for operation, phase in phases.items()}
     sums: dict[tuple[str, str], list[float]] = {}
     for operation, (number, seconds) in times.items():
-        entry = sums.setdefault((phases.get(operation, "other"), _kind(operation)), [0, 0.0])
+        entry = sums.setdefault((by_plain_name.get(_plain(operation), "other"), _kind(operation)), [0, 0.0])
         entry[0] += number
         entry[1] += seconds
     whole = sum(seconds for _, seconds in sums.values())
@@ -87,6 +88,14 @@ def summary(times: dict[str, tuple[int, float]], phases: dict[str, str], calls: 
     return sorted(rows, key=lambda row: -row["ms"])
 
 
+def _plain(operation: str) -> str:
+    """An operation's name as a GPU's profile has it, which writes `loop_fusion_12` for the program's `loop_fusion.12`."""
+    return re.sub(r"[.-]", "_", operation)
+
+
 def _kind(operation: str) -> str:
     """`fusion` of `broadcast_add_fusion.39`, `dot` of `dot.7`; `library` of what XLA's CPU library does, products mostly."""
-    return "library" if operation.startswith("ynn") else re.sub(r"[.\d]+$", "", operation).split("_")[-1]
+    if operation.startswith("ynn"):
+        return "library"
+    name = re.sub(r"[._\d]+$", "", operation).replace("custom_call", "custom-call")  # It calls no other operation.
+    return name.split("_")[-1]

@@ -111,6 +111,12 @@ def test_operations_are_told_by_their_scope():
     assert [row["share"] for row in rows] == pytest.approx([0.6, 0.2, 0.2])
 
 
+def test_operations_are_told_by_the_names_that_a_gpu_gives_them():
+    phases = {"loop_add_fusion.12": "draft", "custom-call.3": "score"}
+    rows = profile.summary({"loop_add_fusion_12": (2, 0.002), "custom_call_3": (1, 0.001)}, phases, 1)
+    assert [(row["phase"], row["kind"]) for row in rows] == [("draft", "fusion"), ("score", "custom-call")]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
