@@ -5,9 +5,10 @@
 
 The corpus of results/README.md, whose place here is the default, is not distributed: give text of yours, one sentence a
 line, as --config.data.train='my_text/train-*' --config.data.heldout='my_text/heldout-*'.
-The 20M's weights in spectr_jax/embedded came out of this; those of the 2M and 6M out of an older recipe (AdamW in float32,
-results/README.md), with the same vocabulary. The recipe is `open_text_config`'s, for far less than one pass over a corpus of
-86 M tokens: one to four hours each. The environment variable gives the heap huge pages, which saves time on Linux.
+The recipe is `open_text_config`'s, for far less than one pass over a corpus of 86 M tokens: an hour each on cores with
+bfloat16 products, up to four on others. The weights in spectr_jax/embedded were trained on from such runs, in stretches of a
+cosine each, for 63 to 81 M tokens in all (results/notes/2026-11-embedded.md). The environment variable gives the heap huge
+pages, which saves time on Linux.
 """
 
 from spectr_jax.config import open_text_config

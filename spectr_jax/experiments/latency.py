@@ -41,6 +41,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_latency_config(config)
     measurement.claim_workdir(config, workdir, NAME)
     models = [load_alone(spec, config.dtype) for spec in config.models]
+    names = [trained.name for trained in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"models has {names.count(name)} of the name {name!r}, which the table cannot tell apart; keep one")
     target, draft = models[0], fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:
