@@ -44,7 +44,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     names = [trained.name for trained in models]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"models has {names.count(name)} of the name {name!r}, which no reader could tell apart; keep one")
+            raise UserError(f"models has {names.count(name)} named {name!r}, which the table cannot tell apart; keep one")
     target, draft = models[0], fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:

@@ -124,7 +124,7 @@ def test_operations_are_told_by_the_names_that_a_gpu_gives_them():
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"context": 30}, "context=30 and a call of 3 tokens exceed the context 32 of 'target'"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
-        ({"models": ("random:draft_2m", "random:draft_2m")}, "models has 2 of the name 'random:draft_2m'"),
+        ({"models": ("random:draft_2m", "random:draft_2m")}, "models has 2 named 'random:draft_2m'"),
         ({"methods": ("baseline",)}, "has 'baseline', which drafts no chains of"),
     ],
 )
