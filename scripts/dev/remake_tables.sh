@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes every table and figure on the embedded models anew, as after new weights: eight hours on two idle cores.
+# Makes every table and figure on the embedded models and the 97M anew, as after new weights: some six hours on two idle cores.
 #
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
@@ -36,7 +36,10 @@ pair=(--config.target=embedded:20m --config.draft=embedded:2m)
 
 tables() {
     evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
-        --config.models="('embedded:2m','embedded:6m','embedded:20m')"
+        --config.models="('embedded:2m','embedded:6m','embedded:20m','results/target_97m/target_97m')"
+    evaluated target_97m/cpu ladder.py:97m
+    fastest target_97m/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(2,3,4,6)' \
+        --config.target=results/target_97m/target_97m --config.draft=embedded:6m
     evaluated demo demo.py:full
     evaluated ladder ladder.py
     evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
