@@ -31,6 +31,20 @@ def _spread(rng, main, rest, concentration):
     return np.append(1 - main, main * rng.dirichlet(np.full(rest, concentration)))
 
 
+def test_otm_finds_the_same_partners_for_an_accelerator(monkeypatch):
+    """Which searches in one kernel; uniforms at 0 and 1 are the ends of a draft's stretch."""
+    p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
+    cells = otm.cells_of(p, q, 8)
+    winner = otm.winner_law(cells.p, cells.q, 8)
+    matching, rho = otm.matched(cells, winner), otm.token_ratios(p, q, cells.of_token, otm.shared_ratios(cells, winner))
+    levels = jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None]
+    moves = [otm.moved(matching, cells.of_token, rho, levels, 0.0)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    moves.append(otm.moved(matching, cells.of_token, rho, levels, 0.0))
+    np.testing.assert_array_equal(*moves)
+    assert np.mean(moves[0] != cells.of_token) > 0.5
+
+
 @optimized
 @pytest.mark.parametrize("seed", [0, 7])
 def test_otm_moves_no_draft_without_a_partner(seed):
