@@ -3,8 +3,8 @@
     scripts/train_ladder.sh --workdir=runs/lm1b                    # the four models, then this; or, with the models there,
     python -m spectr_jax.eval --config=configs/table2.py --workdir=runs/table2
 
-1,000 test prompts, three seeds, temperature 1, K in {1, 2, 4, 8}, L in {4, 8}. The first three drafts' rows are Table 4,
-those of the 6M draft Table 2. Minutes on one GPU.
+1,000 test prompts, three seeds, temperature 1, K in {1, 2, 4, 8}, L in {4, 8}. All rows are Table 4, those of
+the 6M draft Table 2.
 """
 
 from spectr_jax.config import eval_config

@@ -1,11 +1,11 @@
 """Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder for transformers.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
-    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/ladder --dtype=int8 --part_mb=16
+    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m --dtype=int8 --part_mb=16
     python -m spectr_jax.export --model=embedded:6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-What it writes can be a target or draft wherever a model is named: --config.target=results/ladder/target_97m, or hf:draft_6m.
+What it writes can be a target or draft wherever a model is named: --config.target=results/target_97m/target_97m, or hf:draft_6m.
 """
 
 import pathlib

@@ -28,7 +28,7 @@ evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; } # 
 replayed() { table "$1" scripts/dev/compare_trees.py --num_prompts=48 "${@:2}"; }
 verified() { table "$1" scripts/dev/compare_verifiers.py --num_prompts=128 "${@:2}"; }
 fastest() { # NAME SEQUENCES FLAG...
-    evaluated "$1" auto.py "${pair[@]}" --config.dtype=bfloat16 --config.batch_size="$2" --config.max_new_tokens=32 \
+    evaluated "$1" auto.py --config.dtype=bfloat16 --config.batch_size="$2" --config.max_new_tokens=32 \
         --config.size=16 --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' "${@:3}"
 }
 on() { printf -- '--tree=%s ' "$@"; } # TREE...: flags, to be split
@@ -44,8 +44,8 @@ tables() {
     evaluated ladder ladder.py
     evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
         --config.methods="('otm_block','otm_layer')"
-    fastest ladder/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(2,3,4,6)'
-    fastest ladder/fastest_32 32 --config.num_prompts=32 --config.tries=4 --config.draft_lengths='(1,2,3,4)'
+    fastest ladder/fastest_1 1 "${pair[@]}" --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(2,3,4,6)'
+    fastest ladder/fastest_32 32 "${pair[@]}" --config.num_prompts=32 --config.tries=4 --config.draft_lengths='(1,2,3,4)'
     evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.extra_trees="('4,1,1,1,1,1,1,1',)" \
         --config.num_prompts=48
     evaluated trees trees.py
