@@ -6,9 +6,9 @@
 The corpus of results/README.md, whose place here is the default, is not distributed: give text of yours, one sentence a
 line, as --config.data.train='my_text/train-*' --config.data.heldout='my_text/heldout-*'.
 The recipe is `open_text_config`'s, for far less than one pass over a corpus of 86 M tokens: minutes for the 2M and 6M and
-three quarters of an hour for the 20M on cores with bfloat16 products, one to four hours each on others. The weights in spectr_jax/embedded were trained on from such runs, in stretches of a
-cosine each, for 63 to 81 M tokens in all (results/notes/2026-11-embedded.md). The environment variable gives the heap huge
-pages, which saves time on Linux.
+three quarters of an hour for the 20M on cores with bfloat16 products, one to four hours each on others. The weights in
+spectr_jax/embedded were trained on from such runs, in stretches of a cosine each, for 63 to 81 M tokens in all
+(results/notes/2026-11-embedded.md). The environment variable gives the heap huge pages, which saves time on Linux.
 """
 
 from spectr_jax.config import open_text_config

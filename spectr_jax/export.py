@@ -5,7 +5,8 @@
     python -m spectr_jax.export --model=embedded:6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-What it writes can be a target or draft wherever a model is named: --config.target=results/target_97m/target_97m, or hf:draft_6m.
+What it writes can be a target or draft wherever a model is named, as --config.target=results/target_97m/target_97m or
+hf:draft_6m.
 """
 
 import pathlib

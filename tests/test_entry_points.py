@@ -107,6 +107,7 @@ CASES = [
         "--process_id=2 is not in 0..1; each of --processes=2",
     ),
     (TRAIN, "--distributed", "no other processes were found in the environment (TPU pod, Slurm, Open MPI)"),
+    (EVAL, "--config=configs/ladder.py:98m", "unknown target of a ladder '98m'; did you mean '97m'?"),
     (EVAL, "--config.methods=('spectre',)", "unknown method 'spectre'; did you mean 'spectr'?"),
     (EVAL, "--config.num_drafts=(0,)", "config field 'num_drafts' is 0; give at least 1"),
     (EVAL, "--config.draft_lengths=(4,-1)", "config field 'draft_lengths' is -1; give at least 1"),

@@ -34,7 +34,7 @@ def _with_another_digit(text, figure):
 @pytest.mark.slow
 def test_another_digit_is_noticed(check):
     page = ROOT / "docs/which_method.md"
-    row = next(line for line in page.read_text().splitlines() if "`otm_layer`" in line and "results/" in line)
+    row = next(line for line in page.read_text().splitlines() if "`otm_layer`" in line and line.count("results/") == 1)
     figure = check.FIGURE.findall(check.LINK.sub("]", row))[0]
     drifted = check.drifted_citations(page, _with_another_digit(row, figure))
     assert len(drifted) == 1 and row[:20] in drifted[0]

@@ -44,7 +44,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     names = [trained.name for trained in models]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"models has {names.count(name)} named {name!r}, which the table cannot tell apart; keep one")
+            raise UserError(f"models has {names.count(name)} named {name!r}, which the table cannot tell apart; rename one")
     target, draft = models[0], fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:
@@ -175,7 +175,7 @@ def markdown(result: dict[str, Any]) -> str:
         ),
         f"`{config['methods'][0]}`{_chains(result)}, L = {config['lengths'][-1]}, one "
         "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
-        f"the call on the prompt and the loop itself; rows below 0.5 % are left out.{unseen}",
+        f"the call on the prompt, the loop itself and what has no scope; rows below 0.5 % are left out.{unseen}",
         report.made_by(result),
     ]
     return "\n\n".join(parts) + "\n"
@@ -213,7 +213,7 @@ def _untrained(config: dict[str, Any]) -> str:
         return ""
     return (
         " **The weights of `random:` models are random**: time is that of any weights of these shapes; two such models "
-        "agree in about 0.7 of their drafts, as the embedded pair does."
+        "agree in about 0.7 of their drafts."
     )
 
 

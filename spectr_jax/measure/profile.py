@@ -68,10 +68,11 @@ def scopes(program: str) -> dict[str, str]:
 
 def summary(times: dict[str, tuple[int, float]], phases: dict[str, str], calls: int) -> list[dict[str, Any]]:
     """The times by phase and kind, the longest first."""
-    by_plain_name = {_plain(operation): phase for operation, phase in phases.items()}
+    own_names = {_plain(operation): operation for operation in phases}
     sums: dict[tuple[str, str], list[float]] = {}
-    for operation, (number, seconds) in times.items():
-        entry = sums.setdefault((by_plain_name.get(_plain(operation), "other"), _kind(operation)), [0, 0.0])
+    for seen, (number, seconds) in times.items():
+        operation = own_names.get(_plain(seen), seen)
+        entry = sums.setdefault((phases.get(operation, "other"), _kind(operation)), [0, 0.0])
         entry[0] += number
         entry[1] += seconds
     whole = sum(seconds for _, seconds in sums.values())
@@ -97,5 +98,5 @@ def _kind(operation: str) -> str:
     """`fusion` of `broadcast_add_fusion.39`, `dot` of `dot.7`; `library` of what XLA's CPU library does, products mostly."""
     if operation.startswith("ynn"):
         return "library"
-    name = re.sub(r"[._\d]+$", "", operation).replace("custom_call", "custom-call")  # It calls no other operation.
-    return name.split("_")[-1]
+    name = re.sub(r"([._](clone|\d+))+$", "", operation)
+    return name.replace("custom_call", "custom-call").split("_")[-1]  # Which calls no other operation, as `call` does.

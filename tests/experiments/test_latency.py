@@ -112,9 +112,22 @@ def test_operations_are_told_by_their_scope():
 
 
 def test_operations_are_told_by_the_names_that_a_gpu_gives_them():
-    phases = {"loop_add_fusion.12": "draft", "custom-call.3": "score"}
-    rows = profile.summary({"loop_add_fusion_12": (2, 0.002), "custom_call_3": (1, 0.001)}, phases, 1)
-    assert [(row["phase"], row["kind"]) for row in rows] == [("draft", "fusion"), ("score", "custom-call")]
+    phases = {"loop_add_fusion.12": "draft", "custom-call.3": "score", "dynamic-update-slice.4": "commit"}
+    seen = {"loop_add_fusion_12": (2, 0.003), "custom_call_3": (1, 0.002), "dynamic_update_slice_4": (1, 0.001)}
+    told = [(row["phase"], row["kind"]) for row in profile.summary(seen, phases, 1)]
+    assert told == [("draft", "fusion"), ("score", "custom-call"), ("commit", "dynamic-update-slice")]
+
+
+def test_operations_that_only_contain_others_are_no_work():
+    def event(name):
+        return types.SimpleNamespace(stats=[("hlo_op", name)], duration_ns=1e9)
+
+    containers = ("while.3", "while_3", "cond.9.clone.1", "cond_9_clone_1", "conditional.2", "call.5", "call_5")
+    work = ("fusion.7.clone", "custom-call.1", "custom_call_1")
+    line = types.SimpleNamespace(events=[event(name) for name in (*containers, *work, "fusion.7.clone")])
+    data = types.SimpleNamespace(planes=[types.SimpleNamespace(lines=[line])])
+    seen = {"fusion.7.clone": (2, 2.0), "custom-call.1": (1, 1.0), "custom_call_1": (1, 1.0)}
+    assert profile.operation_times(data) == seen
 
 
 @pytest.mark.parametrize(

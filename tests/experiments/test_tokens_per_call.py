@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import pathlib
+import runpy
 import types
 
 import numpy as np
@@ -24,6 +26,8 @@ from spectr_jax.measure.measurement import Measurement, Program, measure, read_p
 from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
 from spectr_jax.pairs import load_pair
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _config(folder, **changes):
@@ -305,6 +309,15 @@ def test_the_embedded_ladder():
         assert dataclasses.replace(trained.model.config, dropout=0.0) == LADDER[name]
         assert trained.tokenizer.vocab_size == 8192
     assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) < 40e6
+
+
+def test_the_ladder_of_the_papers_sizes(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = runpy.run_path("configs/ladder.py")["get_config"]("97m")
+    tokens_per_call.check_eval_config(config)
+    target = load(config.target, config.dtype)
+    assert dataclasses.replace(target.model.config, dropout=0.0, dtype="float32") == LADDER["target_97m"]
+    assert target.tokenizer.proto == load(config.drafts[0]).tokenizer.proto
 
 
 def test_shape_names_match_the_paper_table():

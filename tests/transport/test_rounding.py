@@ -32,17 +32,21 @@ def _spread(rng, main, rest, concentration):
 
 
 def test_otm_finds_the_same_partners_for_an_accelerator(monkeypatch):
-    """Which searches in one kernel; uniforms at 0 and 1 are the ends of a draft's stretch."""
+    """Where its search is no loop, of which each step would be started anew; uniforms at 0 and 1 are the ends of a draft's
+    stretch."""
     p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
     cells = otm.cells_of(p, q, 8)
     winner = otm.winner_law(cells.p, cells.q, 8)
     matching, rho = otm.matched(cells, winner), otm.token_ratios(p, q, cells.of_token, otm.shared_ratios(cells, winner))
     levels = jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None]
-    moves = [otm.moved(matching, cells.of_token, rho, levels, 0.0)]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    moves.append(otm.moved(matching, cells.of_token, rho, levels, 0.0))
+    moves, loops = [], []
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        moved = jax.jit(functools.partial(otm.moved, move=0.0)).lower(matching, cells.of_token, rho, levels)
+        moves.append(moved.compile()(matching, cells.of_token, rho, levels))
+        loops.append("stablehlo.while" in moved.as_text())
     np.testing.assert_array_equal(*moves)
-    assert np.mean(moves[0] != cells.of_token) > 0.5
+    assert np.mean(moves[0] != cells.of_token) > 0.5 and loops == [True, False]
 
 
 @optimized
