@@ -24,6 +24,6 @@ def get_config(size: str = "small"):
         config.num_prompts = 32
         config.draft_lengths = (4,)
         config.seeds = (0, 1)
-        config.methods = ("spectr", "otm_block", "otm_layer")
+        config.methods = ("spectr", "otm_layer")
         config.optimal_acceptance = False
     return config
