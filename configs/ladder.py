@@ -12,19 +12,21 @@ column is for its 97M target on LM1B.
 from spectr_jax.config import eval_config
 from spectr_jax.errors import unknown
 
-DRAFTS = {"20m": ("2m", "6m"), "97m": ("2m", "6m", "20m")}
+TARGETS = ("20m", "97m")
 
 
 def get_config(target: str = "20m"):
-    if target not in DRAFTS:
-        raise unknown("target of a ladder", target, DRAFTS)
+    if target not in TARGETS:
+        raise unknown("target of a ladder", target, TARGETS)
     config = eval_config()
-    config.target = {"20m": "embedded:20m", "97m": "results/target_97m/target_97m"}[target]
-    config.drafts = tuple(f"embedded:{name}" for name in DRAFTS[target])
+    config.target = "embedded:20m"
+    config.drafts = ("embedded:2m", "embedded:6m")
     config.num_prompts = 48
     config.batch_size = 16
     config.max_new_tokens = 32
     if target == "97m":
-        config.update(dtype="bfloat16", num_prompts=64, batch_size=32, optimal_acceptance=False)
+        config.target = "results/target_97m/target_97m"
+        config.drafts = (*config.drafts, "embedded:20m")
         config.methods = ("spectr", "otm_block", "otm_layer")
+        config.update(dtype="bfloat16", num_prompts=64, batch_size=32, optimal_acceptance=False)
     return config

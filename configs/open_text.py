@@ -7,7 +7,7 @@
 
 The recipe is `open_text_config`'s at 10,000 steps of 256 rows of 128 tokens: 317 million in all, 3.7 passes over the corpus
 that results/README.md names. For one data-centre GPU: the 97M trains at 390,000 tokens a second on an H200, 80 ms a step.
-5,800 steps at a rate of 0.008 made the weights in results/target_97m; this recipe as it stands was not run.
+5,800 steps of it made the weights in results/target_97m; 10,000 were not tried.
 """
 
 from spectr_jax.config import open_text_config

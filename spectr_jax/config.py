@@ -126,7 +126,7 @@ def open_text_config(model: str) -> ml_collections.ConfigDict:
     config.model.dtype = "bfloat16"
     config.optimizer.name = "muon"
     config.optimizer.schedule = "cosine"
-    config.optimizer.learning_rate = {"draft_2m": 0.04, "draft_6m": 0.025, "draft_20m": 0.018, "target_97m": 0.012}[model]
+    config.optimizer.learning_rate = {"draft_2m": 0.04, "draft_6m": 0.025, "draft_20m": 0.018, "target_97m": 0.008}[model]
     return config
 
 

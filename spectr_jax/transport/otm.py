@@ -193,8 +193,7 @@ def moved(matching: Matching, own, rho, level, move) -> jax.Array:
     gives = surplus >= 0  # A surplus meets a deficit, and the other way round.
     given, taken = matching.sums
     mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
-    # An accelerator starts each step of a loop anew; all steps of an unrolled search are one kernel.
-    search = functools.partial(jnp.searchsorted, method="scan" if jax.default_backend() == "cpu" else "scan_unrolled")
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled")  # On a GPU one kernel, and not several a step.
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
     phi = matching.phi.at[partner].get(mode="fill", fill_value=jnp.nan)  # Rounding may leave a surplus without a partner.
     toward = (rho - matching.phi[own]) / (phi - matching.phi[own])
