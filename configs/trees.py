@@ -2,7 +2,7 @@
 
     python -m spectr_jax.eval --config=configs/trees.py --workdir=runs/trees
 
-The embedded pair: the 2M model drafts for the 6M model. One to two hours on two CPU cores, much of it
+The embedded pair: the 2M model drafts for the 6M model. 40 minutes to two hours on two CPU cores, much of it
 compilation: a hundred programs. For another pair: --config.target=PATH --config.draft=PATH.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes every table and figure on the embedded models and the 97M anew, as after new weights: some six hours on two idle cores.
+# Makes every table and figure on the embedded models and the 97M anew, as after new weights: four to six hours on two idle cores.
 #
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
