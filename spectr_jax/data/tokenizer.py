@@ -71,7 +71,7 @@ class AnyTokenizer(Protocol):
         Raises:
           UserError: the model has no chat template, or it refuses the messages.
         """
-        raise UserError("the model has no chat template; give an instructed one, or decode without chat")
+        raise UserError("the model has no chat template; give an instructed one, or do without chat")
 
     def ends(self, token: int) -> bool:
         """Whether `token` ends a sequence."""
@@ -158,8 +158,10 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1]
+        small = "smaller than required_chars" in reason
+        remedy = "a larger vocabulary" if small else "more text or a smaller vocabulary"
         raise UserError(
-            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give more text or a smaller vocabulary, "
+            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give {remedy}, "
             "--config.model.vocab_size (of pack: --vocab_size)"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)

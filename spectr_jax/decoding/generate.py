@@ -148,8 +148,8 @@ def _prepared(
     models = freeze(target), freeze(draft) if drafts else None
     checks.check_request(method, *models, tokens, lengths, max_new_tokens)
     checks.check_key(key, len(tokens))
-    for each in policies:
-        check_policy(each)
+    for each, owner in zip(policies, ("", "draft_"), strict=True):
+        check_policy(each, owner)
     policies = tuple(
         dataclasses.replace(
             each, temperature=jnp.asarray(each.temperature, jnp.float32), eos=jnp.asarray(each.eos, jnp.int32)

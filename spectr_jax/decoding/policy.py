@@ -28,17 +28,19 @@ class Policy:
     eos: int | tuple[int, ...] | jax.Array = -1
 
 
-def check_policy(policy: Policy) -> None:
-    """Raises `UserError` for a value out of range."""
+def check_policy(policy: Policy, owner: str = "") -> None:
+    """Raises `UserError` for a value out of range; `owner`, such as "draft_", stands before the field that it names."""
     if not float(policy.temperature) >= 0.0 or float(policy.temperature) == float("inf"):
-        raise UserError(f"temperature={policy.temperature} is not a finite number of at least 0; 0 is greedy")
+        raise UserError(f"{owner}temperature={policy.temperature} is not a finite number of at least 0; 0 is greedy")
     if not isinstance(policy.top_k, numbers.Integral) or policy.top_k < 0:
-        raise UserError(f"top_k={policy.top_k} is no number of tokens; give a whole one, or 0 for all")
+        raise UserError(f"{owner}top_k={policy.top_k} is no number of tokens; give a whole one, or 0 for all")
     if not 0.0 < policy.top_p <= 1.0:
-        raise UserError(f"top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
+        raise UserError(f"{owner}top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
     eos = np.asarray(policy.eos)
     if eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu" or np.any((eos < -1) | (eos >= 2**31)):
-        raise UserError(f"eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none")
+        raise UserError(
+            f"{owner}eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none"
+        )
 
 
 def ends(tokens: jax.Array, policy: Policy) -> jax.Array:

@@ -174,6 +174,13 @@ def parse(spec: "Tree | str") -> Tree:
     """
     if isinstance(spec, Tree):
         return spec
+    try:
+        return _named(spec)
+    except UserError as error:
+        raise error if repr(spec) in str(error) else UserError(f"tree {spec!r}: {error}") from None
+
+
+def _named(spec: str) -> Tree:
     chains, _, length = str(spec).partition("x")
     if chains.isdecimal() and length.isdecimal():
         return iid_chains(int(chains), int(length))

@@ -10,7 +10,7 @@ from absl import flags
 
 from spectr_jax import cli
 
-_WORKDIR = flags.DEFINE_string("workdir", "results/figures", "Where the figures go: PNG and JSON.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the figures go: PNG and JSON.", required=True)
 _ONLY = flags.DEFINE_list("only", [], "Names of figures, such as spectr_figure_5; all if none is given.")
 _TARGET = flags.DEFINE_string(
     "target", "embedded:6m", "The target of SpecTr's Figure 5: embedded:NAME, a model file or a workdir."

@@ -65,8 +65,9 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple or hide some"
         )
-    for policy in policies_of(config, -1):
-        check_policy(policy)
+    policy, own = policies_of(config, -1)
+    check_policy(policy)
+    check_policy(own, "draft_")
 
 
 def check_has_acceptance(config: ml_collections.ConfigDict) -> None:

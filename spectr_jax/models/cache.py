@@ -28,11 +28,27 @@ class Cache:
     lengths: jax.Array
 
 
+@jax.custom_jvp
 def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.Array:
     """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT` [B, T, ...]."""
+    rows_BN = rows_BN.astype(buffer_BT.dtype)
+    if len(buffer_BT) == 1 or buffer_BT.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+        return _written(buffer_BT, rows_BN, starts_B)
+    # As integers: a CPU converts the whole buffer to float32 and back for a batch of writes of bfloat16.
+    buffer_bits, row_bits = (jax.lax.bitcast_convert_type(each, jnp.uint16) for each in (buffer_BT, rows_BN))
+    return jax.lax.bitcast_convert_type(_written(buffer_bits, row_bits, starts_B), buffer_BT.dtype)
 
+
+@write.defjvp
+def _write_jvp(primals, tangents):
+    """A write is linear; integers have no tangents, through which a student that sees features learns."""
+    (_, _, starts_B), (buffer_BT, rows_BN, _) = primals, tangents
+    return write(*primals), _written(buffer_BT, rows_BN.astype(buffer_BT.dtype), starts_B)
+
+
+def _written(buffer_BT, rows_BN, starts_B):
     def write_one(buffer, rows, start):
-        return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), start, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, axis=0)
 
     def write_with_neighbour(buffer, rows, start):
         first = jnp.clip(start, 0, len(buffer) - 2)

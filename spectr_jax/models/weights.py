@@ -202,7 +202,8 @@ def _parts(arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: i
         needed = len(json.dumps(entry)) + array.nbytes
         if part_bytes and empty + needed > part_bytes:
             raise UserError(
-                f"{name!r} needs a file of {empty + needed} bytes, more than part_bytes={part_bytes}; allow larger parts"
+                f"{name!r} needs a file of {empty + needed} bytes, more than part_bytes={part_bytes}; allow larger parts "
+                "(of export: --part_mb)"
             )
         if part_bytes and size + needed > part_bytes:
             parts.append({})

@@ -52,3 +52,21 @@ def test_one_row_is_written_in_its_place(start):
     expected = buffer.copy()
     expected[0, min(start, 4)] = row[0, 0]
     np.testing.assert_array_equal(write(jnp.asarray(buffer), jnp.asarray(row), jnp.array([start])), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_is_written_has_gradients(dtype, batch):
+    """Students that see features learn through rows that they wrote; what was overwritten has none."""
+    starts, weights = jnp.arange(batch), jnp.arange(1.0, 1 + batch * 10).reshape(batch, 5, 2)
+
+    def loss(buffer, rows):
+        return jnp.sum(weights * write(buffer, rows, starts))
+
+    buffer, rows = jnp.ones((batch, 5, 2), dtype), jnp.ones((batch, 2, 2))
+    of_buffer, of_rows = jax.grad(loss, argnums=(0, 1))(buffer, rows)
+    for sequence in range(batch):
+        written = slice(sequence, sequence + 2)
+        np.testing.assert_array_equal(of_rows[sequence], weights[sequence, written])
+        kept = weights[sequence].at[written].set(0)
+        np.testing.assert_array_equal(of_buffer[sequence].astype("float32"), kept)
