@@ -185,10 +185,8 @@ def _no_model(spec: str) -> UserError:
     names = [short for name in embedded_names() for short in (name, name.partition("_")[2])]
     near = difflib.get_close_matches(spec, [SMOLLM2, *names, *(f"embedded:{name}" for name in names)], n=1)
     meant = SMOLLM2 if near == [SMOLLM2] else f"embedded:{near[0].removeprefix('embedded:')}" if near else ""
-    path = named(spec)
-    whole = PART.sub("", spec)
-    inside = str(path / path.name) if path.is_dir() and weight_files(path / path.name) else None
-    meant = inside or (whole if whole != spec and weight_files(named(whole)) else meant)
+    nearby = (PART.sub("", spec), str(pathlib.Path(spec) / pathlib.Path(spec).name))  # Of a part, and of a folder.
+    meant = next((each for each in nearby if weight_files(named(each))), meant)
     hint = f"did you mean {meant!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
     embedded = ", ".join(f"embedded:{name}" for name in embedded_names())

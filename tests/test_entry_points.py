@@ -89,12 +89,7 @@ CASES = [
     (TRAIN, "--config.data.train=/nowhere/*.xz", "no text file matches '/nowhere/*.xz'"),
     (TRAIN, "--config.data.train=", "no text file matches ''; give a file, a folder"),
     (TRAIN, "--config.data.train=packed:/nowhere", "'/nowhere' is not a packed corpus that can be read"),
-    (TRAIN, "--config.early_exit.layer=2", "early_exit.layer=2 is not one of the layers 1..1 before the last"),
-    (
-        TRAIN,
-        "--config=configs/embedded.py:draft_2m --config.early_exit.layer=1",
-        "a model of one layer has none before the last",
-    ),
+    (TRAIN, "--config.early_exit.layer=2", "early_exit.layer=2 is not below model.layers=2, so that a layer is left behind"),
     (TRAIN, "--config.batch_size=0", "config field 'batch_size' is 0; give at least 1"),
     (TRAIN, "--config.optimizer.name=sgd", "unknown optimizer.name 'sgd'; known: adamw, muon"),
     (TRAIN, "--config.optimizer.learning_rate=-1.0", "optimizer.learning_rate=-1.0 is negative; give at least 0"),

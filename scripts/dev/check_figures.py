@@ -57,7 +57,6 @@ BY_HAND: dict[str, tuple[str, ...]] = {
         "2.5 times the size of the draft",
         "perplexity to 0.0001 %; in int8 the perplexity is 0.16 % higher, in llama.cpp's own 8 bits 0.38 %",  # Ratios.
         "costs the embedded models 0.03 to 0.06 %",  # Ratios.
-        "our 20M 1.315",  # 1.31545; the table rounds it to 1.3155.
     ),
     "docs/training.md": ("reads 0.5 M tokens a second", "with Python 3.12 or later", "the last for Python 3.11"),
 }

@@ -7,6 +7,7 @@ below its child's.
 import dataclasses
 import functools
 import numbers
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,8 +29,7 @@ class Tree:
 
     def __post_init__(self):
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
-        if len(self.parents) > MOST_NODES:
-            raise UserError(f"a tree of {len(self.parents):,} nodes is too large; give at most {MOST_NODES:,}")
+        _check_size(len(self.parents))
         depths = [0]
         for node, parent in enumerate(self.parents, start=1):
             if not 0 <= parent < node:
@@ -133,9 +133,16 @@ def chain(length: int) -> Tree:
     return iid_chains(1, length)
 
 
+def _check_size(nodes: int) -> None:
+    """Raises `UserError` for too large a tree; before its nodes are listed, which may not fit the memory."""
+    if nodes > MOST_NODES:
+        raise UserError(f"a tree of {nodes:,} nodes is too large; give at most {MOST_NODES:,}")
+
+
 def iid_chains(drafts: int, length: int) -> Tree:
     """`drafts` chains of `length` tokens that branch at the root (SpecTr, eq. 7)."""
     checked(num_drafts=drafts, draft_length=length)
+    _check_size(drafts * length)
     return prefix_tree(drafts, *[1] * (length - 1))
 
 
@@ -145,6 +152,7 @@ def prefix_tree(*branching: int) -> Tree:
     level = range(1)
     for depth, children in enumerate(branching, start=1):
         checked(**{f"k_{depth}": children})
+        _check_size(len(parents) + len(level) * children)
         parents += [node for node in level for _ in range(children)]
         level = range(level.stop, level.stop + len(level) * children)
     return Tree(tuple(parents))
@@ -158,6 +166,7 @@ def batch(drafts: int) -> Tree:
 def specinfer(size: int) -> Tree:
     """SpecInfer's tree in ERSD's section 5: two tokens in common, then three chains of the remaining nodes."""
     checked(size=size)
+    _check_size(size)
     trunk = min(size, 2)
     return Tree(tuple(range(trunk)) + tuple(max(node - 3, trunk) for node in range(trunk + 1, size + 1)))
 
@@ -174,25 +183,30 @@ def parse(spec: "Tree | str") -> Tree:
     """
     if isinstance(spec, Tree):
         return spec
+    make = _maker(str(spec))
+    if make is None:
+        known = ", ".join(f"{name}:8" for name in SHAPES)
+        raise UserError(
+            f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of 8x4, {known}"
+        )
     try:
-        return _named(spec)
-    except UserError as error:
-        raise error if repr(spec) in str(error) else UserError(f"tree {spec!r}: {error}") from None
+        return make()
+    except UserError as error:  # It names a number alone.
+        raise UserError(f"tree {spec!r}: {error}") from None
 
 
-def _named(spec: str) -> Tree:
-    chains, _, length = str(spec).partition("x")
+def _maker(spec: str) -> Callable[[], Tree] | None:
+    chains, _, length = spec.partition("x")
     if chains.isdecimal() and length.isdecimal():
-        return iid_chains(int(chains), int(length))
-    name, _, number = str(spec).rpartition(":")
+        return functools.partial(iid_chains, int(chains), int(length))
+    name, _, number = spec.rpartition(":")
     numbers = [int(part) for part in number.split(",") if part.strip().isdecimal()]
     if len(numbers) == number.count(",") + 1:
         if not name:
-            return prefix_tree(*numbers)
+            return functools.partial(prefix_tree, *numbers)
         if name in SHAPES and len(numbers) == 1:
-            return SHAPES[name](*numbers)
-    known = ", ".join(f"{name}:8" for name in SHAPES)
-    raise UserError(f"tree {spec!r} is not known; give the children of each level, such as 4,2,1, or one of 8x4, {known}")
+            return functools.partial(SHAPES[name], *numbers)
+    return None
 
 
 def spelled(branching: tuple[int, ...]) -> str:

@@ -46,14 +46,10 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if not 0.0 <= model.dropout < 1.0:
         raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
-    if config.early_exit.layer and model.layers == 1:
-        raise UserError(
-            f"early_exit.layer={config.early_exit.layer}: a model of one layer has none before the last; give 0, or layers"
-        )
     if not 0 <= config.early_exit.layer < model.layers:
         raise UserError(
-            f"early_exit.layer={config.early_exit.layer} is not one of the layers 1..{model.layers - 1} before the last of "
-            f"model.layers={model.layers}; 0 is for none"
+            f"early_exit.layer={config.early_exit.layer} is not below model.layers={model.layers}, so that a layer is left "
+            "behind it, and at least 0, which is for none; change one"
         )
     if not config.early_exit.weight >= 0:
         raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")

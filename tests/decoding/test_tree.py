@@ -71,3 +71,9 @@ def test_trees_of_other_integers_and_sequences():
     assert tree.Tree([0, np.int64(0), 1]) == tree.Tree((0, 0, 1)) and hash(tree.Tree([0])) == hash(tree.Tree((0,)))
     assert tree.iid_chains(np.int64(2), 3) == tree.iid_chains(2, 3)
     assert tree.Tree(tuple(range(10_000))).sibling_rank.max() == 0  # At once, not in minutes.
+
+
+@pytest.mark.parametrize("spec", ["100000x100000", "3,1000000000000", "chain:1000000000000", "specinfer:1000000000000"])
+def test_a_tree_that_fits_no_memory_is_refused_before_it_is_made(spec):
+    with pytest.raises(UserError, match=rf"^tree '{spec}': a tree of [\d,]+ nodes is too large; give at most 10,000$"):
+        tree.parse(spec)

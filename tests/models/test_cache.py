@@ -54,6 +54,14 @@ def test_one_row_is_written_in_its_place(start):
     np.testing.assert_array_equal(write(jnp.asarray(buffer), jnp.asarray(row), jnp.array([start])), expected)
 
 
+@pytest.mark.optimized
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA converts on a CPU")
+def test_a_narrow_cache_of_a_batch_stays_narrow():
+    buffer, rows = jnp.ones((3, 512, 2), "bfloat16"), jnp.ones((3, 2, 2), "bfloat16")
+    program = jax.jit(write, donate_argnums=0).lower(buffer, rows, jnp.arange(3)).compile()
+    assert "f32[3,512" not in program.as_text()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_is_written_has_gradients(dtype, batch):
