@@ -8,6 +8,7 @@
 Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
 in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.
 With --chat an instructed model answers, its text shown as it is decoded; without --prompt and --file in a conversation.
+With --chat and --compare or --html each prompt is a conversation of its own, shown once it is answered.
 """
 
 import dataclasses
@@ -72,7 +73,6 @@ _COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colou
 def main():
     from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
-    from spectr_jax.errors import UserError
     from spectr_jax.loading import SMOLLM2, check_dtype
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
@@ -86,9 +86,6 @@ def main():
     small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
     dtype = _DTYPE.value or ("int8" if small else "float32")
     check_dtype(dtype)
-    for flag in (_COMPARE, _HTML):
-        if _CHAT.value and flag.value:
-            raise UserError(f"--{flag.name} is not for --chat, which shows one answer as it is decoded; leave one out")
     other = _TARGET.value.startswith(("hf:", "gguf:")) or _TARGET.value == SMOLLM2
     draft = _DRAFT.value or (None if other else "embedded:2m")
     method = _method(draft)
@@ -97,7 +94,7 @@ def main():
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
     session = open_session(method, _TARGET.value, draft, dtype, new_tokens, policy, own)
-    if _CHAT.value:
+    if _CHAT.value and not _COMPARE.value and html is None:
         _chat(session, prompts)
     else:
         _show(session, prompts, html)
@@ -152,12 +149,16 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
 
     from spectr_jax.decoding import get_method
     from spectr_jax.files import write_whole
-    from spectr_jax.sampling import page, terminal
+    from spectr_jax.sampling import chat, page, terminal
     from spectr_jax.sampling import session as sampling
 
+    if _CHAT.value:
+        chat.check(session, prompts)
+    encode = chat.encode_message if _CHAT.value else sampling.encode
     colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
     shown: list[page.Shown] = []
-    for number, (prompt, tokens) in enumerate(sampling.encode_all(session, prompts)):
+    for number, (prompt, tokens) in enumerate(sampling.encode_all(session, prompts, encode)):
+        prompt += "\n\n" if _CHAT.value else ""
         key = jax.random.fold_in(jax.random.key(_SEED.value), number)
         decoded = sampling.decode(session, session.method, tokens, key)
         baseline = sampling.decode(session, get_method("baseline"), tokens, key) if _COMPARE.value else None

@@ -182,7 +182,7 @@ CASES = [
     (EXPORT, "--format=llama --part_mb=3", "--part_mb=3.0 is not for --format=llama"),
     (EXPORT, "--format=llama --model=embedded:2m", "--model=embedded:2m is not of the Llama family; give --format=gpt2"),
     (SAMPLE, "--chat", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
-    (SAMPLE, "--chat --compare", "--compare is not for --chat"),
+    (SAMPLE, "--chat --compare", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
     (SAMPLE, "--target=gguf:/nowhere.gguf", "no file '/nowhere.gguf'; give gguf: and the path of a GGUF file"),
     (SAMPLE, "--target=gguf:README.md", "'README.md' is not a GGUF file that can be read"),
     (SAMPLE, "--target=gguf:x --method=spectr", "method 'spectr' needs a draft model with the vocabulary of 'gguf:x'"),

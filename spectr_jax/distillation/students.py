@@ -6,6 +6,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.distillation.labels import LabelledRows
+from spectr_jax.models.cache import differentiable
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.vocabulary import Kept
@@ -77,7 +78,7 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     if not model.config.features:
         return model.hidden(tokens, positions, causal(segments))[0][None]
     B, N = tokens.shape
-    cache, seen, own = model.init_cache(B, depth * N), batch["features"].astype(jnp.float32), []
+    cache, seen, own = differentiable(model.init_cache(B, depth * N)), batch["features"].astype(jnp.float32), []
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):

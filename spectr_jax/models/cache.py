@@ -28,22 +28,31 @@ class Cache:
     lengths: jax.Array
 
 
-@jax.custom_jvp
+def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An empty buffer [B, T, ...] for rows of `dtype`; `write` fills it, `read` has them again.
+
+    A CPU keeps bfloat16 rows of a batch as integers of their bits: it has no writes of bfloat16 at places of their own, and
+    would convert the whole buffer to float32 and back for each. No gradients flow through those (`differentiable`).
+    """
+    bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return jnp.zeros(shape, jnp.uint16 if bits else dtype)
+
+
+def read(buffer_BT: jax.Array) -> jax.Array:
+    """The rows in a buffer of `zeros`, in their dtype."""
+    return jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16) if buffer_BT.dtype == jnp.uint16 else buffer_BT
+
+
+def differentiable(cache: Cache) -> Cache:
+    """The same cache with rows in their dtype, through which gradients flow."""
+    return dataclasses.replace(cache, rows=jax.tree.map(read, cache.rows))
+
+
 def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.Array:
     """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT` [B, T, ...]."""
-    rows_BN = rows_BN.astype(buffer_BT.dtype)
-    if len(buffer_BT) == 1 or buffer_BT.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
-        return _written(buffer_BT, rows_BN, starts_B)
-    # As integers: a CPU converts the whole buffer to float32 and back for a batch of writes of bfloat16.
-    buffer_bits, row_bits = (jax.lax.bitcast_convert_type(each, jnp.uint16) for each in (buffer_BT, rows_BN))
-    return jax.lax.bitcast_convert_type(_written(buffer_bits, row_bits, starts_B), buffer_BT.dtype)
-
-
-@write.defjvp
-def _write_jvp(primals, tangents):
-    """A write is linear; integers have no tangents, through which a student that sees features learns."""
-    (_, _, starts_B), (buffer_BT, rows_BN, _) = primals, tangents
-    return write(*primals), _written(buffer_BT, rows_BN.astype(buffer_BT.dtype), starts_B)
+    if buffer_BT.dtype == jnp.uint16 != rows_BN.dtype:
+        rows_BN = jax.lax.bitcast_convert_type(rows_BN.astype(jnp.bfloat16), jnp.uint16)
+    return _written(buffer_BT, rows_BN.astype(buffer_BT.dtype), starts_B)
 
 
 def _written(buffer_BT, rows_BN, starts_B):

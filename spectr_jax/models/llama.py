@@ -152,9 +152,9 @@ class Block(nnx.Module):
         q_BxNxHxD, k_BxNxKxD = rotated(q_BxNxHxD, turns_BxNxR), rotated(k_BxNxKxD, turns_BxNxR)
         q_BxNxHxD, k_BxTxKxD, v_BxTxKxD = (part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD))
         if rows is not None:
-            k_BxTxKxD = cache_lib.write(rows[0], k_BxTxKxD, starts_B)
-            v_BxTxKxD = cache_lib.write(rows[1], v_BxTxKxD, starts_B)
-            rows = (k_BxTxKxD, v_BxTxKxD)
+            keys = cache_lib.write(rows[0], k_BxTxKxD, starts_B)
+            values = cache_lib.write(rows[1], v_BxTxKxD, starts_B)
+            k_BxTxKxD, v_BxTxKxD, rows = cache_lib.read(keys), cache_lib.read(values), (keys, values)
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
@@ -214,7 +214,7 @@ class Llama(nnx.Module):
         """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
         config = self.config
         shape = (batch, capacity, config.kv_heads, config.head_width)
-        rows = tuple((jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers))
+        rows = tuple((cache_lib.zeros(shape, config.dtype), cache_lib.zeros(shape, config.dtype)) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):

@@ -105,9 +105,9 @@ class Block(nnx.Module):
         if rows is None:
             k_BxTxHxD, v_BxTxHxD = k_BxNxHxD, v_BxNxHxD
         else:
-            k_BxTxHxD = cache_lib.write(rows[0], k_BxNxHxD, starts_B)
-            v_BxTxHxD = cache_lib.write(rows[1], v_BxNxHxD, starts_B)
-            rows = (k_BxTxHxD, v_BxTxHxD)
+            keys = cache_lib.write(rows[0], k_BxNxHxD, starts_B)
+            values = cache_lib.write(rows[1], v_BxNxHxD, starts_B)
+            k_BxTxHxD, v_BxTxHxD, rows = cache_lib.read(keys), cache_lib.read(values), (keys, values)
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, E)), rows
 
@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
         config = self.config
         shape = (batch, capacity, config.heads, config.width // config.heads)
         # One array a layer: stacked layers would be sliced, that is copied, at every call.
-        rows = tuple((jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers))
+        rows = tuple((cache_lib.zeros(shape, config.dtype), cache_lib.zeros(shape, config.dtype)) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):

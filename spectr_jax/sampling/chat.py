@@ -37,7 +37,12 @@ def check(session: Session, messages: Iterable[str] = ()) -> None:
     if session.target.tokenizer.template is None:
         raise UserError(f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out")
     for message in messages if isinstance(messages, list) else ():
-        encode(session, [{"role": "user", "content": message}])
+        encode_message(session, message)
+
+
+def encode_message(session: Session, message: str) -> list[int]:
+    """The tokens of a conversation that the user's `message` begins, as `encode`."""
+    return encode(session, [{"role": "user", "content": message}])
 
 
 def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -114,8 +114,10 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
             )
 
 
-def encode_all(session: Session, prompts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-    """Each prompt and its tokens, as `encode`. Those of a list are all checked now, others as they come."""
+def encode_all(
+    session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]] = encode
+) -> Iterator[tuple[str, list[int]]]:
+    """Each prompt and its tokens. Those of a list are all checked now, others as they come."""
     encoded = ((prompt, encode(session, prompt)) for prompt in prompts)
     return iter(list(encoded)) if isinstance(prompts, list) else encoded
 

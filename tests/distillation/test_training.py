@@ -6,6 +6,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -186,6 +187,23 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
                 if back:  # With the token behind comes what the student itself has here.
                     seen[at - back + 1] = own[at - back]
             np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
+
+
+def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
+    """The gradients of a batch in bfloat16 are those in float32, rounded: the cache that `levels` fills passes them on."""
+    batch = labels.batch_of(labels.open_labels(str(folder / "train")).take(np.arange(3)))
+
+    def gradient(dtype):
+        made = config(**SEES, **{"model.dtype": dtype})
+        shape = training.student_config(made.model, teacher.model.vocab_size, 64)
+        student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
+        found = nnx.grad(lambda model: jnp.sum(jnp.square(students.levels(model, batch, 2)[1])))(student)
+        return np.asarray(found["blocks"][0]["qkv"]["kernel"][...], np.float32)
+
+    wide, narrow = gradient("float32"), gradient("bfloat16")
+    of_keys_and_values = np.linalg.norm(wide[:, wide.shape[1] // 2 :])
+    assert of_keys_and_values > 0.1 * np.linalg.norm(wide)
+    assert np.linalg.norm(narrow - wide) < 0.1 * of_keys_and_values
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from spectr_jax.loading import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.sampling import chat, terminal
-from spectr_jax.sampling.session import Session
+from spectr_jax.sampling.session import Session, encode_all
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
 MESSAGES = [{"role": "user", "content": "Why 日本?"}]
@@ -67,3 +67,11 @@ def test_what_a_chat_refuses(session):
     with pytest.raises(UserError, match=r"the prompt 'why why"):  # Of a list, before the first is answered.
         chat.check(session, ["Why?", "why " * 40])
     chat.check(session, iter(["why " * 40]))  # As of stdin: it is not read before its turn.
+
+
+def test_a_message_is_framed_by_the_template(session):
+    """As --chat --compare decodes it, on the way of all other prompts."""
+    (found,) = encode_all(session, ["Why 日本?"], chat.encode_message)
+    assert found == ("Why 日本?", session.target.tokenizer.chat(MESSAGES))
+    with pytest.raises(UserError, match=r"the prompt 'why why"):
+        encode_all(session, ["why " * 40], chat.encode_message)
