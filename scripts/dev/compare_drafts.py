@@ -1,4 +1,4 @@
-"""Speed of a real target with drafts of its own, one sequence at a time: chats and sentences, at several temperatures.
+"""Speed of a real target with drafts of its own, one sequence or several at once: chats and sentences, several temperatures.
 
     python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...] [--workdir=results/smollm2/drafts]
 
@@ -44,6 +44,7 @@ _METHODS = flags.DEFINE_multi_string(
 _TEMPERATURES = flags.DEFINE_list("temperatures", ["0", "1"], "Of target and draft.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed ones, after one that is not.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 8, "Of each kind, the first ones.", lower_bound=1, upper_bound=8)
+_SEQUENCES = flags.DEFINE_integer("sequences", 1, "Decoded at once, all of one kind.", lower_bound=1, upper_bound=8)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens of a sequence.", lower_bound=1)
 
 CONTEXT = 64
@@ -80,17 +81,18 @@ def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
 
 
 def decoder(method, models, prompts: list[list[int]], policy: Policy):
-    """A function of a round: new tokens, calls and seconds of all prompts."""
-    width = max(map(len, prompts))
-    padded = [np.array([prompt + [0] * (width - len(prompt))], np.int32) for prompt in prompts]
+    """A function of a round: new tokens, calls and seconds of all prompts; the calls are those of each sequence."""
+    width, lengths = max(map(len, prompts)), np.array([len(prompt) for prompt in prompts])
+    padded = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.int32)
 
     def run(number: int) -> tuple[int, int, float]:
+        keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(number), index))(np.arange(len(prompts)))
         tokens, calls, started = 0, 0, time.perf_counter()
-        for index, (prompt, rows) in enumerate(zip(prompts, padded, strict=True)):
-            key = jax.random.fold_in(jax.random.key(number), index)
-            made = generate(key, method, *models, rows, [len(prompt)], _NEW.value, policy)
-            tokens += int(made.lengths[0]) - len(prompt)
-            calls += int(made.target_calls[0])
+        for first in range(0, len(prompts), _SEQUENCES.value):
+            part = slice(first, first + _SEQUENCES.value)
+            made = generate(keys[part], method, *models, padded[part], lengths[part], _NEW.value, policy)
+            tokens += int(np.sum(made.lengths - lengths[part]))
+            calls += int(np.sum(made.target_calls))
         return tokens, calls, time.perf_counter() - started
 
     return run
@@ -134,9 +136,9 @@ def measure(target: Trained, draft: Trained, drafting: dict[str, Method]) -> lis
 
 def measure_calls(target: Trained, draft: Trained, drafting: dict[str, Method]) -> dict[str, Any]:
     """Milliseconds of the target's call on one token, and of each method's call and its phases, each measured by itself."""
-    alone = call_seconds(target.model, 1, [1], CONTEXT)(1)
+    alone = call_seconds(target.model, _SEQUENCES.value, [1], CONTEXT)(1)
     tasks = {
-        name: functools.partial(phase_timers, method, target.model, draft.model, 1, CONTEXT)
+        name: functools.partial(phase_timers, method, target.model, draft.model, _SEQUENCES.value, CONTEXT)
         for name, method in drafting.items()
     }
     phases = timed("calls", tasks)
@@ -204,8 +206,9 @@ def markdown(result: dict[str, Any]) -> str:
         cells[-1] += [f"{np.median(own):.1f}", f"{ratio:.2f}"]
     header = ["Prompts", "temperature", "method", "tokens per call", "tokens/s", "x baseline"]
     settings = result["settings"]
+    at_once = "one sequence" if settings["sequences"] == 1 else f"{settings['sequences']} sequences at once"
     return (
-        f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, one sequence\n\n"
+        f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, {at_once}\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
         f"{settings['dtype']}; {settings['prompts']} chats and as many beginnings of sentences of ours, up to "
         f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
@@ -215,11 +218,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main():
+    if _PROMPTS.value % _SEQUENCES.value:
+        raise UserError(f"--prompts={_PROMPTS.value} is not a multiple of --sequences={_SEQUENCES.value}; change one")
     started, drafting = time.monotonic(), read_methods()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
     calls = measure_calls(target, draft, drafting)
     rows = measure(target, draft, drafting)
-    names = ("target", "draft", "dtype", "prompts", "rounds", "max_new_tokens")
+    names = ("target", "draft", "dtype", "prompts", "sequences", "rounds", "max_new_tokens")
     settings = {name: flags.FLAGS[name].value for name in names}
     result = {
         "settings": settings,

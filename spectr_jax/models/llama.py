@@ -214,7 +214,8 @@ class Llama(nnx.Module):
         """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
         config = self.config
         shape = (batch, capacity, config.kv_heads, config.head_width)
-        rows = tuple((cache_lib.zeros(shape, config.dtype), cache_lib.zeros(shape, config.dtype)) for _ in range(config.layers))
+        empty = functools.partial(cache_lib.zeros, shape, config.dtype)
+        rows = tuple((empty(), empty()) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):

@@ -153,7 +153,8 @@ class Transformer(nnx.Module):
         config = self.config
         shape = (batch, capacity, config.heads, config.width // config.heads)
         # One array a layer: stacked layers would be sliced, that is copied, at every call.
-        rows = tuple((cache_lib.zeros(shape, config.dtype), cache_lib.zeros(shape, config.dtype)) for _ in range(config.layers))
+        empty = functools.partial(cache_lib.zeros, shape, config.dtype)
+        rows = tuple((empty(), empty()) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
