@@ -159,6 +159,21 @@ class Block(nnx.Module):
         return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
 
+def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """The cosines and sines [B, N, R] of positions."""
+
+    def of(positions):
+        angles = positions[..., None].astype(jnp.float32) * frequencies_R
+        return jnp.cos(angles), jnp.sin(angles)
+
+    if jax.default_backend() != "cpu":
+        return of(positions_BxN)
+    # In a loop over tokens, or sequences: XLA fuses them else into all that reads them, and computes them for each head anew.
+    axis = 1 if positions_BxN.shape[1] > 1 else 0
+    found = jax.lax.map(of, jnp.moveaxis(positions_BxN, axis, 0))
+    return jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), found)
+
+
 def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Heads turned by their positions; a pair is a channel of the first half and the same one of the second."""
     cosines, sines = (part[:, :, None] for part in turns_BxNxR)
@@ -241,8 +256,7 @@ class Llama(nnx.Module):
         else:
             layer_rows, starts_B = cache.rows, cache.lengths + pending
             mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
-        angles_BxNxR = positions_BxN[..., None].astype(jnp.float32) * rotary_frequencies(config)
-        turns_BxNxR = jnp.cos(angles_BxNxR), jnp.sin(angles_BxNxR)
+        turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
         if config.features:
             x_BxNxE += self.join(self.norm_features(features_BxNxE)).astype(jnp.float32)
