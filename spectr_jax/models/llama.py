@@ -168,7 +168,7 @@ def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Arra
 
     if jax.default_backend() != "cpu":
         return of(positions_BxN)
-    # In a loop over tokens, or sequences: XLA fuses them else into all that reads them, and computes them for each head anew.
+    # In a loop over tokens, or sequences: XLA would fuse them into all that reads them, and compute them for each head anew.
     axis = 1 if positions_BxN.shape[1] > 1 else 0
     found = jax.lax.map(of, jnp.moveaxis(positions_BxN, axis, 0))
     return jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), found)
