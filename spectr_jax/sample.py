@@ -153,7 +153,7 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
     from spectr_jax.sampling import session as sampling
 
     if _CHAT.value:
-        chat.check(session, prompts)
+        chat.check(session)
     encode = chat.encode_message if _CHAT.value else sampling.encode
     colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
     shown: list[page.Shown] = []

@@ -49,8 +49,11 @@ def differentiable(cache: Cache) -> Cache:
 
 
 def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.Array:
-    """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT` [B, T, ...]."""
-    if buffer_BT.dtype == jnp.uint16 != rows_BN.dtype:
+    """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT` [B, T, ...].
+
+    Floats that go into uint16 go there as the bits of bfloat16 (`zeros`).
+    """
+    if buffer_BT.dtype == jnp.uint16 and jnp.issubdtype(rows_BN.dtype, jnp.floating):
         rows_BN = jax.lax.bitcast_convert_type(rows_BN.astype(jnp.bfloat16), jnp.uint16)
     return _written(buffer_BT, rows_BN.astype(buffer_BT.dtype), starts_B)
 

@@ -13,6 +13,12 @@ from spectr_jax.models.cache import Cache, differentiable, read, write, zeros
 from spectr_jax.models.llama import Llama, LlamaConfig
 
 
+def test_integers_of_a_model_of_its_own_are_written_as_they_are():
+    """Only floats become bits."""
+    written = write(jnp.zeros((2, 3), jnp.uint16), jnp.array([[7], [9]]), jnp.array([0, 2]))
+    np.testing.assert_array_equal(written, [[7, 0, 0], [0, 0, 9]])
+
+
 @pytest.mark.optimized
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA copies on a CPU")
 def test_a_call_on_one_token_copies_no_cache():

@@ -37,7 +37,7 @@ def _by_all_heads(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
 
     For products by head XLA copies all keys and values into another order at every call: here they are read as they are.
     """
-    # Done before they are padded, or XLA computes the rotation anew for each of the K copies.
+    # Done before they are padded, or XLA computes the rotation anew for each of the K copies (in float32 it still does).
     q_BxNxHxD = jax.lax.optimization_barrier(q_BxNxHxD)
     (B, N, H, D), (T, K) = q_BxNxHxD.shape, k_BxTxKxD.shape[1:3]
     own_HxK = np.repeat(np.eye(K), H // K, axis=0)[:, :, None]
