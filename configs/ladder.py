@@ -5,14 +5,15 @@
 
 `20m`, the default: the 20M target and its drafts of 2M and 6M, all trained on two CPU cores (`configs/embedded.py`). 20 to
 60 minutes on two such cores. `97m`: the paper's own sizes, the 97M target of results/target_97m and drafts of 2M, 6M and
-20M, in bfloat16, without `otm` and alpha*; 45 minutes, from the repository's root. Prompts of ours. The paper's
-column is for its 97M target on LM1B.
+20M, in bfloat16, without `otm` and alpha*; 45 minutes, from the repository's root. `smollm2`: the published SmolLM2-135M
+with its drafts of results/smollm2, in bfloat16, without alpha*; from the root too. Prompts of ours. The paper's column is
+for its 97M target on LM1B.
 """
 
 from spectr_jax.config import eval_config
 from spectr_jax.errors import unknown
 
-TARGETS = ("20m", "97m")
+TARGETS = ("20m", "97m", "smollm2")
 
 
 def get_config(target: str = "20m"):
@@ -29,4 +30,8 @@ def get_config(target: str = "20m"):
         config.drafts = (*config.drafts, "embedded:20m")
         config.methods = ("spectr", "otm_block", "otm_layer")
         config.update(dtype="bfloat16", num_prompts=64, batch_size=32, optimal_acceptance=False)
+    if target == "smollm2":
+        config.target = "smollm2"
+        config.drafts = ("results/smollm2/eagle/smollm2_eagle",)
+        config.update(dtype="bfloat16", optimal_acceptance=False)
     return config

@@ -85,7 +85,7 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(
         {
             **{name: common[name] for name in (*kept, "checkpoint_every", "keep_checkpoints")},
-            "teacher": "smollm2",
+            "teacher": "",  # Of the labels, as `load` takes it; "" for the one that they name.
             "model": {"features": 0, **STUDENTS[student], "dtype": "bfloat16"},  # Of `models.llama.LlamaConfig`.
             "data": {
                 "train": "labels/train",  # A folder of labels, or several with commas between them.

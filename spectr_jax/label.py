@@ -8,6 +8,7 @@ Then train with configs/distil.py. Stop it at any time: the same command resumes
 """
 
 import pathlib
+from typing import Any
 
 from absl import flags
 
@@ -23,7 +24,10 @@ _WRITE = flags.DEFINE_enum(
 )
 _OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", required=True)
 _COUNT = flags.DEFINE_integer(
-    "count", 10_000, "How many sentences to label, or texts to write; rounded up to a multiple of 512.", lower_bound=1
+    "count",
+    10_000,
+    "How many sentences to label, or texts to write; rounded up to a multiple of 512, as far as the corpus goes.",
+    lower_bound=1,
 )
 _FIRST = flags.DEFINE_integer("first", 0, "The first sentence of the corpus to take.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
@@ -44,17 +48,19 @@ def main():
     from spectr_jax.distillation import teacher as teaching
     from spectr_jax.errors import UserError
     from spectr_jax.files import expanded
-    from spectr_jax.loading import load
+    from spectr_jax.loading import check_dtype
     from spectr_jax.memory import keep_freed_memory
     from spectr_jax.models.base import features_shown
+    from spectr_jax.pairs import load_alone
 
     keep_freed_memory()
     out = expanded(_OUT.value)
     if "," in str(out):
         raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")
+    check_dtype(_write_dtype())
     sentences = _sentences()
-    teacher = load(_TEACHER.value, _DTYPE.value)
-    tokenizer, vocab_size, length = teacher.tokenizer, teacher.model.vocab_size, _LENGTH.value
+    teacher = load_alone(_TEACHER.value, _DTYPE.value)
+    vocab_size, length = teacher.model.vocab_size, _LENGTH.value
     if length > teacher.model.context:
         raise UserError(
             f"--length={length} is more than the teacher's context of {teacher.model.context}; give at most that"
@@ -64,47 +70,63 @@ def main():
         raise UserError(
             f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
         )
-    texts = _texts(teacher, sentences, length)
-    writes, write_dtype = _WRITE.value != "nothing", _write_dtype()
-    about = {
-        "teacher": _TEACHER.value,
-        "dtype": _DTYPE.value,
-        "vocabulary": tokenizer.vocabulary,
-        "vocab_size": vocab_size,
-        "context": teacher.model.context,
-        "length": length,
-        "features": features,
-        "text": _TEXT.value,
-        "first": _FIRST.value,
-        "write": _WRITE.value,
-        **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),
-        **({"write_dtype": write_dtype} if write_dtype != _DTYPE.value else {}),
-    }
-    labels.claim_folder(out, about)
+    texts = teaching.starting_at(_texts(teacher, sentences, length), _FIRST.value)
+    labels.claim_folder(out, _about(teacher, sentences, features))
     if labels.shard_path(out, 0).exists():
         labels.open_labels(str(out))  # A damaged shard is told now.
-    fill = teaching.labeller(teacher)
-    shifted = teaching.starting_at(texts, _FIRST.value)
-    row_type = labels.row_type(vocab_size, length, features)
-    tokens = teaching.write_labels(out, shifted, _COUNT.value, fill, row_type)
+    fill, row_type = teaching.labeller(teacher), labels.row_type(vocab_size, length, features)
+    tokens = teaching.write_labels(out, texts, _COUNT.value, fill, row_type)
     rows = labels.open_labels(str(out))
     print(f"{tokens:,} tokens labelled now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
 
 
+def _about(teacher, sentences, features: int) -> dict[str, Any]:
+    """What makes these labels these, for the index of their folder."""
+    from spectr_jax.models.frozen import digest
+
+    writes = _WRITE.value != "nothing"
+    return {
+        "teacher": _TEACHER.value,
+        "dtype": _DTYPE.value,
+        "weights": digest(teacher.model),
+        "vocabulary": teacher.tokenizer.vocabulary,
+        "vocab_size": teacher.model.vocab_size,
+        "context": teacher.model.context,
+        "length": _LENGTH.value,
+        "features": features,
+        "text": _TEXT.value,
+        "sentences": 0 if sentences is None else len(sentences),
+        "first": _FIRST.value,
+        "write": _WRITE.value,
+        **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),
+        **({"write_dtype": _write_dtype()} if _write_dtype() != _DTYPE.value else {}),
+    }
+
+
 def _sentences():
-    """The corpus, or None for chats; raises `UserError` for flags that do not go together."""
+    """The corpus, or None for chats; raises `UserError` for flags that do not go together, and for too short a corpus."""
     from spectr_jax.data.corpus import open_sentences
     from spectr_jax.errors import UserError
 
-    chats = _WRITE.value == "chats"
+    chats, reads = _WRITE.value == "chats", _WRITE.value == "nothing"
     if bool(_TEXT.value) == chats:
         needless = f"--write=chats takes no --text={_TEXT.value!r}; leave one out"
         raise UserError(needless if chats else "--text is missing; give a corpus, or --write=chats")
-    if _WRITE.value == "nothing" and _WRITE_DTYPE.value:
-        raise UserError(
-            f"--write_dtype={_WRITE_DTYPE.value} is for texts that the teacher writes; leave it out, or give --write"
-        )
-    return None if chats else open_sentences(_TEXT.value, _TFDS.value)
+    for flag in (_WRITE_DTYPE, _TEMPERATURE, _SEED):
+        if reads and flag.present:
+            raise UserError(
+                f"--{flag.name}={flag.value} is for texts that the teacher writes; leave it out, or give --write"
+            )
+    if chats:
+        if not _TEMPERATURE.value:
+            raise UserError("--temperature=0 writes the same chat each time; give a higher one, such as 1")
+        return None
+    sentences = open_sentences(_TEXT.value, _TFDS.value)
+    wanted = _FIRST.value + (_COUNT.value if reads else 1)
+    if wanted > len(sentences):
+        asked = f"--first={_FIRST.value} --count={_COUNT.value}" if reads else f"--first={_FIRST.value}"
+        raise UserError(f"{_TEXT.value!r} has {len(sentences):,} sentences, too few for {asked}; lower these")
+    return sentences
 
 
 def _texts(teacher, sentences, length: int):

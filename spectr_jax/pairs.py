@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from spectr_jax.data.tokenizer import VocabularyOf
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load
 from spectr_jax.models.base import features_seen, features_shown
@@ -25,11 +26,14 @@ def load_alone(spec: str, dtype: str = "float32") -> Trained:
     """Loads a model that shall run by itself, such as a target.
 
     Raises:
-      UserError: as `load`; or it sees the features of a target, and can only draft for that.
+      UserError: as `load`; or it is a draft that cannot run alone: it sees the features of a target, or knows its tokens by
+        number only.
     """
     trained = load(spec, dtype)
     if features_seen(trained.model):
         raise UserError(f"{spec!r} sees the features of a target, and can only draft for it; give a model that runs alone")
+    if isinstance(trained.tokenizer, VocabularyOf):
+        raise UserError(f"{spec!r} is a draft without a tokenizer, and drafts for its target only; give one that runs alone")
     return trained
 
 

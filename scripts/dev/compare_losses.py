@@ -6,7 +6,6 @@ Writes results/smollm2/losses.md and .json. Each training is a run of its own un
 """
 
 import pathlib
-import time
 from typing import Any
 
 from absl import flags
@@ -24,7 +23,6 @@ from spectr_jax.training.metrics import read_metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where the table goes: Markdown and JSON.")
 _RUNS = flags.DEFINE_string("runs", "runs/losses", "Where the trainings live.")
-_TEACHER = flags.DEFINE_string("teacher", "smollm2", "The model that made the labels.")
 _LABELS = flags.DEFINE_string("labels", "labels/train", "What the students learn from: what `spectr_jax.label` wrote.")
 _HELDOUT = flags.DEFINE_list("heldout", ["labels/heldout"], "Labels that they are scored on.")
 _STUDENT = flags.DEFINE_string("student", "2m", "One of configs/distil.py.")
@@ -36,10 +34,9 @@ def main():
     for name in _LOSSES.value:
         if name not in LOSSES:
             raise unknown("loss", name, LOSSES)
-    started = time.monotonic()
     labelled = open_labels(_LABELS.value)
     config = distil_config(_STUDENT.value)
-    config.update(teacher=_TEACHER.value, steps=_STEPS.value, log_every=25, eval_every=100, checkpoint_every=_STEPS.value)
+    config.update(steps=_STEPS.value, log_every=25, eval_every=100, checkpoint_every=_STEPS.value)
     config.data.update(train=_LABELS.value, heldout=tuple(_HELDOUT.value))
     config.optimizer.warmup_steps = max(1, _STEPS.value // 10)
     rows = []
@@ -51,28 +48,35 @@ def main():
         scores = [record for record in records if REJECTION in record][-1]
         rows.append({"loss": name, "tokens": sum(record.get("tokens", 0) for record in records), "scores": scores})
     tokens = int(sum((labelled.take([index])["segments"] > 0).sum() for index in range(len(labelled))))
-    result = {"student": _STUDENT.value, "labelled": tokens, "rows": rows, **report.about(config, started)}
+    settings = {
+        "student": _STUDENT.value,
+        "teacher": labelled.teacher.name,
+        "steps": _STEPS.value,
+        "heldout": [pathlib.Path(name).name for name in _HELDOUT.value],
+    }
+    result = {"settings": settings, "labelled": tokens, "rows": rows, **report.provenance()}
     report.write(pathlib.Path(_WORKDIR.value), "losses", result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The table with its provenance, as Markdown."""
-    sets = [pathlib.Path(name).name for name in result["config"]["data"]["heldout"]]
+    settings, sets = result["settings"], result["settings"]["heldout"]
     header = ["Loss", *(f"{score}, {name}" for name in sets for score in ("alpha_1", "alpha_4", "KL(q, p)"))]
     body = [
         [
             f"`{row['loss']}`",
-            *(f"{row['scores'][f'eval_{key}_{name}']:.3f}" for name in sets for key in ("alpha_1", "alpha_4", "nats")),
+            *(f"{row['scores'][f'eval_{key}_{name}']:.3f}" for name in sets for key in ("alpha_1", "alpha_4", "kl")),
         ]
         for row in result["rows"]
     ]
-    config, seen = result["config"], result["rows"][0]["tokens"]
+    seen = result["rows"][0]["tokens"]
     passes = seen / result["labelled"]
     notes = [
-        f"The `{result['student']}` student of `{config['teacher']}`, {config['steps']} steps with each loss: {seen:,} "
-        f"tokens, {passes:.1f} passes over {result['labelled']:,} labelled ones. Scores of the last step, held out.",
+        f"The `{settings['student']}` student of `{settings['teacher']}`, {settings['steps']} steps with each loss: "
+        f"{seen:,} tokens, {passes:.1f} passes over {result['labelled']:,} labelled ones. Scores of the last step, "
+        "held out.",
         "alpha_1 is the acceptance of one draft, alpha_4 that of four under the exact plan. Both are told from the 64 "
-        "labels of a place, and are at most the true ones. KL in nats per token.",
+        "labels of a place, and are at most the true ones. KL, over the tokens that the head scores, in nats per token.",
         report.made_by(result),
     ]
     return f"# Losses\n\n{report.markdown_table(header, body)}\n\n" + "\n\n".join(notes) + "\n"

@@ -1,15 +1,15 @@
 """A teacher's likeliest next tokens at every place of a text, kept on disk, so that students need not ask it again.
 
 A row is several sequences one after the other, then padding. At each place it holds the token, the number of its sequence
-(0 is padding), and the `TOP` likeliest next tokens with the logarithms of their probabilities; for students that see the
-teacher's features, also its last hidden state there. A folder has shards of such rows, each written whole, and an index
-that names the teacher.
+(0 is padding), whether a draft is asked for what follows when the target decodes, and the `TOP` likeliest next tokens with
+the logarithms of their probabilities; for students that see the teacher's features, also its last hidden state there. A
+folder has shards of such rows, each written whole, and an index that names the teacher.
 """
 
 import json
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +19,42 @@ from spectr_jax.files import expanded, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
-FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features")
+FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted")
 """What the index says at least; folders that are used together agree in it."""
+OLDER = {"features": 0, "drafted": False, "teacher": "", "dtype": "", "weights": ""}
+"""What an index says that was written before it had these fields."""
 TOP = 64
 """Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability."""
 
 
-def row_type(vocab_size: int, length: int, features: int = 0) -> np.dtype:
-    """The structured type of a row of `length` tokens, with so many features each."""
+class Teacher(NamedTuple):
+    """Who made labels.
+
+    Attributes:
+      name: as `load` takes it.
+      dtype: in which it labelled.
+      weights: their digest in that dtype (`models.frozen.digest`); "" in older folders.
+    """
+
+    name: str
+    dtype: str
+    weights: str
+
+    def may_be(self, other: "Teacher") -> bool:
+        """Whether nothing tells the two apart. Digests are of one dtype; of two dtypes the names decide."""
+        if not self.weights or not other.weights:
+            return True
+        return self.weights == other.weights if self.dtype == other.dtype else self.name == other.name
+
+
+def row_type(vocab_size: int, length: int, features: int = 0, drafted: bool = True) -> np.dtype:
+    """The structured type of a row of `length` tokens, with so many features each; `drafted` is False in older folders."""
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
     return np.dtype(
         [
             ("tokens", token, (length,)),
             ("segments", np.uint16, (length,)),
+            *([("drafted", np.bool_, (length,))] if drafted else []),
             ("top", token, (length, TOP)),
             ("log_probabilities", np.float16, (length, TOP)),
             *([("features", np.float16, (length, features))] if features else []),
@@ -43,6 +66,7 @@ class LabelledRows(PackedRows):
     """Random access to labelled rows, of the type `row_type`.
 
     Attributes:
+      teacher: who made them.
       vocabulary: digest of the teacher's (`AnyTokenizer.vocabulary`).
       vocab_size: of the teacher's logits.
       context: the teacher's, in tokens.
@@ -52,6 +76,7 @@ class LabelledRows(PackedRows):
 
     def __init__(self, shards: list[np.ndarray], index: dict[str, Any], counts: tuple[int, ...]):
         super().__init__(shards, tokenizer_digest=index["vocabulary"])
+        self.teacher = teacher_of(index)
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
         self.context, self.features, self.counts = index["context"], index["features"], counts
 
@@ -69,6 +94,8 @@ def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
 def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     """Writes the index of a folder of labels, or checks that it says the same; makes the folder if need be.
 
+    The index of a folder without shards does not bind.
+
     Args:
       folder: of the labels.
       about: JSON values: `vocabulary`, `vocab_size`, `length`, and what else makes them these labels.
@@ -76,11 +103,11 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     Raises:
       UserError: it holds other labels.
     """
-    wanted = {"format": FORMAT, "top": TOP, "features": 0, **about}
-    if (folder / INDEX).exists():
+    wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
+    if any(folder.glob("labels-*.npy")):
         there = _index(folder)
         for name in sorted(wanted.keys() | there.keys()):
-            if wanted.get(name) != there.get(name):
+            if wanted.get(name) != there.get(name) and (name != "weights" or there[name]):
                 raise UserError(
                     f"{str(folder)!r} has labels of {name}={there.get(name)!r}, this command makes {wanted.get(name)!r}; "
                     "choose another --out, or give what it was made with"
@@ -98,7 +125,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
       counts: how many rows of each to take, the first ones; all by default.
 
     Raises:
-      UserError: none there, a damaged one, folders whose teachers or lengths differ, or fewer rows than `counts`.
+      UserError: none there, one damaged or missing, folders whose teachers or lengths differ, or fewer rows than `counts`.
     """
     folders = [expanded(each.strip()) for each in name.split(",")]
     indices = [_index(folder) for folder in folders]
@@ -109,8 +136,9 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
                     f"{str(folder)!r} has labels of {field}={index[field]!r} and {str(folders[0])!r} of "
                     f"{indices[0][field]!r}; give folders that agree"
                 )
-    wanted = row_type(indices[0]["vocab_size"], indices[0]["length"], indices[0]["features"])
-    found = [[_read(path, wanted) for path in sorted(folder.glob("labels-*.npy"))] for folder in folders]
+        check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(indices[0]))
+    wanted = row_type(*(indices[0][name] for name in ("vocab_size", "length", "features", "drafted")))
+    found = [[_read(path, wanted) for path in _shards(folder)] for folder in folders]
     there = tuple(sum(map(len, shards)) for shards in found)
     if not any(there):
         raise UserError(f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ...")
@@ -120,6 +148,30 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
             raise UserError(f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or label again")
     shards = [shard for each, count in zip(found, taken, strict=True) for shard in _first(each, count)]
     return LabelledRows(shards, indices[0], taken)
+
+
+def teacher_of(index: dict[str, Any]) -> Teacher:
+    """The teacher that an index names."""
+    return Teacher(index["teacher"], index["dtype"], index["weights"])
+
+
+def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) -> None:
+    """Raises `UserError` where two folders have labels of different teachers."""
+    if not teacher.may_be(other):
+        raise UserError(
+            f"{name!r} has labels of {teacher.name!r} ({teacher.weights}) and {other_name!r} of {other.name!r} "
+            f"({other.weights}), another teacher; label one of them again"
+        )
+
+
+def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The shards of a folder, in order; none may be missing, or a run that resumes would get other rows."""
+    paths = sorted(folder.glob("labels-*.npy"))
+    for number, path in enumerate(paths):
+        if path != shard_path(folder, number):
+            missing = shard_path(folder, number).name
+            raise UserError(f"{str(folder)!r} has {path.name} and no {missing}; run `label` there again, which makes it")
+    return paths
 
 
 def _first(shards: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
@@ -134,6 +186,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its end), int32 [B, N];
+      `drafted`, bool [B, N], in older folders wherever there is a token;
       `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are features, `features` float16 [B, N, F].
     """
     tokens, segments = rows["tokens"].astype(np.int32), rows["segments"].astype(np.int32)
@@ -147,6 +200,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
         "segments": segments,
         "positions": np.where(segments > 0, positions, 0).astype(np.int32),
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
+        "drafted": rows["drafted"] if "drafted" in (rows.dtype.names or ()) else segments > 0,
         "top": rows["top"].astype(np.int32),
         "log_probabilities": rows["log_probabilities"].astype(np.float32),
         **({"features": rows["features"]} if "features" in (rows.dtype.names or ()) else {}),
@@ -158,7 +212,7 @@ def _index(folder: pathlib.Path) -> dict[str, Any]:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
-        index = {"features": 0, **index}
+        index = {**OLDER, **index}
         if missing := [field for field in FIELDS if field not in index]:
             raise ValueError(f"{INDEX} does not say {missing[0]}")
         return index

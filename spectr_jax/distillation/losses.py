@@ -1,8 +1,9 @@
 """How far a student's distribution is from its teacher's, at one place; the losses that drafts are trained with.
 
 p is the student's, over the tokens that its head scores. Of the teacher's q the likeliest tokens are known; the rest of both
-is one more outcome. Every loss is 0 or more for one place, and `losses` vmaps. Acceptance is that of one draft,
-sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
+is one more outcome. In a divergence q is that of the tokens that can be drafted: what it gives to labelled tokens that the
+head does not score is left out, as no student can learn it. Every loss is 0 or more for one place, and `losses` vmaps.
+Acceptance is that of one draft, sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
 """
 
 from collections.abc import Callable
@@ -39,7 +40,8 @@ def acceptance(place: Place) -> jax.Array:
 
 def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
     """[] A lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with `drafts` i.i.d. drafts."""
-    p, q = (jnp.where(jnp.isfinite(place.log_p), jnp.exp(part), 0) for part in (place.log_p, place.log_q))
+    known = jnp.isfinite(place.log_p) & jnp.isfinite(place.log_q)
+    p, q = (jnp.where(known, jnp.exp(part), 0) for part in (place.log_p, place.log_q))
     # What is left of p and of q are two tokens of their own: neither is accepted.
     p, q = jnp.append(p, jnp.stack([1 - p.sum(), 0])), jnp.append(q, jnp.stack([0, 1 - q.sum()]))
     return otm.acceptance(jnp.maximum(p, 0), jnp.maximum(q, 0), drafts)
@@ -47,20 +49,16 @@ def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
 
 def kl(place: Place) -> jax.Array:
     """[] KL(q, p): Hinton et al., 2015, and what most drafts are trained with."""
-    known = jnp.isfinite(place.log_p)
-    q = jnp.where(known, jnp.exp(place.log_q), 0)
-    log_p = jnp.where(known, place.log_p, 0)
-    rest_p, rest_q = _rest(place)
-    return jnp.sum(q * (jnp.where(q > 0, place.log_q, 0) - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
+    (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
+    del p
+    return jnp.sum(q * (log_q - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
 
 
 def reverse_kl(place: Place) -> jax.Array:
     """[] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et al., 2023, arXiv 2310.08461)."""
-    known = jnp.isfinite(place.log_p)
-    log_p = jnp.where(known, place.log_p, 0)
-    p = jnp.where(known, jnp.exp(log_p), 0)
-    rest_p, rest_q = _rest(place)
-    return jnp.sum(p * (log_p - place.log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
+    (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
+    del q
+    return jnp.sum(p * (log_p - log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
 
 
 def total_variation(place: Place) -> jax.Array:
@@ -95,8 +93,22 @@ LOSSES: dict[str, Callable[[Place], jax.Array]] = {
 }
 
 
-def _rest(place: Place) -> tuple[jax.Array, jax.Array]:
-    """What p and q leave for the tokens that are not labelled, or not scored by the student; at least `TINY`."""
-    known = jnp.isfinite(place.log_p)
-    left = [1 - jnp.sum(jnp.where(known, jnp.exp(jnp.where(known, part, 0)), 0)) for part in (place.log_p, place.log_q)]
-    return jnp.maximum(left[0], TINY), jnp.maximum(left[1], TINY)
+class _Outcomes(NamedTuple):
+    """A distribution over the labels that the student scores, and the rest; of labels that it does not, 0 and log 0 = 0."""
+
+    labels: jax.Array
+    logs: jax.Array
+    rest: jax.Array
+
+
+def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
+    """p, and q of the tokens that can be drafted, over the same outcomes; rests are at least `TINY`."""
+    labelled = jnp.isfinite(place.log_q)  # Of a vocabulary smaller than `TOP`, the last ones are not.
+    known = labelled & jnp.isfinite(place.log_p)
+    log_p, log_q = (jnp.where(known, part, 0) for part in (place.log_p, place.log_q))
+    p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
+    lacking = jnp.sum(jnp.where(labelled & ~known, jnp.exp(jnp.where(labelled, place.log_q, 0)), 0))
+    drafted = jnp.maximum(1 - lacking, TINY)
+    rest_p, rest_q = jnp.maximum(1 - p.sum(), TINY), jnp.maximum((1 - q.sum() - lacking) / drafted, TINY)
+    log_q = jnp.where(known, log_q - jnp.log(drafted), 0)
+    return _Outcomes(p, log_p, rest_p), _Outcomes(q / drafted, log_q, rest_q)

@@ -8,6 +8,7 @@ import functools
 import io
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import grain
 import jax
@@ -34,15 +35,37 @@ ROWS = 4
 LONGEST_BEGINNING = 12
 """Tokens of a sentence that the teacher continues, at most; at least 1."""
 
-Texts = Callable[[int, int], list[list[int]]]
-"""The tokens of texts `first` to `end`, the same ones each time."""
+
+class Text(NamedTuple):
+    """A text to label.
+
+    Attributes:
+      tokens: all of it.
+      prompt: how many of them stand before what the teacher wrote, at least 1. A text that it only read has 1: any of its
+        tokens might be one to draft.
+      ended: whether the last token ends the text, so that nothing follows it.
+    """
+
+    tokens: list[int]
+    prompt: int = 1
+    ended: bool = False
+
+    @property
+    def drafted(self) -> np.ndarray:
+        """bool [N]: at which tokens a draft is asked for what follows, when the teacher decodes such a text."""
+        places = np.arange(len(self.tokens))
+        return (places >= self.prompt - 1) & (places < len(self.tokens) - self.ended)
+
+
+Texts = Callable[[int, int], list[Text]]
+"""Texts `first` to `end`, the same ones each time; fewer where there are no more."""
 
 
 def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
-    """Sentences of a corpus, as prompts are encoded; it begins anew after the last."""
+    """Sentences of a corpus, as prompts are encoded, to the last."""
 
-    def texts(first: int, end: int) -> list[list[int]]:
-        return [tokenizer.prompt(sentences[index % len(sentences)]) for index in range(first, end)]
+    def texts(first: int, end: int) -> list[Text]:
+        return [Text(tokenizer.prompt(sentences[index])) for index in range(first, min(end, len(sentences)))]
 
     return texts
 
@@ -53,7 +76,8 @@ def starting_at(texts: Texts, first: int) -> Texts:
 
 
 def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int) -> Texts:
-    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens.
+    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens; after the
+    last sentence the first comes again.
 
     Raises:
       UserError: its context has no room for that.
@@ -63,14 +87,18 @@ def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy:
         raise _too_long(length, teacher, longest)
     write = _writer(teacher, policy)
 
-    def texts(first: int, end: int) -> list[list[int]]:
+    def texts(first: int, end: int) -> list[Text]:
         rng = np.random.default_rng((seed, first))
-        whole = read_texts(sentences, teacher.tokenizer)(first, end)
+        whole = [teacher.tokenizer.prompt(sentences[index % len(sentences)]) for index in range(first, end)]
         cut = [tokens[: rng.integers(1, LONGEST_BEGINNING + 1)] for tokens in whole]
         begun = [tokens or [teacher.tokenizer.bos] for tokens in cut]
-        return write(jax.random.key(rng.integers(2**31)), begun, 1, LONGEST_BEGINNING, length)
+        return _written(write(jax.random.key(rng.integers(2**31)), begun, 1, LONGEST_BEGINNING, length), begun, teacher)
 
     return texts
+
+
+def _written(rows: list[list[int]], prompts: list[list[int]], teacher: Trained) -> list[Text]:
+    return [Text(row, len(prompt), teacher.tokenizer.ends(row[-1])) for row, prompt in zip(rows, prompts, strict=True)]
 
 
 def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
@@ -88,12 +116,13 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
     write = _writer(teacher, policy)
     shortest, half = len(opening) + len(closing), length // 2
 
-    def texts(first: int, end: int) -> list[list[int]]:
+    def texts(first: int, end: int) -> list[Text]:
         rng = np.random.default_rng((seed, first))
         asked = write(jax.random.key(rng.integers(2**31)), [opening] * (end - first), len(opening), len(opening), half)
         asked = [tokens[:-1] if teacher.tokenizer.ends(tokens[-1]) else tokens for tokens in asked]
         framed = [[*tokens, *closing] for tokens in asked]
-        return write(jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length)
+        written = write(jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length)
+        return _written(written, framed, teacher)
 
     return texts
 
@@ -136,21 +165,27 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
     return write
 
 
-def pack_rows(texts: Sequence[Sequence[int]], row_type: np.dtype) -> np.ndarray:
+def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
     """Rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token left
     out."""
     length = row_type["tokens"].shape[0]
-    source = [{"tokens": np.asarray(tokens[:length], np.int32)} for tokens in texts if len(tokens) > 1]
+    source = [
+        {"tokens": np.asarray(text.tokens[:length], np.int32), "drafted": text.drafted[:length]}
+        for text in texts
+        if len(text.tokens) > 1
+    ]
     packed = grain.experimental.FirstFitPackIterDataset(
         grain.MapDataset.source(source).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-        length_struct={"tokens": length},
+        length_struct={"tokens": length, "drafted": length},
         num_packing_bins=64,
         shuffle_bins=False,
     )
     found = list(packed)
     rows = np.zeros(len(found), row_type)
     for row, filled in zip(rows, found, strict=True):
-        row["tokens"], row["segments"] = filled["tokens"], filled["tokens_segment_ids"]
+        row["tokens"], row["segments"], row["drafted"] = (
+            filled[name] for name in ("tokens", "tokens_segment_ids", "drafted")
+        )
     return rows
 
 

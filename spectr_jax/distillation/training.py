@@ -16,7 +16,7 @@ from spectr_jax import hosts, runs, sharding
 from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
 from spectr_jax.distillation import losses, students
-from spectr_jax.distillation.labels import LabelledRows, batch_of, open_labels
+from spectr_jax.distillation.labels import LabelledRows, batch_of, check_teacher, open_labels
 from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import expanded
@@ -26,6 +26,7 @@ from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.weights import load_weights
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import Task, explained, run
+from spectr_jax.training.metrics import Curves
 from spectr_jax.training.optimizer import make_optimizer
 from spectr_jax.training.programs import Programs, compiled
 from spectr_jax.training.step import TrainState, update
@@ -53,8 +54,9 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     if len(heldout) < len(config.data.heldout):
         raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
     for name, others in heldout.items():
-        if others.vocabulary != rows.vocabulary:
+        if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
             raise UserError(f"held-out labels {name!r} are of another teacher than {config.data.train!r}; label them again")
+        check_teacher(name, others.teacher, config.data.train, rows.teacher)
     for name, others in {config.data.train: rows, **heldout}.items():
         if config.model.features and not others.features:
             raise UserError(f"labels {name!r} have no features for the student to see; label again with --features")
@@ -79,6 +81,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             ),
             evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
             metric=runs.REJECTION,
+            curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
             flops_per_token=levels * (6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length),
             given=functools.partial(_given, config, shape, tokens, rows),
         )
@@ -120,7 +123,7 @@ def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: Lab
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
         else:
             tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
-        runs.write_student(workdir, runs.Student(shape, tokens, rows.vocabulary, rows.counts), config.teacher)
+        runs.write_student(workdir, runs.Student(shape, tokens, rows.vocabulary, rows.counts), _teacher(config, rows))
     hosts.wait_for_all("the student's shape is there")
     student = runs.read_student(workdir)
     if student.vocabulary != rows.vocabulary:
@@ -200,10 +203,14 @@ def _at_each(function: Callable) -> Callable:
 
 
 def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are."""
+    """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are.
+
+    Tokens at which a draft is asked for what follows count; at level 2 one that was drafted there, and so on.
+    """
     real, seen = see(params, batch)
+    real &= jnp.stack([jnp.roll(batch["drafted"], level, axis=1) for level in range(len(real))])
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
-    found: dict[str, Callable] = {"nats": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
+    found: dict[str, Callable] = {"kl": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
     # Of one row at a time: `optimal_acceptance` sorts.
     sums = {
         name: jnp.sum(real * jax.lax.map(lambda level, each=each: jax.lax.map(jax.vmap(each), level), seen), axis=(1, 2))
@@ -228,7 +235,7 @@ def _scores(
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
         means = {key: value / np.maximum(sums["tokens"], 1) for key, value in sums.items() if key != "tokens"}
         if not scores:
-            scores = {runs.REJECTION: 1 - float(means["alpha_1"][0]), "eval_nats_per_token": float(means["nats"][0])}
+            scores = {runs.REJECTION: 1 - float(means["alpha_1"][0])}
         for key, value in means.items():
             scores[f"eval_{key}_{name}"] = float(value[0])
             there = value[1:][sums["tokens"][1:] > 0]  # No text may be so long.
@@ -240,16 +247,28 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
     """What a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
-    teacher = load(config.teacher)
+    teacher = load(_teacher(config, rows))
     if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (0, features_shown(teacher.model)):
         raise UserError(
-            f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}; give that"
+            f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}, "
+            f"{rows.teacher.name or 'an older one'!r}; give that, or leave it out"
         )
-    student = build(shape, tokens, nnx.Rngs(config.seed))
-    begin_as_teacher(student, teacher_embedding(teacher))
+    student, embedding = build(shape, tokens, nnx.Rngs(config.seed)), teacher_embedding(teacher)
+    if embedding is None:
+        if hosts.is_first():
+            print(f"{teacher.name!r} has no embedding to begin with: the student's is random")
+        return nnx.state(student, nnx.Param)
+    begin_as_teacher(student, embedding)
     if shape.features:
-        share_head(student, teacher_head(teacher))
+        share_head(student, teacher_head(teacher, embedding))
     return nnx.state(student, nnx.Param)
+
+
+def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows) -> str:
+    """The name of the teacher: the config's, or else the labels' own."""
+    if not config.teacher and not rows.teacher.name:
+        raise UserError(f"the labels in {config.data.train!r} do not say who made them; give --config.teacher")
+    return config.teacher or rows.teacher.name
 
 
 def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows) -> Llama:
@@ -262,19 +281,13 @@ def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: Labelled
     return model
 
 
-def teacher_embedding(teacher: Trained) -> jax.Array:
-    """The embedding [V, E] of a loaded teacher.
-
-    Raises:
-      UserError: it is no decoder that has one.
-    """
+def teacher_embedding(teacher: Trained) -> jax.Array | None:
+    """The embedding [V, E] of a loaded teacher; None of one that has none, as a model of somebody's own."""
     embed = getattr(teacher.model, "embed", None)
-    if not isinstance(embed, nnx.Embed):
-        raise UserError(f"teacher {teacher.name!r} has no embedding to begin with; give a decoder of ours or a Llama")
-    return jnp.asarray(embed.embedding[...], jnp.float32)
+    return jnp.asarray(embed.embedding[...], jnp.float32) if isinstance(embed, nnx.Embed) else None
 
 
-def teacher_head(teacher: Trained) -> jax.Array:
-    """The head [V, E] of a loaded teacher whose features a student sees."""
+def teacher_head(teacher: Trained, embedding: jax.Array) -> jax.Array:
+    """The head [V, E] of a loaded teacher whose features a student sees; its embedding if it has no head of its own."""
     head = getattr(teacher.model, "head", None)
-    return teacher_embedding(teacher) if head is None else jnp.asarray(head.kernel[...], jnp.float32).T
+    return jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding

@@ -28,7 +28,7 @@ from spectr_jax.training import preparation, throughput
 from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
-from spectr_jax.training.metrics import MetricsLog, Window, plot_curves
+from spectr_jax.training.metrics import Curves, MetricsLog, Window, plot_curves
 from spectr_jax.training.optimizer import learning_rate
 from spectr_jax.training.programs import Programs, make_programs
 from spectr_jax.training.step import TrainState
@@ -44,6 +44,7 @@ class Task(NamedTuple):
       data: batches, at the place that belongs to a new run.
       evaluate: scores of parameters on held-out text, by name.
       metric: the score of which the best checkpoint has the least.
+      curves: what loss.png shows.
       flops_per_token: of a step.
       given: reads the parameters to start from; None for `programs.init`'s.
     """
@@ -52,6 +53,7 @@ class Task(NamedTuple):
     data: grain.DatasetIterator
     evaluate: Callable[[Any], dict[str, float]]
     metric: str
+    curves: Curves
     flops_per_token: int
     given: Callable[[], nnx.State | None]
 
@@ -100,6 +102,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             data=iter(dataset),
             evaluate=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
             metric=runs.BITS,
+            curves=Curves("loss", "eval_nats_per_token", "nats per token"),
             flops_per_token=throughput.flops_per_token(TransformerConfig(**config.model)),
             given=functools.partial(preparation.given_params, config, tokenizer),
         )
@@ -215,7 +218,7 @@ class _Run:
         if log:
             log.write({"step": step, **scores})
             if step == self.config.steps or time.monotonic() > self.redraw_at:  # It takes a fifth of a second.
-                plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png")
+                plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves)
                 self.redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS
         return scores
 

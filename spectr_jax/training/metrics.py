@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -127,8 +127,16 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def plot_curves(metrics: pathlib.Path, path: pathlib.Path) -> None:
-    """Draws training and held-out loss against steps."""
+class Curves(NamedTuple):
+    """What is drawn of a run: two names of metrics, and what both are."""
+
+    training: str
+    heldout: str
+    label: str
+
+
+def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> None:
+    """Draws a metric of training and of held-out text against steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,11 +144,11 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path) -> None:
 
     records = read_metrics(metrics)
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, label, marker in (("loss", "training", None), ("eval_nats_per_token", "held out", "o")):
+    for name, label, marker in ((curves.training, "training", None), (curves.heldout, "held out", "o")):
         points = [(record["step"], record[name]) for record in records if name in record]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3)
-    axes.set(xlabel="step", ylabel="nats per token")
+    axes.set(xlabel="step", ylabel=curves.label)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

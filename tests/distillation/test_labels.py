@@ -54,6 +54,7 @@ def test_labels_are_the_teachers_likeliest_tokens(teacher, sentences, tmp_path, 
         np.testing.assert_allclose(row["log_probabilities"][where], best, atol=5e-3)
         named = np.take_along_axis(wanted, row["top"][where].astype(int), axis=1)
         np.testing.assert_allclose(named, best, atol=1e-5)
+        assert row["drafted"][where].all() and row["drafted"].sum() == (row["segments"] > 0).sum()
     given = [teacher.tokenizer.encode(sentence)[:LENGTH] for sentence in sentences[:40]]
     assert sorted(seen) == sorted(tokens for tokens in given if len(tokens) > 1)
 
@@ -87,11 +88,50 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
     with pytest.raises(UserError, match=r"labels-00002.npy' cannot be read .*; remove it, and label again"):
         labels.open_labels(str(folder))
     (folder / "labels-00002.npy").unlink()
+    (folder / "labels-00000.npy").rename(folder / "labels-00002.npy")
+    with pytest.raises(UserError, match=r"has labels-00001.npy and no labels-00000.npy; run `label` there again"):
+        labels.open_labels(str(folder))
+    (folder / "labels-00002.npy").rename(folder / "labels-00000.npy")
     index = json.loads((folder / labels.INDEX).read_text())
     (folder / labels.INDEX).write_text(json.dumps({name: index[name] for name in index if name != "context"}))
     for place, message in ((folder, "labels.json does not say context"), (tmp_path / "none", "No such file")):
         with pytest.raises(UserError, match=f"has no labels that can be read .*{message}"):
             labels.open_labels(str(place))
+
+
+def test_whose_labels_they_are(teacher, sentences, tmp_path):
+    """An index without shards does not bind, one of an older version can be read, and teachers are told apart."""
+    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    about |= {"length": LENGTH, "teacher": "school:teacher", "dtype": "int8", "weights": "aaa"}
+    row_type, fill = labels.row_type(teacher.model.vocab_size, LENGTH), teaching.labeller(teacher)
+    texts = teaching.read_texts(sentences, teacher.tokenizer)
+    folders = [tmp_path / name for name in ("one", "two", "three", "old")]
+    for folder, changed in zip(folders, ({}, {"weights": "bbb"}, {"dtype": "float32", "weights": "ccc"}, {}), strict=True):
+        labels.claim_folder(folder, {**about, "length": 12})
+        labels.claim_folder(folder, {**about, **changed})
+        teaching.write_labels(folder, texts, 10, fill, row_type)
+    one, two, three, old = map(str, folders)
+    with pytest.raises(UserError, match=r"of 'school:teacher' .bbb. and .* of 'school:teacher' .aaa., another teacher"):
+        labels.open_labels(f"{one},{two}")
+    assert len(labels.open_labels(f"{one},{three}").counts) == 2, "another dtype of the model of that name"
+    with pytest.raises(UserError, match="has labels of weights='aaa', this command makes 'bbb'"):
+        labels.claim_folder(folders[0], {**about, "weights": "bbb"})
+    index = json.loads((folders[3] / labels.INDEX).read_text())
+    (folders[3] / labels.INDEX).write_text(json.dumps({name: index[name] for name in index if name not in labels.OLDER}))
+    narrow = np.dtype([(name, row_type[name]) for name in row_type.names if name != "drafted"])
+    rows = np.load(folders[3] / "labels-00000.npy")
+    np.save(folders[3] / "labels-00000.npy", np.array([tuple(row[name] for name in narrow.names) for row in rows], narrow))
+    batch = labels.batch_of(labels.open_labels(old).take(np.arange(2)))
+    np.testing.assert_array_equal(batch["drafted"], batch["segments"] > 0)
+    with pytest.raises(UserError, match=r"has labels of drafted=False and .* of True; give folders that agree"):
+        labels.open_labels(f"{one},{old}")
+
+
+def test_a_corpus_ends(teacher, sentences):
+    """Its last shard has the texts that are left."""
+    texts = teaching.read_texts(sentences[:13], teacher.tokenizer)
+    assert len(texts(0, 10)) == 10 and len(texts(10, 20)) == 3
+    assert len(teaching.continued_texts(teacher, sentences[:13], LENGTH, Policy(), seed=0)(10, 14)) == 4
 
 
 def test_the_first_rows_of_each_folder(teacher, sentences, tmp_path):
@@ -113,14 +153,15 @@ def test_the_teacher_continues_sentences(teacher, sentences):
     texts = teaching.continued_texts(teacher, sentences, LENGTH, Policy(eos=teacher.tokenizer.eos), seed=0)
     made = texts(5, 15)
     assert made == texts(5, 15) != texts(15, 25)
-    for tokens, sentence in zip(made, sentences[5:15], strict=True):
+    for (tokens, prompt, ended), sentence in zip(made, sentences[5:15], strict=True):
         known = teacher.tokenizer.encode(sentence)
-        assert tokens[0] == known[0] and 1 < len(tokens) <= LENGTH
+        assert tokens[:prompt] == known[:prompt] and 1 <= prompt < len(tokens) <= LENGTH
+        assert ended == teacher.tokenizer.ends(tokens[-1])
         ends = [teacher.tokenizer.ends(token) for token in tokens]
         assert not any(ends[:-1]) and (ends[-1] or len(tokens) == LENGTH)
-    assert len({tuple(tokens) for tokens in made}) == 10
+    assert len({tuple(text.tokens) for text in made}) == 10
     cold = teaching.continued_texts(teacher, sentences, LENGTH, Policy(temperature=0.0, eos=teacher.tokenizer.eos), seed=0)
-    for tokens in cold(0, 3):
+    for tokens, *_ in cold(0, 3):
         likeliest = log_probabilities(teacher.model, tokens).argmax(1)
         assert (likeliest[len(tokens) // 2 + 6 : -1] == tokens[len(tokens) // 2 + 7 :]).all()
 
@@ -142,11 +183,17 @@ def test_the_teacher_writes_both_sides_of_a_chat(teacher):
     said = teacher.tokenizer.encode("token tree")
     assert [*opening, *said, *closing] == teacher.tokenizer.chat([{"role": "user", "content": "token tree"}])
     texts = teaching.conversations(teacher, 40, Policy(eos=teacher.tokenizer.eos), seed=3)
-    for tokens in texts(0, 6):
+    for text in texts(0, 6):
+        tokens = text.tokens
         assert tokens[: len(opening)] == opening and len(tokens) <= 40
-        assert any(tokens[at : at + len(closing)] == closing for at in range(len(tokens)))
+        assert tokens[text.prompt - len(closing) : text.prompt] == closing
+        answered = np.flatnonzero(text.drafted)
+        assert answered[0] == text.prompt - 1, "the answer's first token is the first to draft"
+        assert answered[-1] == len(tokens) - (2 if teacher.tokenizer.ends(tokens[-1]) else 1), "nothing follows an end"
+        assert len(answered) == answered[-1] - answered[0] + 1
     longest = 2 * (64 + len(opening)) // 3
-    assert max(map(len, teaching.conversations(teacher, longest, Policy(), seed=3)(0, 6))) == longest
+    written = teaching.conversations(teacher, longest, Policy(), seed=3)(0, 6)
+    assert max(len(text.tokens) for text in written) == longest
     with pytest.raises(UserError, match=f"--length={longest + 1} leaves .* in its context of 64; give at most {longest}"):
         teaching.conversations(teacher, longest + 1, Policy(), seed=3)
     with pytest.raises(UserError, match="the chat template alone takes"):

@@ -25,8 +25,10 @@ def place(p, q, target=0):
 
 
 def merged(p, q):
-    """p and q of the labels that the student scores, and of the rest as one."""
-    named = (np.arange(V) < KNOWN) & (p > 0)
+    """p, and q without the labels that the student does not score, of the labels that it does and of the rest as one."""
+    labelled = np.arange(V) < KNOWN
+    named, lacking = labelled & (p > 0), labelled & (p == 0)
+    q = np.where(lacking, 0, q) / q[~lacking].sum()
     return [np.append(part[named], part[~named].sum()) for part in (p, q)]
 
 
@@ -73,6 +75,19 @@ def test_where_a_student_lacks_a_token_or_a_text_ends():
             place(p, q).log_p
         )
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
+
+
+@pytest.mark.parametrize("kept", [V, KNOWN - 2])
+def test_a_vocabulary_smaller_than_the_labels(kept):
+    """Labels that no token has, token 0 with probability 0, change nothing."""
+    p, q = distributions(2, kept)
+    seen = place(p, q)
+    padded = seen._replace(log_p=jnp.append(seen.log_p, seen.log_p[:1]), log_q=jnp.append(seen.log_q, -jnp.inf))
+    assert float(optimal_acceptance(padded, 4)) == pytest.approx(float(optimal_acceptance(seen, 4)), rel=1e-6)
+    for name, loss in LOSSES.items():
+        value, gradient = jax.value_and_grad(lambda log_p, loss=loss: loss(padded._replace(log_p=log_p)))(padded.log_p)
+        assert float(value) == pytest.approx(float(loss(seen)), rel=1e-6), name
+        assert np.isfinite(gradient).all(), name
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
