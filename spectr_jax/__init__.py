@@ -19,7 +19,7 @@ and `generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` s
 `Method` of your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours
 are right.
 
-The packages, from the lowest layer up:
+The packages, in an order to read them:
 
 | package | question | read first |
 | --- | --- | --- |

@@ -44,6 +44,18 @@ Exit status:
 _SAVED_HELP = f"  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command resumes\n"
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around what an entry point imports before its flags are parsed: a package that is not installed is one line too."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        line = explain(error)
+        if line is None:
+            raise
+        _exit(f"error: {line}", error)
+
+
 def define_process_flags() -> None:
     """The flags of a program that several processes can run as one."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for a run of several processes.")

@@ -10,6 +10,15 @@ _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
 
+EXTRAS = {
+    "train": (
+        *("array_record", "grain", "importlib_resources", "matplotlib", "ml_collections", "optax", "orbax"),
+        *("tensorflow_datasets", "tqdm"),
+    ),
+    "hf": ("gguf", "huggingface_hub", "jinja2", "tokenizers"),
+}
+"""The modules that each extra of pyproject.toml brings; `eval` brings those of `train`."""
+
 
 class UserError(ValueError):
     """Bad input: the message names the value and the remedy, on one line."""
@@ -31,9 +40,10 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
 def explain(error: BaseException, output: str | None = None) -> str | None:
     """Returns the line that tells the user what to do; None if the error is a bug of ours.
 
-    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not find, and what a file system
-    says of a path, of rights or of a full disk. A file that is not there is the user's only in the folder `output`, which
-    somebody may have removed: all other files are looked for before they are read.
+    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not find, a package of an extra
+    that is not installed, and what a file system says of a path, of rights or of a full disk. A file that is not there is
+    the user's only in the folder `output`, which somebody may have removed: all other files are looked for before they are
+    read.
     """
     if isinstance(error, UserError):
         return str(error)
@@ -44,6 +54,8 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
         )
     if isinstance(error, RuntimeError) and reason.startswith("Unable to initialize backend"):
         return f"JAX does not find its device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
+    if isinstance(error, ModuleNotFoundError):
+        return _missing(error)
     if not isinstance(error, OSError):
         return None
     path = str(error.filename or "a file")
@@ -52,4 +64,13 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
     gone = error.errno == errno.ENOENT and output is not None and pathlib.Path(output) in pathlib.Path(path).parents
     if gone or error.errno in _REFUSED:
         return f"{path!r} cannot be used ({error.strerror}); choose another path, or change the rights of this one"
+    return None
+
+
+def _missing(error: ModuleNotFoundError) -> str | None:
+    """The line for a module that an extra brings, None for another one."""
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return f"{module} is not installed; run: pip install '.[{extra}]' in the folder of spectr_jax, which brings it"
     return None

@@ -6,11 +6,13 @@ A table that was stopped resumes after what it has measured when the same comman
 """
 
 from absl import flags
-from ml_collections import config_flags
 
 from spectr_jax import cli
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import expanded
+
+with cli.importing():
+    from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config, such as configs/demo.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)

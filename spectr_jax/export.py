@@ -92,6 +92,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
 
     _check_folder(out)
     trained = load(_MODEL.value)
+    _check_runs_alone(trained.tokenizer)
     if not isinstance(trained.model, Transformer):
         raise UserError(f"--model={_MODEL.value} is no decoder of ours; give --format=llama, or copy its folder")
     if not isinstance(trained.tokenizer, Tokenizer):
@@ -111,12 +112,27 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
     _check_folder(out)
     trained = load(_MODEL.value)
     tokenizer = trained.tokenizer
-    if not isinstance(trained.model, Llama) or not isinstance(tokenizer, HuggingFaceTokenizer):
+    _check_runs_alone(tokenizer)
+    if not isinstance(trained.model, Llama):
         raise UserError(f"--model={_MODEL.value} is not of the Llama family; give --format=gpt2")
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UserError(f"--model={_MODEL.value} has no tokenizer of Hugging Face's, which its folder needs; give it one")
     eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
     save_llama(out, trained.model, tokenizer.bos, eos)
     tokenizer.save(out, trained.model.context)
     return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
+
+
+def _check_runs_alone(tokenizer) -> None:
+    """Raises `UserError` for a student, which is of the Llama family too, but with parts that transformers lacks."""
+    from spectr_jax.data.tokenizer import VocabularyOf
+    from spectr_jax.errors import UserError
+
+    if isinstance(tokenizer, VocabularyOf):
+        raise UserError(
+            f"--model={_MODEL.value} is a draft that was trained for its target, without a tokenizer and with parts that "
+            f"transformers does not have; export its workdir without --format={_FORMAT.value}, or copy its files"
+        )
 
 
 def _check_folder(out: pathlib.Path) -> None:

@@ -43,7 +43,7 @@ _DRAFT = flags.DEFINE_string(
     "draft",
     None,
     "The draft model, named as --target is. It needs the target's vocabulary; added or padded tokens may differ. (default: "
-    "embedded:2m; none for hf:, gguf:, smollm2, which are decoded by the baseline then)",
+    "embedded:2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the baseline decodes then)",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
@@ -86,23 +86,22 @@ def main():
     small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
     dtype = _DTYPE.value or ("int8" if small else "float32")
     check_dtype(dtype)
-    other = _TARGET.value.startswith(("hf:", "gguf:")) or _TARGET.value == SMOLLM2
-    draft = _DRAFT.value or (None if other else "embedded:2m")
-    method = _method(draft)
+    method = _method()
     prompts = _prompts()
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
-    session = open_session(method, _TARGET.value, draft, dtype, new_tokens, policy, own)
+    session = open_session(method, _TARGET.value, _DRAFT.value or None, dtype, new_tokens, policy, own)
+    if method is None and session.draft is None:
+        print(f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr)
     if _CHAT.value and not _COMPARE.value and html is None:
         _chat(session, prompts)
     else:
         _show(session, prompts, html)
 
 
-def _method(draft: str | None):
-    """The method that the flags name; else one that is faster than the baseline with the default models on a CPU, or the
-    baseline if there is no draft.
+def _method():
+    """The method that the flags name, or None where they leave the choice to `open_session`.
 
     Raises:
       UserError: flags that do not go together; in terms of the flags where no method is named.
@@ -121,7 +120,7 @@ def _method(draft: str | None):
         raise UserError(f"--tree={_TREE.value} and --{other}={given[other]} are both given; give one of them")
     if "tree" in given or "num_drafts" in given:
         return get_method("otm_block", **given)
-    return get_method("block", **{"draft_length": 3, **given}) if draft or given else get_method("baseline")
+    return get_method("block", **given) if given else None
 
 
 def _prompts() -> Iterable[str]:
@@ -183,16 +182,13 @@ def _chat(session, prompts: Iterable[str]) -> None:
 
     from spectr_jax.sampling import chat, terminal
 
-    chat.check(session, prompts)
+    chat.check(session)
     colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
-    messages: list[dict[str, str]] = []
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompts, list):
-            messages = []
-        messages.append({"role": "user", "content": prompt})
-        key = jax.random.fold_in(jax.random.key(_SEED.value), number)
-        answer = chat.answer(session, messages, key, lambda token: print(terminal.token(token, colour), end="", flush=True))
-        messages.append({"role": "assistant", "content": answer.text})
+
+    def show(token) -> None:
+        print(terminal.token(token, colour), end="", flush=True)
+
+    for answer in chat.answers(session, prompts, jax.random.key(_SEED.value), show):
         print("\n\n" + terminal.answered(session.method.name, answer) + "\n", flush=True)
 
 

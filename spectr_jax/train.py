@@ -6,9 +6,11 @@ A run that was stopped or killed resumes from its newest checkpoint when the sam
 """
 
 from absl import flags
-from ml_collections import config_flags
 
 from spectr_jax import cli
+
+with cli.importing():
+    from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A training config, such as configs/lm1b/draft_6m.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to resume.", required=True)

@@ -127,6 +127,34 @@ def test_the_tables_of_the_architecture_have_all(heading, named):
     assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(named)
 
 
+def _imported_parts(path: pathlib.Path) -> set[str]:
+    """The names behind `spectr_jax.` in all imports of a module, also of those inside functions."""
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    return {module.split(".")[1] for module in modules if module.startswith("spectr_jax.")}
+
+
+def test_imports_run_as_the_architecture_says():
+    page = (ROOT / "docs/architecture.md").read_text().split("\nImports run one way")[1].split("\n## ")[0]
+    lines = re.findall(r"^    (\w+) +(-|\w+(?:, \w+)*)$", page, re.MULTILINE)
+    said = {part: set(re.findall(r"\w+", behind)) for part, behind in lines}
+    entries, servants = (set(re.findall(r"`(\w+)`", text)) for text in page.split("The entry points ")[1].split(". ")[:2])
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        part = path.relative_to(ROOT / "spectr_jax").parts[0].removesuffix(".py")
+        found[part] = found.get(part, set()) | _imported_parts(path) - {part}
+    assert found.keys() == {*said, *entries, *servants, "__init__"}
+    assert {part: found[part] - servants for part in said} == said
+    assert all(found[part] <= servants for part in servants) and not entries & set().union(*found.values())
+    for index, (part, _) in enumerate(lines):
+        assert said[part] <= {below for below, _ in lines[index + 1 :]}, part
+
+
 def test_the_first_page_has_all_rooms():
     rooms = {path.relative_to(ROOT / "spectr_jax").parts[0] for path in MODULES if path.parent.name != "spectr_jax"}
     named = re.findall(r"^\| `spectr_jax\.(\w+)` \|", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)

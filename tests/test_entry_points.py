@@ -34,7 +34,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
     "spectr_jax.figures": ("workdir",),
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
-    "spectr_jax.label": ("out", "--text=spectr_jax/embedded/prompts.txt", "--teacher=embedded:2m"),
+    "spectr_jax.label": ("out", "--text=spectr_jax/embedded/prompts.txt", "--teacher=embedded:2m", "--count=200"),
     "spectr_jax.export": ("out", "--model=/nowhere"),
     "spectr_jax.sample": ("", "--prompt=x"),
     "scripts/dev/bench_select.py": ("workdir",),
@@ -166,6 +166,10 @@ CASES = [
         "--length=118 --write=continuations",
         "--length=118 leaves the teacher no room to write in its context of 128",
     ),
+    (LABEL, "--count=999999", "has 257 sentences, too few for --first=0 --count=999999; lower these"),
+    (LABEL, "--temperature=0.5", "--temperature=0.5 is for texts that the teacher writes; leave it out, or give --write"),
+    (LABEL, "--text= --write=chats --temperature=0", "--temperature=0 writes the same chat each time; give a higher one"),
+    (LABEL, f"--count=9 --teacher={EAGLE}", "can only draft for it; give a model that runs alone"),
     (LABEL, "--out=a,b", "--out=a,b has a comma, which stands between folders of labels; choose another name"),
     (DRAFTS, "--method=block", "--method=block needs a tree, such as block:chain:3"),
     (DRAFTS, "", "sees 576 features of its target, and 'draft_2m' shows 128; give the target that it was trained for"),
@@ -181,6 +185,10 @@ CASES = [
     (EXPORT, "--format=gpt2 --model=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
     (EXPORT, "--format=llama --part_mb=3", "--part_mb=3.0 is not for --format=llama"),
     (EXPORT, "--format=llama --model=embedded:2m", "--model=embedded:2m is not of the Llama family; give --format=gpt2"),
+    *(
+        (EXPORT, f"--format={name} --model={EAGLE}", "is a draft that was trained for its target, without a tokenizer")
+        for name in ("gpt2", "llama")
+    ),
     (SAMPLE, "--chat", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
     (SAMPLE, "--chat --compare", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
     (SAMPLE, "--target=gguf:/nowhere.gguf", "no file '/nowhere.gguf'; give gguf: and the path of a GGUF file"),
@@ -374,6 +382,11 @@ def run_body(run, tmp_path):
         ("open('/etc/passwd/x', 'w')", "error: '/etc/passwd/x' cannot be used (Not a directory); choose another path"),
         ("os.mkdir('/etc')", "error: '/etc' cannot be used (File exists)"),
         ("open(OUT.value + '/gone', 'w')", "/written/gone' cannot be used (No such file or directory)"),
+        ("sys.modules['gguf'] = None; import gguf", "error: gguf is not installed; run: pip install '.[hf]' in the folder"),
+        (  # Imported before flags are parsed.
+            "sys.modules['ml_collections'] = None; import spectr_jax.eval",
+            "error: ml_collections is not installed; run: pip install '.[train]' in the folder",
+        ),
         ("bytearray(2**60)", "error: out of memory (of this machine); give it less at once: a smaller batch_size"),
     ],
 )
@@ -381,7 +394,9 @@ def test_errors_of_the_users(run_body, body, message):
     check_one_line(run_body(body), message)
 
 
-@pytest.mark.parametrize("body", ["1 / 0", "open('no/such/file')", "{}['name']", "raise ConnectionError('gone')"])
+@pytest.mark.parametrize(
+    "body", ["1 / 0", "open('no/such/file')", "{}['name']", "raise ConnectionError('gone')", "import nothing"]
+)
 def test_a_bug_shows_its_traceback(run_body, body):
     ended = run_body(body)
     assert ended.status == 1 and "Traceback (most recent call last):" in ended.stderr and "error: " not in ended.stderr

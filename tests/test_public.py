@@ -1,5 +1,7 @@
 """The public face: what `spectr_jax` exports, what its import costs, the program of its docstring, what it depends on."""
 
+import ast
+import importlib.metadata
 import pathlib
 import re
 import subprocess
@@ -12,7 +14,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import decoding
-from spectr_jax.errors import UserError
+from spectr_jax.errors import EXTRAS, UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = {
@@ -80,14 +82,35 @@ def test_decoding_generate_is_a_module_that_can_be_called():
         generate(jax.random.key(0), decoding.get_method("baseline"), None, None, [[1]], [1], 1)
 
 
-def test_the_old_place_of_load():
-    from spectr_jax.experiments.loading import load_trained
-
-    assert load_trained is spectr_jax.load
-
-
 def _requirements(lines):
     return sorted(line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip())
+
+
+def test_a_missing_module_is_told_with_its_extra():
+    """All that the package imports is a dependency, or in the table of errors, which has what pyproject.toml has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(lines):
+        return {re.match(r"[\w-]+", line)[0].replace("-", "_").lower() for line in lines}
+
+    distributions = importlib.metadata.packages_distributions()
+
+    def comes_with(module):
+        return {name.replace("-", "_").lower() for name in distributions[module]}
+
+    brought = {extra: names(project["optional-dependencies"][extra]) for extra in EXTRAS}
+    for extra, modules in EXTRAS.items():
+        assert all(comes_with(module) & brought[extra] for module in modules)
+        assert len(modules) == len(brought[extra])
+    imported = set()
+    for path in ROOT.glob("spectr_jax/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                imported |= {module.partition(".")[0] for module in modules}
+    others = imported - sys.stdlib_module_names - {"spectr_jax"} - {module for extra in EXTRAS.values() for module in extra}
+    assert {"jax", "flax"} <= others
+    assert [module for module in others if not comes_with(module) & names(project["dependencies"])] == []
 
 
 def test_dependencies_and_extras_are_the_requirements():

@@ -156,9 +156,7 @@ def _prepared(
         )
         for each in policies
     )
-    # One program serves prompts of many lengths.
-    bucket = bucket if tokens.shape[1] <= LONG else LONG
-    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % bucket)))
+    padded = np.pad(tokens, ((0, 0), (0, padded_length(tokens.shape[1], bucket) - tokens.shape[1])))
     if mesh is not None:
         if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
             raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
@@ -166,6 +164,12 @@ def _prepared(
             raise UserError(f"{len(tokens)} prompts do not divide over {mesh.size} devices; give a multiple")
         models = sharding.replicate(mesh, models)
     return _Request(method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policies)
+
+
+def padded_length(tokens: int, bucket: int = BUCKET) -> int:
+    """The length that prompts of `tokens` tokens are padded to, so that one program serves many lengths."""
+    bucket = bucket if tokens <= LONG else LONG
+    return -(-tokens // bucket) * bucket
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -1,7 +1,7 @@
 """A conversation with an instructed model: each answer is shown as it is decoded."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax
 from spectr_jax.decoding import stream
 from spectr_jax.errors import UserError
 from spectr_jax.measure.trace import read_call, seen
-from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room
+from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all
 
 
 class Answer(NamedTuple):
@@ -32,12 +32,10 @@ class Answer(NamedTuple):
     whole: bool
 
 
-def check(session: Session, messages: Iterable[str] = ()) -> None:
-    """Raises `UserError` if the target has no chat template, or one of a list of messages leaves no room for an answer."""
+def check(session: Session) -> None:
+    """Raises `UserError` if the target has no chat template."""
     if session.target.tokenizer.template is None:
         raise UserError(f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out")
-    for message in messages if isinstance(messages, list) else ():
-        encode_message(session, message)
 
 
 def encode_message(session: Session, message: str) -> list[int]:
@@ -46,7 +44,7 @@ def encode_message(session: Session, message: str) -> list[int]:
 
 
 def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The tokens of a conversation, up to where the answer begins.
+    """The tokens of a conversation (roles and contents), up to where the answer begins.
 
     Raises:
       UserError: it leaves no room for an answer in the context of a model.
@@ -56,13 +54,30 @@ def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]
     return prompt
 
 
-def answer(session: Session, messages: Sequence[Mapping[str, str]], key: jax.Array, show: Callable[[Token], None]) -> Answer:
-    """Answers the last of `messages` (roles and contents), token by token to `show`; consumes `key`.
+def answers(session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]) -> Iterator[Answer]:
+    """Answers messages, token by token to `show`: those of a list each on its own, others as they come in one conversation.
+
+    Consumes `key`.
 
     Raises:
-      UserError: the conversation leaves no room for an answer in the context of a model.
+      UserError: as `encode`; of a list before the first is answered.
     """
-    tokenizer, prompt = session.target.tokenizer, encode(session, messages)
+    messages: list[dict[str, str]] = []
+
+    def go_on(session: Session, message: str) -> list[int]:
+        messages.append({"role": "user", "content": message})
+        return encode(session, messages)
+
+    turns = encode_all(session, prompts, encode_message if isinstance(prompts, list) else go_on)
+    for number, (_, tokens) in enumerate(turns):
+        made = answer(session, tokens, jax.random.fold_in(key, number), show)
+        messages.append({"role": "assistant", "content": made.text})
+        yield made
+
+
+def answer(session: Session, prompt: Sequence[int], key: jax.Array, show: Callable[[Token], None]) -> Answer:
+    """Answers a conversation that `encode` made tokens of, token by token to `show`; consumes `key`."""
+    tokenizer = session.target.tokenizer
     started = time.perf_counter()
     models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
     policy, own = session.policy, session.draft_policy

@@ -10,6 +10,7 @@ from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
 from spectr_jax.figures.drawing import rows_of_paths
+from spectr_jax.files import expanded
 from spectr_jax.measure.trace import Recorded
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
@@ -37,8 +38,8 @@ def checked_path(name: str) -> pathlib.Path:
     """
     if not name:
         raise UserError("--html is empty; name a file")
+    path = expanded(name)
     try:
-        path = pathlib.Path(name).expanduser()
         if path.is_dir():
             raise UserError(f"--html={name} is a folder; name a file in it")
         if path.exists() and not path.is_file():  # A device would be replaced by the page.
@@ -48,7 +49,7 @@ def checked_path(name: str) -> pathlib.Path:
         # Rights alone do not tell: root has all, on a file system that takes no files too.
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".partial"):
             return path
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user.
+    except OSError as error:
         raise UserError(f"--html={name} cannot be written ({error}); choose another file") from error
 
 

@@ -1,10 +1,10 @@
 """Prompts from the command line, a file or stdin. Blank lines are skipped."""
 
-import pathlib
 from collections.abc import Iterator
 from typing import TextIO
 
 from spectr_jax.errors import UserError
+from spectr_jax.files import expanded
 from spectr_jax.sampling.session import shortened
 
 
@@ -28,8 +28,8 @@ def from_file(path: str) -> list[str]:
       UserError: it cannot be read, is not UTF-8 or has no prompt.
     """
     try:
-        lines = pathlib.Path(path).expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: the home of an unknown user.
+        lines = expanded(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--file={path} cannot be read ({error}); give a text file with a prompt a line") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:

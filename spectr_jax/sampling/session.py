@@ -11,13 +11,14 @@ import numpy as np
 
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
-from spectr_jax.decoding.generate import BUCKET, generate
+from spectr_jax.decoding.generate import generate, padded_length
 from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained, load
+from spectr_jax.loading import SMOLLM2, Trained, load
 from spectr_jax.measure.trace import Recorded, read_calls, recorder
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.pairs import load_pair
+from spectr_jax.pairs import fitted, load_alone, load_pair
 
+DEFAULT_DRAFT = "embedded:2m"
 ROUNDS = 5
 """Timed runs of a method and of the baseline, in turns, after one of each that is not timed."""
 PARTIAL = "\ufffd"
@@ -73,7 +74,7 @@ class Speed(NamedTuple):
 
 
 def open_session(
-    method: Method,
+    method: Method | None,
     target: str,
     draft: str | None,
     dtype: str,
@@ -83,18 +84,44 @@ def open_session(
 ) -> Session:
     """Loads the models; the draft only for a method that drafts with it.
 
+    Args:
+      method: None for one that is faster than the baseline with the default models on a CPU, or for the baseline where there
+        is no draft.
+      target: any model that `load` takes.
+      draft: likewise; None for `DEFAULT_DRAFT` where it fits the target, and no draft for other targets.
+
     Raises:
-      UserError: a model that is not there, or of another vocabulary.
+      UserError: a model that is not there, or of another vocabulary; no draft for a method that needs one.
     """
-    if method.tree.size and not method.exit_layer:
-        if draft is None:  # Before anything is loaded.
-            raise UserError(f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft")
+    wanted = method or get_method("block", draft_length=3)
+    others = target.startswith(("hf:", "gguf:")) or target == SMOLLM2  # These have vocabularies of their own.
+    if not wanted.tree.size or wanted.exit_layer:
+        loaded, drafts = load_alone(target, dtype), None
+    elif draft is not None:
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
+    elif method and others:  # Before anything is loaded.
+        raise _needs_draft(method, target)
     else:
-        loaded, drafts = load(target, dtype), None
+        loaded = load_alone(target, dtype)
+        drafts = None if others else _default_draft(loaded, dtype)
+        if method and not drafts:
+            raise _needs_draft(method, target)
+        wanted = wanted if drafts else get_method("baseline")
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
-    return Session(method, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy)
+    return Session(wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy)
+
+
+def _needs_draft(method: Method, target: str) -> UserError:
+    return UserError(f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft")
+
+
+def _default_draft(target: Trained, dtype: str) -> Trained | None:
+    """`DEFAULT_DRAFT`, or None for a target of another vocabulary."""
+    try:
+        return fitted(load(DEFAULT_DRAFT, dtype), target)
+    except UserError:
+        return None
 
 
 def encode(session: Session, prompt: str) -> list[int]:
@@ -169,8 +196,7 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
 def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy) -> Generation:
     models, new = (session.target_model, session.draft_model), session.max_new_tokens
     prompts, lengths = np.array([prompt]), np.array([len(prompt)])
-    # The capacity goes by the padded prompt, so that one program serves many lengths.
-    observe = recorder(-(-len(prompt) // BUCKET) * BUCKET + session.max_new_tokens)
+    observe = recorder(padded_length(len(prompt)) + new)  # By the padded prompt, as the program that it is part of.
     return generate(key, method, *models, prompts, lengths, new, policy, observe, draft_policy=session.draft_policy)
 
 

@@ -91,7 +91,8 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     is asked for."""
     for path in (folder / "heldout").glob("*.npy"):
         rows = np.load(path)
-        rows["drafted"] &= np.random.default_rng(0).random(rows["drafted"].shape) < 0.6
+        likeliest = rows["log_probabilities"][..., 0]
+        rows["drafted"] &= likeliest > np.median(likeliest[rows["segments"] > 0])  # Where it is easiest to agree.
         np.save(path, rows)
     training.distil(config(loss="lk", cross_entropy=0.1), folder / "run")
     student, found = load(str(folder / "run")), scores(folder / "run")

@@ -40,8 +40,9 @@ def test_an_answer_is_what_generate_emits(session):
     tokenizer = session.target.tokenizer
     for seed in range(4):
         shown: list = []
-        made = chat.answer(session, MESSAGES, jax.random.key(seed), shown.append)
-        prompt = np.array([tokenizer.chat(MESSAGES)])
+        tokens = chat.encode(session, MESSAGES)
+        made = chat.answer(session, tokens, jax.random.key(seed), shown.append)
+        prompt = np.array([tokens])
         models, lengths = (session.target_model, session.draft_model), [prompt.shape[1]]
         whole = generate(jax.random.key(seed), session.method, *models, prompt, lengths, NEW, session.policy)
         new = whole.tokens[0, prompt.shape[1] : int(whole.lengths[0])].tolist()
@@ -63,10 +64,23 @@ def test_what_a_chat_refuses(session):
         chat.check(session._replace(target=session.target._replace(tokenizer=bare)))
     long = [{"role": "user", "content": "why " * 40}]
     with pytest.raises(UserError, match=r"the prompt 'why why .* more than the 64 of 'target' together"):
-        chat.answer(session, long, jax.random.key(0), print)
-    with pytest.raises(UserError, match=r"the prompt 'why why"):  # Of a list, before the first is answered.
-        chat.check(session, ["Why?", "why " * 40])
-    chat.check(session, iter(["why " * 40]))  # As of stdin: it is not read before its turn.
+        chat.encode(session, long)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_messages_are_encoded_once(session, monkeypatch, alone):
+    """A prompt of a list is a conversation of its own; those of stdin follow on what was answered."""
+    said = {"role": "assistant", "content": "So."}
+    turns = [{"role": "user", "content": text} for text in ("Why?", "Why not?")]
+    conversations = [turns[:1], turns[1:]] if alone else [turns[:1], [turns[0], said, turns[1]]]
+    encoded, answered = [], []
+    make = session.target.tokenizer.chat
+    monkeypatch.setattr(session.target.tokenizer, "chat", lambda messages: encoded.append(list(messages)) or make(messages))
+    made = chat.Answer(said["content"], 1, 1, 0.0, 0.0, True)
+    monkeypatch.setattr(chat, "answer", lambda session, prompt, key, show: answered.append(prompt) or made)
+    prompts = [turn["content"] for turn in turns]
+    assert list(chat.answers(session, prompts if alone else iter(prompts), jax.random.key(0), print)) == [made, made]
+    assert encoded == conversations and answered == [make(messages) for messages in conversations]
 
 
 def test_a_message_is_framed_by_the_template(session):
@@ -74,4 +88,4 @@ def test_a_message_is_framed_by_the_template(session):
     (found,) = encode_all(session, ["Why 日本?"], chat.encode_message)
     assert found == ("Why 日本?", session.target.tokenizer.chat(MESSAGES))
     with pytest.raises(UserError, match=r"the prompt 'why why"):
-        encode_all(session, ["why " * 40], chat.encode_message)
+        encode_all(session, ["Why?", "why " * 40], chat.encode_message)  # Before the first is answered.

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import jax
 import pytest
 
+from spectr_jax import loading
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.errors import UserError
@@ -38,6 +39,20 @@ def decoded(toy_session):
 def toy_session(toy):
     models = (str(toy.folder / name) for name in ("target", "draft"))
     return session.open_session(get_method("otm", tree="2,1"), *models, "float32", 6, Policy())
+
+
+def test_a_target_of_another_vocabulary_is_decoded_by_the_baseline(toy, monkeypatch):
+    """Where no draft is given; with a method that needs one, this is said."""
+    target = str(toy.folder / "target")
+    monkeypatch.setitem(loading.LOADERS, "mine", lambda name, dtype: loading.load(target, dtype))
+    for spec in (target, "mine:large"):
+        opened = session.open_session(None, spec, None, "float32", 6, Policy())
+        assert (opened.method.name, opened.draft, opened.draft_model) == ("baseline", None, None)
+        with pytest.raises(UserError, match=f"method 'otm' needs a draft model with the vocabulary of '{spec}'; give --dr"):
+            session.open_session(get_method("otm", tree="2,1"), spec, None, "float32", 6, Policy())
+    for draft, name in ((None, "draft_2m"), ("embedded:6m", "draft_6m")):
+        opened = session.open_session(None, "embedded:6m", draft, "float32", 6, Policy())
+        assert (opened.method.name, opened.method.tree.height, opened.draft.name) == ("block", 3, name)
 
 
 def test_texts_of_tokens_join_to_the_text(tokenizer):
@@ -85,8 +100,11 @@ def test_decoded_texts_have_a_call_for_each_token(decoded):
     ]
 
 
-def test_a_longer_prompt_compiles_nothing(toy_session, count_compilations):
-    for prompt in ("law", "law law"):
+@pytest.mark.parametrize("long", [False, True])
+def test_a_longer_prompt_compiles_nothing(toy_session, count_compilations, monkeypatch, long):
+    if long:  # Than what is padded to a multiple of BUCKET; the longer of the two reaches over one.
+        monkeypatch.setattr(sys.modules["spectr_jax.decoding.generate"], "LONG", 12)
+    for prompt in ("law " * 3, "law " * 4) if long else ("law", "law law"):
         with count_compilations() as compiled:
             tokens = session.encode(toy_session, prompt)
             again = session.decode(toy_session, toy_session.method, tokens, jax.random.key(1))
@@ -166,7 +184,7 @@ def test_prompts_that_cannot_be_read(tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"la\xff\n")
     with pytest.raises(UserError, match=r"prompts.txt cannot be read \('utf-8'"):
         prompts.from_file(str(tmp_path / "prompts.txt"))
-    with pytest.raises(UserError, match="--file=~nobody-here/x cannot be read"):
+    with pytest.raises(UserError, match="'~nobody-here/x' names the home of no user"):
         prompts.from_file("~nobody-here/x")
     for errors in ("strict", "surrogateescape"):  # The latter in the locale C.
         with pytest.raises(UserError, match=r"stdin cannot be read \('utf-8'"):
@@ -185,7 +203,7 @@ def test_prompts_that_cannot_be_read(tmp_path):
         ("/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist; create it first"),
         ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
         ("/dev/null", "--html=/dev/null is not a file; choose another"),
-        ("~nobody-here/page.html", "--html=~nobody-here/page.html cannot be written"),
+        ("~nobody-here/page.html", "'~nobody-here/page.html' names the home of no user"),
         ("x" * 250, "x cannot be written .* File name too long"),
     ],
 )
@@ -209,13 +227,14 @@ def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
 def test_the_command(toy, tmp_path):
     """As a user gives it: prompts from a file, both texts side by side, the page; no colours where nobody sees them."""
     (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")
-    flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html", "method": "baseline"}  # The least to compile.
-    models = {"target": toy.folder / "target", "draft": toy.folder / "draft.safetensors", "max_new_tokens": 4}
+    flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html"}
+    models = {"target": toy.folder / "target", "max_new_tokens": 4}  # Of another vocabulary than the default draft.
     command = [sys.executable, "-m", "spectr_jax.sample", "--compare"]
     command += [f"--{name}={value}" for name, value in {**flags, **models}.items()]
-    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Whose stdout has no é.
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Whose stdout has no é.
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
+    assert ended.stderr == f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
     figures = re.findall(r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s", ended.stdout, re.M)
     assert figures == ["baseline"] * 4
     html = (tmp_path / "page.html").read_text()

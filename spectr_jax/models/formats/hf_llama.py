@@ -82,6 +82,10 @@ def save_llama(folder: pathlib.Path, model: Llama, bos: int | None = None, eos: 
       UserError: the layout has no place for what the model is.
     """
     config = model.config
+    if config.embed_rank or config.head_tokens or config.features:
+        raise UserError(
+            "a draft with embed_rank, head_tokens or features has no such layout; keep it in ours (save_weights)"
+        )
     if config.rope_divisors or (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
         raise UserError("a model with rope_divisors, biases beside norms, or int8 products has no such layout; give another")
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"

@@ -1,5 +1,6 @@
 """Folders of the Llama family: read as they were written, whatever the parts and dtype, and refused with one line."""
 
+import dataclasses
 import json
 import re
 
@@ -15,7 +16,7 @@ from flax import nnx
 from spectr_jax.errors import UserError
 from spectr_jax.models.formats import hf_llama
 from spectr_jax.models.formats.folder import INDEX, WEIGHTS
-from spectr_jax.models.llama import llama3_divisors
+from spectr_jax.models.llama import Llama, llama3_divisors
 from spectr_jax.models.quantized import quantize
 
 STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -187,4 +188,8 @@ def test_a_window_as_wide_as_the_context_is_none(folder):
 def test_what_has_no_such_layout_is_not_written(llamas, tmp_path):
     with pytest.raises(UserError, match="int8 products has no such layout"):
         hf_llama.save_llama(tmp_path, quantize(llamas["llama"]))
+    for part in ({"embed_rank": 8}, {"head_tokens": 16}, {"features": llamas["llama"].config.width}):
+        student = Llama(dataclasses.replace(llamas["llama"].config, tied=False, **part), rngs=nnx.Rngs(0))
+        with pytest.raises(UserError, match="a draft with embed_rank, head_tokens or features has no such layout"):
+            hf_llama.save_llama(tmp_path, student)
     assert not list(tmp_path.iterdir())
