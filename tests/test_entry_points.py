@@ -172,6 +172,8 @@ CASES = [
     (LABEL, f"--count=9 --teacher={EAGLE}", "can only draft for it; give a model that runs alone"),
     (LABEL, "--out=a,b", "--out=a,b has a comma, which stands between folders of labels; choose another name"),
     (DRAFTS, "--method=block", "--method=block needs a tree, such as block:chain:3"),
+    (DRAFTS, "--method=self_speculative:chain:2", "does not draft with --draft; give another"),
+    (DRAFTS, "--temperatures=0,x", "--temperatures=0,x are no numbers (could not convert string to float: 'x'); give 0,1"),
     (DRAFTS, "", "sees 576 features of its target, and 'draft_2m' shows 128; give the target that it was trained for"),
     (EVAL, f"{LATENCY} --config.models=('embedded:2m',) --config.draft={EAGLE}", "sees 576 features of its target"),
     (EVAL, f"{QUALITY} --config.models=('{EAGLE}',) --config.heldout=README.md", "can only draft for it"),

@@ -24,6 +24,7 @@ from spectr_jax import cli, get_method
 from spectr_jax.decoding import Method, Policy
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.tree import parse
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained
@@ -33,7 +34,7 @@ from spectr_jax.models.frozen import freeze
 from spectr_jax.pairs import load_pair
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2/drafts", "Where the table goes: Markdown and JSON.")
-_TARGET = flags.DEFINE_string("target", "smollm2", "The target model, which has a chat template.")
+_TARGET = flags.DEFINE_string("target", "smollm2", "The target model; without a chat template it gets sentences only.")
 _DRAFT = flags.DEFINE_string("draft", None, "Its draft.", required=True)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of both: float32, bfloat16 or int8.")
 _METHODS = flags.DEFINE_multi_string(
@@ -76,8 +77,11 @@ SENTENCES = (
 
 def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
     """The tokens of all prompts, by kind."""
-    chats = [target.tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS[: _PROMPTS.value]]
-    return {"chats": chats, "sentences": [target.tokenizer.prompt(each) for each in SENTENCES[: _PROMPTS.value]]}
+    tokenizer, count = target.tokenizer, _PROMPTS.value
+    sentences = {"sentences": [tokenizer.prompt(each) for each in SENTENCES[:count]]}
+    if tokenizer.template is None:
+        return sentences
+    return {"chats": [tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS[:count]], **sentences}
 
 
 def decoder(method, models, prompts: list[list[int]], policy: Policy):
@@ -112,16 +116,33 @@ def read_methods() -> dict[str, Method]:
         made = on_tree(name, parse(tree))
         if made is None:
             raise UserError(f"--method={spec}: {name} does not draft such a tree; give another")
+        if made.exit_layer or not made.tree.size:
+            raise UserError(f"--method={spec} does not draft with --draft; give another")
         found[f"{name}, {tree}"] = made
     return found
 
 
-def measure(target: Trained, draft: Trained, drafting: dict[str, Method]) -> list[dict[str, Any]]:
+def read_temperatures() -> list[float]:
+    """Those that the flag names.
+
+    Raises:
+      UserError: one that is none.
+    """
+    try:
+        found = [float(each) for each in _TEMPERATURES.value]
+    except ValueError as error:
+        raise UserError(f"--temperatures={','.join(_TEMPERATURES.value)} are no numbers ({error}); give 0,1") from error
+    for each in found:
+        check_policy(Policy(temperature=each))
+    return found
+
+
+def measure(target: Trained, draft: Trained, drafting: dict[str, Method], temperatures: list[float]) -> list[dict[str, Any]]:
     """All kinds, temperatures and methods; those of one kind and temperature take turns."""
     models = freeze(target), freeze(draft)
     methods = {"baseline": get_method("baseline"), **drafting}
     rows = []
-    for (kind, prompts), degrees in itertools.product(prompts_of(target).items(), map(float, _TEMPERATURES.value)):
+    for (kind, prompts), degrees in itertools.product(prompts_of(target).items(), temperatures):
         policy = Policy(temperature=degrees, eos=target.tokenizer.eos)
         runs = {name: decoder(method, models, prompts, policy) for name, method in methods.items()}
         found: dict[str, list] = {name: [] for name in runs}
@@ -205,12 +226,13 @@ def markdown(result: dict[str, Any]) -> str:
         cells.append([row["kind"], f"{row['temperature']:g}", row["method"], f"{tokens / calls:.2f}"])
         cells[-1] += [f"{np.median(own):.1f}", f"{ratio:.2f}"]
     header = ["Prompts", "temperature", "method", "tokens per call", "tokens/s", "x baseline"]
-    settings = result["settings"]
+    settings, kinds = result["settings"], {row["kind"] for row in result["rows"]}
+    prompts = f"{settings['prompts']} chats and as many" if "chats" in kinds else f"{settings['prompts']}"
     at_once = "one sequence" if settings["sequences"] == 1 else f"{settings['sequences']} sequences at once"
     return (
         f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, {at_once}\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
-        f"{settings['dtype']}; {settings['prompts']} chats and as many beginnings of sentences of ours, up to "
+        f"{settings['dtype']}; {prompts} beginnings of sentences of ours, up to "
         f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
         f"which all methods take turns, ratios of one round. The call on the prompt is part of the time, and not of the "
         f"calls.\n\n## What a call costs\n\n{calls_table(result)}\n\n{report.made_by(result)}\n"
@@ -220,16 +242,17 @@ def markdown(result: dict[str, Any]) -> str:
 def main():
     if _PROMPTS.value % _SEQUENCES.value:
         raise UserError(f"--prompts={_PROMPTS.value} is not a multiple of --sequences={_SEQUENCES.value}; change one")
-    started, drafting = time.monotonic(), read_methods()
+    started, drafting, temperatures = time.monotonic(), read_methods(), read_temperatures()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
     calls = measure_calls(target, draft, drafting)
-    rows = measure(target, draft, drafting)
+    rows = measure(target, draft, drafting, temperatures)
     names = ("target", "draft", "dtype", "prompts", "sequences", "rounds", "max_new_tokens")
     settings = {name: flags.FLAGS[name].value for name in names}
     result = {
         "settings": settings,
         "rows": rows,
         "calls": calls,
+        "weights": report.weights(target, draft),
         "seconds": time.monotonic() - started,
         **report.provenance(),
     }
