@@ -4,10 +4,11 @@
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
 # NAME is the folder under results/; what follows a colon tells apart the tables of one folder. Ctrl-C stops the script, or
-# SIGTERM to its process group; the same command resumes, and skips what is done: give other weights another folder. Once
+# SIGTERM to its process group; the same command resumes, and skips what is done: give other weights another folder. Those of
+# SmolLM2 are made where they are named, and need its package (docs/models.md). Once
 # all are done: cp -r runs/tables/. results/, then mend the pages until scripts/dev/check_figures.py finds nothing. Paths
 # count from the root of the repository; PYTHON names another interpreter. Not here: results/sample (the command is on its
-# page), and results/smollm2/quality, which needs SmolLM2's package.
+# page) and results/smollm2/quality.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?the folder that gets the tables}
@@ -62,7 +63,28 @@ tables() {
     table ladder:figure -m spectr_jax.figures --only=spectr_figure_5 --target=embedded:20m --draft=embedded:6m
 }
 
+of_smollm2() {
+    local eagle=results/smollm2/eagle/smollm2_eagle students=results/smollm2/students/smollm2
+    local pair=(--config.target=smollm2 --config.draft="$eagle" --config.dtype=int8)
+    evaluated smollm2/ladder ladder.py:smollm2
+    evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=200 --config.draft="${students}_6m" \
+        --config.models="('smollm2','${students}_20m','${students}_6m','${students}_2m')"
+    table smollm2/trees scripts/dev/compare_trees.py --target=smollm2 --draft="$eagle" --dtype=bfloat16 --num_prompts=48 \
+        $(on 1x4 2x2 2,1 1x8 2x4 4x2 2,2 4,1 1x16 2x8 4x4 2,2,1,1 4,2)
+    evaluated smollm2/fastest_1 auto.py "${pair[@]}" --config.num_prompts=16 --config.max_new_tokens=32 --config.size=4 \
+        --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
+        --config.tries=6
+    evaluated smollm2/fastest_8 auto.py "${pair[@]}" --config.num_prompts=16 --config.max_new_tokens=32 --config.size=4 \
+        --config.methods="('speculative','block','otm_block')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
+        --config.tries=4 --config.batch_size=8
+    table smollm2/drafts/int8 scripts/dev/compare_drafts.py --draft="$eagle" --dtype=int8 --method=block:chain:1 --method=block:chain:2 \
+        --temperatures=0,0.7,1
+    table smollm2/drafts/int8_8 scripts/dev/compare_drafts.py --draft="$eagle" --dtype=int8 --method=block:chain:1 --method=block:chain:2 \
+        --temperatures=0,1 --sequences=8 --rounds=7
+}
+
 tables # Their names.
+of_smollm2
 for name in $wanted; do
     if [[ $known != *" $name "* ]]; then echo "no table is named $name; the tables:$known" >&2; exit 2; fi
 done
@@ -71,3 +93,4 @@ if [[ ( $wanted == "  " || $wanted == *" quality "* ) && -z $heldout ]]; then
 fi
 checked=1
 tables
+if [[ $wanted == *" smollm2/"* ]]; then of_smollm2; fi

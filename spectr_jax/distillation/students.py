@@ -104,5 +104,5 @@ def parameters(config: LlamaConfig) -> int:
     """Parameters without the embedding table, which a call reads one row of a token of."""
     _, state = abstract(config)
     rank = config.embed_rank or config.width
-    total = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))
+    total = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param)))
     return total - (0 if config.tied else config.vocab_size * rank)

@@ -64,7 +64,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             summaries += found[1 if summaries else 0 :]
             jax.clear_caches()  # A process may hold so many programs only.
     result = {
-        "title": f"Tokens per serial call of the target {target.name} ({shape_name(target)})",
+        "title": f"Tokens per serial call of the target {_titled(target)}",
         "rows": summaries,
         "prompts": prompts.real,
         **journal.about(),
@@ -74,6 +74,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         plot(result, workdir / f"{NAME}.png")
     journal.remove()
     return result
+
+
+def _titled(target: Trained) -> str:
+    shape = shape_name(target)
+    return target.name if shape == target.name else f"{target.name} ({shape})"
 
 
 def check_eval_config(config: ml_collections.ConfigDict) -> None:

@@ -14,6 +14,7 @@ from flax import nnx
 from spectr_jax.config import eval_config
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
+from spectr_jax.distillation.students import parameters
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
@@ -318,6 +319,20 @@ def test_the_ladder_of_the_papers_sizes(monkeypatch):
     target = load(config.target, config.dtype)
     assert dataclasses.replace(target.model.config, dropout=0.0, dtype="float32") == LADDER["target_97m"]
     assert target.tokenizer.proto == load(config.drafts[0]).tokenizer.proto
+
+
+def test_the_ladder_of_smollm2(monkeypatch):
+    """Its drafts share one vocabulary, which is larger than their heads, and are no larger than told."""
+    monkeypatch.chdir(ROOT)
+    config = runpy.run_path("configs/ladder.py")["get_config"]("smollm2")
+    tokens_per_call.check_eval_config(config)
+    drafts = [load(name, config.dtype) for name in config.drafts]
+    assert {(each.tokenizer.vocabulary, each.model.vocab_size) for each in drafts} == {
+        (drafts[0].tokenizer.vocabulary, 49_152)
+    }
+    sizes = [parameters(each.model.config) for each in drafts]
+    assert sizes[:3] == sorted(sizes[:3]) and [round(size / 1e6) for size in sizes] == [2, 6, 19, 8]
+    assert sum(pathlib.Path(f"{name}.safetensors").stat().st_size for name in config.drafts[:3]) < 45e6
 
 
 def test_shape_names_match_the_paper_table():
