@@ -67,10 +67,10 @@ of_smollm2() {
     local eagle=results/smollm2/eagle/smollm2_eagle students=results/smollm2/students/smollm2
     local pair=(--config.target=smollm2 --config.draft="$eagle" --config.dtype=int8)
     evaluated smollm2/ladder ladder.py:smollm2
-    evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=200 --config.draft="${students}_6m" \
+    evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft="${students}_6m" \
         --config.models="('smollm2','${students}_20m','${students}_6m','${students}_2m')"
     table smollm2/trees scripts/dev/compare_trees.py --target=smollm2 --draft="$eagle" --dtype=bfloat16 --num_prompts=48 \
-        $(on 1x4 2x2 2,1 1x8 2x4 4x2 2,2 4,1 1x16 2x8 4x4 2,2,1,1 4,2)
+        $(on 1x4 2x2 2,1 1x8 2x4 4x2 2,2 2x8 4x4 2,2,1,1)
     evaluated smollm2/fastest_1 auto.py "${pair[@]}" --config.num_prompts=16 --config.max_new_tokens=32 --config.size=4 \
         --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
         --config.tries=6
