@@ -224,14 +224,12 @@ def _chains(result: dict[str, Any]) -> str:
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """A heat map of relative latency for each model, and bars of the phases."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     config, cells = result["config"], result["cells"]
     names = list(dict.fromkeys(cell["model"] for cell in cells))
-    figure, axes = pyplot.subplots(1, len(names) + 1, figsize=(3.4 * (len(names) + 1), 3.6), layout="constrained")
+    figure = Figure(figsize=(3.4 * (len(names) + 1), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(names) + 1)
     shape = (len(config["lengths"]), len(config["batch_sizes"]))
     for name, axis in zip(names, axes[:-1], strict=True):
         means = np.array([cell["mean"] for cell in cells if cell["model"] == name]).reshape(shape)
@@ -255,4 +253,3 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     axes[-1].legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[-1].set(xlabel="share of a call", title="phases")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -147,13 +147,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Bars of tokens per call with error bars, and the paper's figures as ticks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = result["rows"]
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.62 * len(rows) + 2), 4.4), layout="constrained")
+    figure = Figure(figsize=(max(6.0, 0.62 * len(rows) + 2), 4.4), layout="constrained")
+    axes = figure.subplots()
     places = np.arange(len(rows))
     lengths = sorted({row["draft_length"] for row in rows})
     axes.bar(
@@ -171,7 +169,6 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     axes.set(ylabel="tokens per serial call", title=result["title"])
     axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _summary(

@@ -55,13 +55,12 @@ def write(figure: Figure, path: pathlib.Path, **about: Any) -> None:
 
 def plot(figure: Figure, path: pathlib.Path) -> None:
     """Draws the figure: curves, and points with bars of two standard errors."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import figure as canvases
+    from matplotlib import ticker
 
     panels = len(figure.ylabels)
-    canvas, axes = pyplot.subplots(1, panels, figsize=(5.8 * panels, 4.8), layout="constrained", squeeze=False)
+    canvas = canvases.Figure(figsize=(5.8 * panels, 4.8), layout="constrained")
+    axes = canvas.subplots(1, panels, squeeze=False)
     for panel, (ax, ylabel) in enumerate(zip(axes[0], figure.ylabels, strict=True)):
         colours = {"": "black"}
         for series in (each for each in figure.series if each.panel == panel):
@@ -91,4 +90,3 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
         ax.legend(fontsize=8)
     canvas.suptitle(f"{figure.title}. {figure.caption}", fontsize=8, wrap=True)
     canvas.savefig(path, dpi=120)
-    pyplot.close(canvas)

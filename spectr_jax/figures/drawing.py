@@ -51,14 +51,12 @@ def png(
     title: str = "",
 ) -> None:
     """Draws the tree from left to right; `accepted` [N + 1], probabilities, colour the nodes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = rows_of_paths([tree.path(node) for node in range(tree.size + 1)])
     size = (1.6 + 1.1 * (tree.height + 1), 1.32 + 0.32 * rows.max())
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
     for node in range(1, tree.size + 1):
         ends = [tree.parent[node], node]
         axes.plot(tree.depth[ends], -rows[ends], color="0.6", linewidth=1, zorder=1)
@@ -73,4 +71,3 @@ def png(
     axes.set_yticks([])
     axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

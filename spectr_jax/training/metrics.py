@@ -137,13 +137,11 @@ class Curves(NamedTuple):
 
 def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> None:
     """Draws a metric of training and of held-out text against steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     records = read_metrics(metrics)
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     for name, label, marker in ((curves.training, "training", None), (curves.heldout, "held out", "o")):
         points = [(record["step"], record[name]) for record in records if name in record]
         if points:
@@ -152,4 +150,3 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> No
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
