@@ -53,6 +53,7 @@ _BITS_SENTENCES = flags.DEFINE_integer("bits_sentences", 500, "Of bits.", lower_
 _RUNS = flags.DEFINE_integer("runs", 300, "Of each program and draft in speculative.", lower_bound=20)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Of speed, after one that warms up.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Of each generation in speed.", lower_bound=1)
+_DRAFT = flags.DEFINE_string("draft", "results/smollm2/eagle/smollm2_eagle", "For speed: the draft of SmolLM2.")
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "For speed: an interpreter with torch and transformers.")
 
 
@@ -80,7 +81,11 @@ def stages(worker: subprocess.Popen, files: Built) -> dict[str, Callable[[], dic
         "bits": lambda: bits(_HELDOUT.value, _BITS_SENTENCES.value),
         "speculative": lambda: compare_speculative(worker, files, load(SMOLLM2).tokenizer, _RUNS.value),
         "speed": lambda: compare_speed(
-            files, _PEERS_PYTHON.value or made(ROOT / ".venv-peers", REQUIREMENTS), _ROUNDS.value, _NEW_TOKENS.value
+            files,
+            _PEERS_PYTHON.value or made(ROOT / ".venv-peers", REQUIREMENTS),
+            _DRAFT.value,
+            _ROUNDS.value,
+            _NEW_TOKENS.value,
         ),
     }
 
