@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,7 +42,11 @@ Exit status:
   {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
   1    a bug: please report its traceback
 """
-_SAVED_HELP = f"  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM and saved: the same command resumes\n"
+_SAVED_HELP = f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, in a program whose work can be resumed."""
 
 
 @contextlib.contextmanager
@@ -110,6 +115,8 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
         try:
             if output is not None:
                 _check_output(output)
+                if alone:  # Of several processes JAX's preemption service takes it.
+                    signal.signal(signal.SIGTERM, _terminate)
             if distributed is not None:
                 from spectr_jax import hosts
 
@@ -123,7 +130,8 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
-            _exit("interrupted" + "; the same command resumes" * (output is not None), error, CTRL_C, at_once=not alone)
+            status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
+            _exit("interrupted" + "; the same command resumes" * (output is not None), error, status, at_once=not alone)
         except Exception as error:
             line = explain(error, None if output is None else str(expanded(output.value)))
             if line is None:
@@ -131,6 +139,10 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             _exit(f"error: {line}", error, at_once=not alone)
 
     app.run(guarded, flags_parser=functools.partial(_parse, output is not None))
+
+
+def _terminate(*_) -> NoReturn:
+    raise _Terminated
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
 

@@ -82,6 +82,7 @@ def main():
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
     """What makes these labels these, for the index of their folder."""
+    from spectr_jax.data.corpus import corpus_digest
     from spectr_jax.models.frozen import digest
 
     writes = _WRITE.value != "nothing"
@@ -96,6 +97,7 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
         "features": features,
         "text": _TEXT.value,
         "sentences": 0 if sentences is None else len(sentences),
+        "corpus": "" if sentences is None else corpus_digest(sentences),
         "first": _FIRST.value,
         "write": _WRITE.value,
         **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),

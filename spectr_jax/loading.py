@@ -180,12 +180,16 @@ def _from_path(spec: str, dtype: str) -> Trained:
 
 def _no_model(spec: str) -> UserError:
     """The error for a name that is no model's, with what there is and the nearest of it."""
-    from spectr_jax.models.weights import weight_files
+    from spectr_jax.models.weights import SUFFIX, weight_files
 
     names = [short for name in embedded_names() for short in (name, name.partition("_")[2])]
     near = difflib.get_close_matches(spec, [SMOLLM2, *names, *(f"embedded:{name}" for name in names)], n=1)
     meant = SMOLLM2 if near == [SMOLLM2] else f"embedded:{near[0].removeprefix('embedded:')}" if near else ""
-    nearby = (PART.sub("", spec), str(pathlib.Path(spec) / pathlib.Path(spec).name))  # Of a part, and of a folder.
+    path = pathlib.Path(spec)
+    nearby = [PART.sub("", spec), str(path / path.name)]  # Of a part, and of a folder.
+    folder = path if path.is_dir() else path.parent
+    beside = sorted({str(folder / PART.sub("", file.name).removesuffix(SUFFIX)) for file in folder.glob(f"*{SUFFIX}")})
+    nearby += beside if path.is_dir() else difflib.get_close_matches(spec, beside, n=1)
     meant = next((each for each in nearby if weight_files(named(each))), meant)
     hint = f"did you mean {meant!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)

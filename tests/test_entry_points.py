@@ -415,6 +415,7 @@ def test_ways_to_end(run_body):
     assert run_body("raise Interrupted('saved')") == Ended(75, "", "saved\n")
     stopped = run_body("os.kill(os.getpid(), signal.SIGINT)")
     assert stopped == Ended(130, "", "interrupted; the same command resumes\n")
+    assert run_body("os.kill(os.getpid(), signal.SIGTERM)") == Ended(75, "", stopped.stderr)
 
 
 @pytest.mark.parametrize("body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"])

@@ -197,6 +197,14 @@ def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypa
     assert load("smollm2", "int8") == Trained("smollm2", "int8", None)
 
 
+def test_a_model_in_another_place(tmp_path):
+    """What lies in the folder that was named, or beside the file, is meant, and not an embedded model."""
+    (tmp_path / "draft_6m.safetensors").write_text("")
+    for name in ("", "draft_7m"):
+        with pytest.raises(UserError, match=f"did you mean '{tmp_path}/draft_6m'"):
+            load(str(tmp_path / name))
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from spectr_jax.errors import UserError
-from spectr_jax.files import expanded
+from spectr_jax.files import digest, expanded
 
 TFDS_PREFIX = "tfds:"
 PACKED_PREFIX = "packed:"
@@ -94,6 +94,12 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     if not len(sentences):
         raise UserError(f"the corpus {spec!r} is empty; give text with one sentence a line")
     return sentences
+
+
+def corpus_digest(sentences: Sentences) -> str:
+    """A digest of how many sentences there are and of 256 of them, evenly spread: another corpus has another one."""
+    picked = np.unique(np.linspace(0, len(sentences) - 1, 256).astype(int))
+    return digest("\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode())[:12]
 
 
 def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[str]:

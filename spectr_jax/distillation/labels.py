@@ -21,8 +21,10 @@ FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted")
 """What the index says at least; folders that are used together agree in it."""
-OLDER = {"features": 0, "drafted": False, "teacher": "", "dtype": "", "weights": ""}
+OLDER = {"features": 0, "drafted": False, "teacher": "", "dtype": "", "weights": "", "corpus": ""}
 """What an index says that was written before it had these fields."""
+DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
+"""Digests, which an older index lacks, and what they are told with."""
 TOP = 64
 """Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability."""
 
@@ -105,16 +107,28 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     """
     wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
     if any(folder.glob("labels-*.npy")):
-        there = _index(folder)
-        for name in sorted(wanted.keys() | there.keys()):
-            if wanted.get(name) != there.get(name) and (name != "weights" or there[name]):
-                raise UserError(
-                    f"{str(folder)!r} has labels of {name}={there.get(name)!r}, this command makes {wanted.get(name)!r}; "
-                    "choose another --out, or give what it was made with"
-                )
+        _check_same(folder, _index(folder), wanted)
         return
     folder.mkdir(parents=True, exist_ok=True)
+    others = sorted(path.name for path in folder.iterdir() if path.name != INDEX and not path.name.startswith("."))
+    if others:
+        raise UserError(f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its own")
     write_json(folder / INDEX, wanted)
+
+
+def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises `UserError` unless two indices are of the same labels; one corpus may have two names."""
+    told = ["text", "sentences"] if there["corpus"] else []
+    for name in ["teacher", "dtype", *DIGESTS, *sorted(wanted.keys() | there.keys())]:
+        if wanted.get(name) == there.get(name) or name in told or (name in DIGESTS and not there[name]):
+            continue
+        has, makes = (
+            ", ".join(f"{each}={index.get(each)!r}" for each in (name, *DIGESTS.get(name, ()))) for index in (there, wanted)
+        )
+        raise UserError(
+            f"{str(folder)!r} has labels of {has}, this command makes {makes}; choose another --out, or give what it was "
+            "made with"
+        )
 
 
 def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:

@@ -50,21 +50,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     mesh = sharding.make_mesh(config.mesh.fsdp)
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     rows = _rows(config, workdir)
-    heldout = {pathlib.Path(name).name: open_labels(name) for name in config.data.heldout}
-    if len(heldout) < len(config.data.heldout):
-        raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
-    for name, others in heldout.items():
-        if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
-            raise UserError(f"held-out labels {name!r} are of another teacher than {config.data.train!r}; label them again")
-        check_teacher(name, others.teacher, config.data.train, rows.teacher)
-    for name, others in {config.data.train: rows, **heldout}.items():
-        if config.model.features and not others.features:
-            raise UserError(f"labels {name!r} have no features for the student to see; label again with --features")
-        if config.model.features not in (0, others.features):
-            raise UserError(
-                f"model.features={config.model.features} is not the teacher's {others.features}, as labels {name!r} have "
-                "them; give that, as model.width too"
-            )
+    heldout = _heldout(config, rows)
     if len(rows) < streams:
         raise UserError(f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams")
     with explained(workdir), preparation.locked(workdir):
@@ -136,6 +122,29 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
     if not (workdir / runs.CONFIG).exists():
         return open_labels(config.data.train)
     return open_labels(config.data.train, runs.read_student(workdir).rows)
+
+
+def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows) -> dict[str, LabelledRows]:
+    """The held-out labels by the last part of their folders' names; checks that all suit `rows` and the student."""
+    opened = {name: open_labels(name) for name in config.data.heldout}
+    heldout = {pathlib.Path(name).name: others for name, others in opened.items()}
+    if len(heldout) < len(config.data.heldout):
+        raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
+    for name, others in opened.items():
+        if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
+            raise UserError(
+                f"data.heldout has {name!r}, labels of another teacher than {config.data.train!r}; label them again"
+            )
+        check_teacher(name, others.teacher, config.data.train, rows.teacher)
+    for name, others in {config.data.train: rows, **opened}.items():
+        if config.model.features and not others.features:
+            raise UserError(f"labels {name!r} have no features for the student to see; label again with --features")
+        if config.model.features not in (0, others.features):
+            raise UserError(
+                f"model.features={config.model.features} is not the teacher's {others.features}, as labels {name!r} have "
+                "them; give that, as model.width too"
+            )
+    return heldout
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, tokens: np.ndarray) -> Programs:
@@ -276,8 +285,13 @@ def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: Labelled
     model, vocabulary = load_weights(expanded(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
-    if dataclasses.replace(model.config, dtype=shape.dtype) != shape:
-        raise UserError(f"init={config.init!r} has another shape, {model.config}; change config.model, or start anew")
+    theirs, ours = dataclasses.asdict(model.config), dataclasses.asdict(shape)
+    for name in theirs:
+        if name != "dtype" and theirs[name] != ours[name]:
+            raise UserError(
+                f"init={config.init!r} has {name}={theirs[name]!r}, the config has {ours[name]!r}; take the config of its "
+                "size, or leave init out"
+            )
     return model
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from spectr_jax.data.corpus import open_sentences, sample_sentences
+from spectr_jax.data.corpus import corpus_digest, open_sentences, sample_sentences
 from spectr_jax.errors import UserError
 
 LINES = ["A first line.", "Zwei Wörter", "three"]
@@ -62,6 +62,21 @@ def test_sample_is_seeded_and_without_repeats(tmp_path):
     assert len(set(drawn)) == 20 and drawn == list(sample_sentences(sentences, 20, seed=1))
     assert drawn != list(sample_sentences(sentences, 20, seed=2))
     assert len(list(sample_sentences(sentences, 99, seed=1))) == 50
+
+
+def test_a_digest_is_of_the_text(tmp_path):
+    sentences = [f"sentence {number}" for number in range(2_000)]
+    texts = {
+        "one": sentences,
+        "same": sentences,
+        "longer": [*sentences, "more"],
+        "upper": [text.upper() for text in sentences],
+    }
+    for name, lines in texts.items():
+        (tmp_path / name).write_text("\n".join(lines))
+    found = {name: corpus_digest(open_sentences(str(tmp_path / name))) for name in texts}
+    assert found["one"] == found["same"] and len(set(found.values())) == 3
+    assert corpus_digest(["alone"]) != corpus_digest(["other"])
 
 
 def test_tfds_lm1b_is_read_without_tensorflow(tmp_path, array_records):

@@ -81,7 +81,7 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
     label(tmp_path / "at_once", teacher, texts, 30)
     for name in after:
         assert (folder / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes()
-    with pytest.raises(UserError, match="has labels of length=24, this command makes 12"):
+    with pytest.raises(UserError, match="has labels of length=24, this command makes length=12"):
         about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
         labels.claim_folder(folder, {**about, "length": 12})
     (folder / "labels-00002.npy").write_bytes((folder / "labels-00002.npy").read_bytes()[:-7])
@@ -114,7 +114,9 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
     with pytest.raises(UserError, match=r"of 'school:teacher' .bbb. and .* of 'school:teacher' .aaa., another teacher"):
         labels.open_labels(f"{one},{two}")
     assert len(labels.open_labels(f"{one},{three}").counts) == 2, "another dtype of the model of that name"
-    with pytest.raises(UserError, match="has labels of weights='aaa', this command makes 'bbb'"):
+    with pytest.raises(
+        UserError, match="has labels of weights='aaa', dtype='int8', this command makes weights='bbb', dtype="
+    ):
         labels.claim_folder(folders[0], {**about, "weights": "bbb"})
     index = json.loads((folders[3] / labels.INDEX).read_text())
     (folders[3] / labels.INDEX).write_text(json.dumps({name: index[name] for name in index if name not in labels.OLDER}))
@@ -125,6 +127,33 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
     np.testing.assert_array_equal(batch["drafted"], batch["segments"] > 0)
     with pytest.raises(UserError, match=r"has labels of drafted=False and .* of True; give folders that agree"):
         labels.open_labels(f"{one},{old}")
+
+
+def test_which_text_they_are_of(tmp_path):
+    """The text itself counts, not the name or the order in which differences are found."""
+    about = {"teacher": "school:teacher", "vocabulary": "abc", "vocab_size": 300, "context": 64, "length": LENGTH}
+    about |= {"text": "text/*", "sentences": 5, "corpus": "aaa"}
+    labels.claim_folder(tmp_path / "labels", about)
+    labels.shard_path(tmp_path / "labels", 0).write_bytes(b"")
+    labels.claim_folder(tmp_path / "labels", {**about, "text": "/home/me/text/*"})
+    for changed, told in (
+        ({"corpus": "bbb"}, r"corpus='aaa', text='text/\*', sentences=5, this command makes corpus='bbb', text="),
+        (
+            {"corpus": "bbb", "context": 7, "teacher": "other"},
+            "teacher='school:teacher', this command makes teacher='other';",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"has labels of {told}"):
+            labels.claim_folder(tmp_path / "labels", {**about, **changed})
+    index = json.loads((tmp_path / "labels" / labels.INDEX).read_text())
+    del index["corpus"]  # As before there was one.
+    (tmp_path / "labels" / labels.INDEX).write_text(json.dumps(index))
+    labels.claim_folder(tmp_path / "labels", about)
+    with pytest.raises(UserError, match="has labels of sentences=5, this command makes sentences=6"):
+        labels.claim_folder(tmp_path / "labels", {**about, "sentences": 6})
+    (tmp_path / "text.txt").write_text("A user's own.")
+    with pytest.raises(UserError, match="has other files, such as 'labels'; give --out a folder of its own"):
+        labels.claim_folder(tmp_path, about)
 
 
 def test_a_corpus_ends(teacher, sentences):

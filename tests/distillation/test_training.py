@@ -173,7 +173,7 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
     first = np.asarray(stored.model.head.linear.kernel[...])
     moved = [np.abs(np.asarray(each.params["head"]["linear"]["kernel"][...]) - first).max() for each in (kept, near)]
     assert moved[0] < 0.1 < moved[1]
-    with pytest.raises(UserError, match="has another shape"):
+    with pytest.raises(UserError, match=r"has mlp=\d+, the config has 16; take the config of its size"):
         training.distil(config(init=str(folder / "bfloat16/run"), **{"model.mlp": 16}), folder / "wider")
 
 
@@ -283,11 +283,11 @@ def test_what_is_refused(config, folder, teacher):
         training.distil(config(**{"data.heldout": (str(folder / "heldout"),) * 2}), folder / "run")
     index = json.loads((folder / "heldout" / labels.INDEX).read_text())
     (folder / "heldout" / labels.INDEX).write_text(json.dumps({**index, "vocabulary": "another"}))
-    with pytest.raises(UserError, match="held-out labels 'heldout' are of another teacher"):
+    with pytest.raises(UserError, match="labels of another teacher than"):
         training.distil(config(), folder / "run")
     for name, weights in (("heldout", "aaa"), ("train", "bbb")):
         index = json.loads((folder / name / labels.INDEX).read_text())
         index.update(vocabulary=teacher.tokenizer.vocabulary, teacher="school:teacher", weights=weights)
         (folder / name / labels.INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"'heldout' has labels of 'school:teacher' \(aaa\) and .* another teacher"):
+    with pytest.raises(UserError, match=r"/heldout' has labels of 'school:teacher' \(aaa\) and .* another teacher"):
         training.distil(config(), folder / "run")
