@@ -217,6 +217,8 @@ class _Run:
         scores = self.task.evaluate(state.params)
         if log:
             log.write({"step": step, **scores})
+            told = ", ".join(f"{name.removeprefix('eval_')} {score:.4g}" for name, score in scores.items())
+            tqdm.tqdm.write(f"step {step}, held out: {told}")
             if step == self.config.steps or time.monotonic() > self.redraw_at:  # It takes a fifth of a second.
                 plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves)
                 self.redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import shutil
 
 import jax
@@ -123,8 +124,10 @@ def test_a_student_learns_to_agree(config, folder, loss):
 
 
 @pytest.mark.slow
-def test_it_resumes_where_it_stopped(config, folder, monkeypatch):
+def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
     whole = training.distil(config(), folder / "whole")
+    found = f"alpha_4_heldout {scores(folder / 'whole')['eval_alpha_4_heldout']:.4g},"
+    assert re.search(f"^step 30, held out: rejection .*{re.escape(found)}", capsys.readouterr().out, re.M)
     stop = iter([False] * 14 + [True] * 99)
     with monkeypatch.context() as patched:
         patched.setattr("spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop))
