@@ -1,9 +1,9 @@
 """How far a student's distribution is from its teacher's, at one place; the losses that drafts are trained with.
 
 p is the student's, over the tokens that its head scores. Of the teacher's q the likeliest tokens are known; the rest of both
-is one more outcome. In a divergence q is that of the tokens that can be drafted: what it gives to labelled tokens that the
-head does not score is left out, as no student can learn it. Every loss is 0 or more for one place, and `losses` vmaps.
-Acceptance is that of one draft, sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
+is one more outcome. A divergence leaves out what q gives to labelled tokens that the head does not score, as no student can
+learn it; what q gives to tokens without a label may be of either kind, and stays. Every loss is 0 or more for one place, and
+`losses` vmaps. Acceptance is that of one draft, sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ class Place(NamedTuple):
 
 
 def acceptance(place: Place) -> jax.Array:
-    """[] the sum of min(p, q) over the labels: no more than the acceptance, and less by at most what they leave out."""
+    """[] the sum of min(p, q) over the labels: no more than the acceptance but for their rounding, and less by at most what
+    they leave out."""
     return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
 
 
@@ -102,13 +103,15 @@ class _Outcomes(NamedTuple):
 
 
 def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
-    """p, and q of the tokens that can be drafted, over the same outcomes; rests are at least `TINY`."""
+    """p, and q without the labels that the student does not score, over the same outcomes; no rest is 0."""
     labelled = jnp.isfinite(place.log_q)  # Of a vocabulary smaller than `TOP`, the last ones are not.
     known = labelled & jnp.isfinite(place.log_p)
     log_p, log_q = (jnp.where(known, part, 0) for part in (place.log_p, place.log_q))
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
-    lacking = jnp.sum(jnp.where(labelled & ~known, jnp.exp(jnp.where(labelled, place.log_q, 0)), 0))
-    drafted = jnp.maximum(1 - lacking, TINY)
-    rest_p, rest_q = jnp.maximum(1 - p.sum(), TINY), jnp.maximum((1 - q.sum() - lacking) / drafted, TINY)
+    unlabelled = jnp.maximum(1 - jnp.sum(jnp.exp(place.log_q)), TINY)
+    drafted = q.sum() + unlabelled  # Not 1 less the others: they can be nearly all, and labels are rounded.
     log_q = jnp.where(known, log_q - jnp.log(drafted), 0)
-    return _Outcomes(p, log_p, rest_p), _Outcomes(q / drafted, log_q, rest_q)
+    return (
+        _Outcomes(p, log_p, jnp.maximum(1 - p.sum(), TINY)),
+        _Outcomes(q / drafted, log_q, unlabelled / drafted),
+    )

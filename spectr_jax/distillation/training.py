@@ -214,10 +214,11 @@ def _at_each(function: Callable) -> Callable:
 def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are.
 
-    Tokens at which a draft is asked for what follows count; at level 2 one that was drafted there, and so on.
+    Tokens at which a draft is asked for what follows count; at level 2 both such a token and the one that was drafted behind
+    it, and so on.
     """
     real, seen = see(params, batch)
-    real &= jnp.stack([jnp.roll(batch["drafted"], level, axis=1) for level in range(len(real))])
+    real &= batch["drafted"] & jnp.stack([jnp.roll(batch["drafted"], level, axis=1) for level in range(len(real))])
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
     found: dict[str, Callable] = {"kl": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
     # Of one row at a time: `optimal_acceptance` sorts.

@@ -67,6 +67,19 @@ def test_the_optimum_of_the_labels_is_no_more_than_that_of_all(seed):
     assert left > 0.02
 
 
+@pytest.mark.parametrize("lacking", [0.9, 0.9997, 0.9999])
+def test_where_a_student_lacks_nearly_all(lacking):
+    """Labels are rounded to float16; a student that is the teacher on what it scores has lost nothing."""
+    kept = np.array([0.75, 0.25])
+    q = np.concatenate([np.array([0.6, 0.4]) * lacking, (1 - lacking) * kept]).astype(np.float64)
+    log_p = jnp.asarray([-np.inf, -np.inf, *np.log(kept)], jnp.float32)
+    seen = Place(log_p, jnp.asarray(np.log(q).astype(np.float16), jnp.float32), jnp.float32(0))
+    for name in ("kl", "reverse_kl"):
+        assert -1e-5 < float(LOSSES[name](seen)) < (0.01 if lacking < 0.99 else 2), name
+        further = seen._replace(log_p=jnp.log(jnp.array([0, 0, 0.25, 0.75])))
+        assert float(LOSSES[name](further)) > float(LOSSES[name](seen)), name
+
+
 def test_where_a_student_lacks_a_token_or_a_text_ends():
     p, q = distributions(0, kept=3)
     assert float(LOSSES["cross_entropy"](place(p, q, target=5))) == 0

@@ -201,7 +201,7 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
 
 
 def test_what_counts_at_each_level(config, folder, teacher):
-    """A token at which the path from a token that is drafted from has come so far."""
+    """A token that is drafted from, at which the path from another such token has come so far."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -213,9 +213,8 @@ def test_what_counts_at_each_level(config, folder, teacher):
     wanted = [0, 0, 0]
     for row in rows:
         for at, level in itertools.product(np.flatnonzero(row["segments"]), range(3)):
-            wanted[level] += (
-                at >= level and row["segments"][at - level] == row["segments"][at] and row["drafted"][at - level]
-            )
+            same = at >= level and row["segments"][at - level] == row["segments"][at]
+            wanted[level] += same and row["drafted"][at] and row["drafted"][at - level]
     assert found.tolist() == wanted and wanted[0] > wanted[1] > wanted[2]
 
 
