@@ -26,14 +26,23 @@ def load_alone(spec: str, dtype: str = "float32") -> Trained:
     """Loads a model that shall run by itself, such as a target.
 
     Raises:
-      UserError: as `load`; or it is a draft that cannot run alone: it sees the features of a target, or knows its tokens by
-        number only.
+      UserError: as `load_callable`; or it is a draft that knows its tokens by number only.
+    """
+    trained = load_callable(spec, dtype)
+    if isinstance(trained.tokenizer, VocabularyOf):
+        raise UserError(f"{spec!r} is a draft without a tokenizer, and drafts for its target only; give one that runs alone")
+    return trained
+
+
+def load_callable(spec: str, dtype: str = "float32") -> Trained:
+    """Loads a model that can be called by itself, on tokens alone; it may know them by number only.
+
+    Raises:
+      UserError: as `load`; or it is a draft that sees the features of a target.
     """
     trained = load(spec, dtype)
     if features_seen(trained.model):
         raise UserError(f"{spec!r} sees the features of a target, and can only draft for it; give a model that runs alone")
-    if isinstance(trained.tokenizer, VocabularyOf):
-        raise UserError(f"{spec!r} is a draft without a tokenizer, and drafts for its target only; give one that runs alone")
     return trained
 
 

@@ -24,7 +24,7 @@ from spectr_jax.measure import measurement, profile, report
 from spectr_jax.measure.call_times import PHASES, call_runs, phase_timers, timed_once
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
-from spectr_jax.pairs import fitted, load_alone
+from spectr_jax.pairs import fitted, load_alone, load_callable
 
 NAME = "latency"
 
@@ -40,7 +40,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check_latency_config(config)
     measurement.claim_workdir(config, workdir, NAME)
-    models = [load_alone(spec, config.dtype) for spec in config.models]
+    target, *others = config.models
+    models = [load_alone(target, config.dtype), *(load_callable(spec, config.dtype) for spec in others)]
     names = [trained.name for trained in models]
     for name in names:
         if names.count(name) > 1:
