@@ -40,6 +40,7 @@ MAKERS = {
     "layer/dynamic": "compare_dynamic",
     "smollm2/architectures": "compare_architectures",
     "smollm2/drafts/int8/drafts": "compare_drafts",
+    "smollm2/drafts/int8_8/drafts": "compare_drafts",
     "smollm2/losses": "compare_losses",
     "smollm2/eagle/outputs": "check_outputs",
     "smollm2/outputs": "check_outputs",
