@@ -7,9 +7,9 @@ and eagle, which sees the teacher's features.
     python -m spectr_jax.export --model=runs/draft_6m --out=drafts --dtype=int8
     python -m spectr_jax.sample --target=smollm2 --draft=drafts/draft_6m
 
-The teacher is SmolLM2-135M; --teacher of `label` names another, and the labels
-name their teacher. Labels take most of the time: two CPU
-cores read 750 to 1,330 tokens a second of it. 600 steps are four passes over such labels: label more before you train on.
+The teacher is SmolLM2-135M; --teacher of `label` names another, and the labels name their teacher. Labels take most of the
+time: two CPU cores read 750 to 1,500 tokens a second of it. 600 steps are four passes over such labels: label more before
+you train on.
 """
 
 from spectr_jax.config import distil_config

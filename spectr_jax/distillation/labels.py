@@ -110,7 +110,8 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
         _check_same(folder, _index(folder), wanted)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    others = sorted(path.name for path in folder.iterdir() if path.name != INDEX and not path.name.startswith("."))
+    ours = ("labels", ".")  # The index, what a killed command left of a shard, and hidden files.
+    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
     if others:
         raise UserError(f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its own")
     write_json(folder / INDEX, wanted)

@@ -151,9 +151,11 @@ def test_which_text_they_are_of(tmp_path):
     labels.claim_folder(tmp_path / "labels", about)
     with pytest.raises(UserError, match="has labels of sentences=5, this command makes sentences=6"):
         labels.claim_folder(tmp_path / "labels", {**about, "sentences": 6})
-    (tmp_path / "text.txt").write_text("A user's own.")
-    with pytest.raises(UserError, match="has other files, such as 'labels'; give --out a folder of its own"):
-        labels.claim_folder(tmp_path, about)
+    labels.shard_path(tmp_path / "labels", 0).rename(tmp_path / "labels/labels-00000.npy.123.partial")
+    labels.claim_folder(tmp_path / "labels", about)  # Killed in its first shard.
+    (tmp_path / "labels/text.txt").write_text("A user's own.")
+    with pytest.raises(UserError, match=r"has other files, such as 'text.txt'; give --out a folder of its own"):
+        labels.claim_folder(tmp_path / "labels", about)
 
 
 def test_a_corpus_ends(teacher, sentences):
