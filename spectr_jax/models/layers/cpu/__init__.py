@@ -20,6 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 FEW = 16
 """The largest number of rows that kernels multiply with float weights; XLA's products are faster for more."""
 SWITCH = "SPECTR_JAX_KERNELS"
+FOLDER = pathlib.Path(__file__).parent
 TARGETS = ("int8_rows", "float_rows", "float_columns", "attention")
 _PREFIX = "spectr_jax_"
 
@@ -41,10 +42,10 @@ def few(rows: int) -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, registered with XLA. None if they are switched off, and, after one line on stderr, if they cannot be used."""
+    """The kernels, registered with XLA; None if they are switched off or cannot be loaded, of which one line on stderr tells."""
     if os.environ.get(SWITCH) == "0":
         return None
-    built = sorted(pathlib.Path(__file__).parent.glob("_products*.so"))
+    built = sorted(FOLDER.glob("_products*.so"))
     try:
         if not built:
             raise OSError("they were not built: install a C++ compiler, then spectr_jax again")
@@ -69,7 +70,9 @@ def _differentiated_as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..
 
     def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         function = jax.custom_vjp(kernel)
-        function.defvjp(lambda *arguments: (kernel(*arguments), arguments), lambda arguments, g: jax.vjp(plain, *arguments)[1](g))
+        function.defvjp(
+            lambda *arguments: (kernel(*arguments), arguments), lambda arguments, g: jax.vjp(plain, *arguments)[1](g)
+        )
         return functools.wraps(kernel)(function)
 
     return decorate

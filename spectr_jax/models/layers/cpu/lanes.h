@@ -4,6 +4,7 @@
 // Every sum has one order, whatever the number of rows, so the bits of a row do not depend on the other rows of a call.
 
 #if LEVEL == 4
+constexpr int kMostRows = 8;  // Their sums fit the registers.
 using Floats = __m512;
 constexpr long kFloats = 16;
 inline Floats Load(const float* p) { return _mm512_loadu_ps(p); }
@@ -28,6 +29,7 @@ inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) { return _mm512_dpwssd_
 inline Floats AsFloats(Pairs sum) { return _mm512_cvtepi32_ps(sum); }
 
 #elif LEVEL == 2
+constexpr int kMostRows = 3;
 using Floats = __m256;
 constexpr long kFloats = 8;
 inline Floats Load(const float* p) { return _mm256_loadu_ps(p); }
@@ -58,6 +60,7 @@ inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) {
 inline Floats AsFloats(Pairs sum) { return _mm256_cvtepi32_ps(sum); }
 
 #else
+constexpr int kMostRows = 3;
 constexpr long kFloats = 8;
 struct Floats { float lane[kFloats]; };
 template <typename Of>
@@ -96,42 +99,45 @@ inline Floats AsFloats(const Pairs& sum) { return Each([&](long i) { return stat
 float Round(const float* x, long inputs, int16_t* whole) {
   int32_t largest_bits = 0;  // Without their signs, the bits of floats have the order of the floats; NaN is above all.
   for (long i = 0; i < inputs; ++i) largest_bits = std::max(largest_bits, Bits(x[i]) & 0x7fffffff);
-  const float largest = std::max(FromBits(largest_bits), kTiny);
+  const float largest = FromBits(largest_bits) < kTiny ? kTiny : FromBits(largest_bits);  // NaN stays NaN.
   const float units = kUnits / largest;
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of a float: an integer conversion that vectorizes.
   for (long i = 0; i < inputs; ++i) whole[i] = static_cast<int16_t>(Bits(x[i] * units + 12582912.0f) - Bits(12582912.0f));
-  return FromBits(largest_bits) >= kTiny ? FromBits(largest_bits) / kUnits : kTiny / kUnits;
+  return largest / kUnits;
 }
 
 template <int ROWS>
 void Int8Output(const int8_t* w, const Int8Product& p, long row, long output) {
-  const long inputs = p.inputs;
-  const int16_t* x = p.whole + row * inputs;
+  const long inputs = p.inputs, stride = p.whole_stride;
+  const int16_t* x = p.whole + row * stride;
   float total[ROWS] = {};
   for (long begin = 0; begin < inputs; begin += kSegment) {
     const long end = std::min(inputs, begin + kSegment);
     Pairs even[ROWS], odd[ROWS];
-    for (int r = 0; r < ROWS; ++r) even[r] = odd[r] = NoPairs();
+    UNROLLED for (int r = 0; r < ROWS; ++r) even[r] = odd[r] = NoPairs();
     long i = begin;
     for (; i + 2 * kPairs <= end; i += 2 * kPairs) {
       __builtin_prefetch(w + i + kAhead);
       const Wide first = Widened(w + i), second = Widened(w + i + kPairs);
-      for (int r = 0; r < ROWS; ++r) {
-        even[r] = MulAdd(first, x + r * inputs + i, even[r]);
-        odd[r] = MulAdd(second, x + r * inputs + i + kPairs, odd[r]);
+      UNROLLED for (int r = 0; r < ROWS; ++r) {
+        even[r] = MulAdd(first, x + r * stride + i, even[r]);
+        odd[r] = MulAdd(second, x + r * stride + i + kPairs, odd[r]);
       }
     }
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
       total[r] += Total(Add(AsFloats(even[r]), AsFloats(odd[r])));
-      for (long j = i; j < end; ++j) total[r] += static_cast<float>(w[j] * x[r * inputs + j]);
+      for (long j = i; j < end; ++j) total[r] += static_cast<float>(w[j] * x[r * stride + j]);
     }
   }
-  for (int r = 0; r < ROWS; ++r) p.y[(row + r) * p.outputs + output] = total[r] * (p.row_scale[row + r] * p.scale[output]);
+  UNROLLED for (int r = 0; r < ROWS; ++r) p.y[(row + r) * p.outputs + output] = total[r] * (p.row_scale[row + r] * p.scale[output]);
 }
 
 void Int8Rows(const Int8Product& p, long begin, long end) {
-  for (long o = begin; o < end; ++o) {
-    InFours(p.rows, [&]<int ROWS>(long row) { Int8Output<ROWS>(p.weights + o * p.inputs, p, row, o); });
+  for (long from = 0; from < p.rows; from += kCachedRows) {
+    const long to = std::min(p.rows, from + kCachedRows);
+    for (long o = begin; o < end; ++o) {
+      InBlocks<kMostRows>(to, [&]<int ROWS>(long row) { Int8Output<ROWS>(p.weights + o * p.inputs, p, row, o); }, from);
+    }
   }
 }
 
@@ -143,14 +149,14 @@ void FloatOutput(const Weight* w, const FloatProduct& p, long row, long output) 
   long i = 0;
   for (; i + 4 * kFloats <= p.inputs; i += 4 * kFloats) {
     __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
-    for (int part = 0; part < 4; ++part) {
+    UNROLLED for (int part = 0; part < 4; ++part) {
       const Floats weight = Load(w + i + part * kFloats);
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLLED for (int r = 0; r < ROWS; ++r) {
         sums[r][part] = MulAdd(weight, Load(x + r * p.inputs + i + part * kFloats), sums[r][part]);
       }
     }
   }
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLLED for (int r = 0; r < ROWS; ++r) {
     float total = Total(Add(Add(sums[r][0], sums[r][1]), Add(sums[r][2], sums[r][3])));
     for (long j = i; j < p.inputs; ++j) total += AsFloat(w[j]) * x[r * p.inputs + j];
     p.y[(row + r) * p.outputs + output] = total;
@@ -161,7 +167,7 @@ template <typename Weight>
 void FloatRows(const FloatProduct& p, long begin, long end) {
   const Weight* weights = static_cast<const Weight*>(p.weights);
   for (long o = begin; o < end; ++o) {
-    InFours(p.rows, [&]<int ROWS>(long row) { FloatOutput<ROWS>(weights + o * p.stride, p, row, o); });
+    InBlocks<4>(p.rows, [&]<int ROWS>(long row) { FloatOutput<ROWS>(weights + o * p.stride, p, row, o); });
   }
 }
 
@@ -169,22 +175,22 @@ void FloatRows(const FloatProduct& p, long begin, long end) {
 template <int ROWS, int STEPS, typename Weight>
 void AddColumns(const Weight* w, const FloatProduct& p, long row, long input, long begin, long end) {
   float factor[ROWS][STEPS];
-  for (int r = 0; r < ROWS; ++r) std::copy_n(p.x + (row + r) * p.inputs + input, STEPS, factor[r]);
+  UNROLLED for (int r = 0; r < ROWS; ++r) std::copy_n(p.x + (row + r) * p.inputs + input, STEPS, factor[r]);
   long o = begin;
   for (; o + kFloats <= end; o += kFloats) {
     Floats weight[STEPS];
-    for (int s = 0; s < STEPS; ++s) weight[s] = Load(w + (input + s) * p.stride + o);
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int s = 0; s < STEPS; ++s) weight[s] = Load(w + (input + s) * p.stride + o);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
       float* y = p.y + (row + r) * p.outputs + o;
       Floats sum = Load(y);
-      for (int s = 0; s < STEPS; ++s) sum = MulAdd(weight[s], Fill(factor[r][s]), sum);
+      UNROLLED for (int s = 0; s < STEPS; ++s) sum = MulAdd(weight[s], Fill(factor[r][s]), sum);
       Store(y, sum);
     }
   }
   for (; o < end; ++o) {
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
       float& y = p.y[(row + r) * p.outputs + o];
-      for (int s = 0; s < STEPS; ++s) y += AsFloat(w[(input + s) * p.stride + o]) * factor[r][s];
+      UNROLLED for (int s = 0; s < STEPS; ++s) y += AsFloat(w[(input + s) * p.stride + o]) * factor[r][s];
     }
   }
 }
@@ -196,7 +202,7 @@ void FloatColumns(const FloatProduct& p, long begin, long end) {
   for (long from = begin; from < end; from += kColumns) {
     const long to = std::min(end, from + kColumns);
     for (long row = 0; row < p.rows; ++row) std::fill(p.y + row * p.outputs + from, p.y + row * p.outputs + to, 0.0f);
-    InFours(p.rows, [&]<int ROWS>(long row) {
+    InBlocks<4>(p.rows, [&]<int ROWS>(long row) {
       long i = 0;
       for (; i + 4 <= p.inputs; i += 4) AddColumns<ROWS, 4>(weights, p, row, i, from, to);
       for (; i < p.inputs; ++i) AddColumns<ROWS, 1>(weights, p, row, i, from, to);
