@@ -91,7 +91,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.models.transformer import Transformer
 
     _check_folder(out)
-    trained = load(_MODEL.value)
+    trained = load(_MODEL.value, "float32")
     _check_runs_alone(trained.tokenizer)
     if not isinstance(trained.model, Transformer):
         raise UserError(f"--model={_MODEL.value} is no decoder of ours; give --format=llama, or copy its folder")
@@ -110,7 +110,7 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.models.llama import Llama
 
     _check_folder(out)
-    trained = load(_MODEL.value)
+    trained = load(_MODEL.value, "float32")
     tokenizer = trained.tokenizer
     _check_runs_alone(tokenizer)
     if not isinstance(trained.model, Llama):

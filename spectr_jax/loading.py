@@ -20,6 +20,8 @@ from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest, expanded, named
 from spectr_jax.models import llama, transformer
+from spectr_jax.models.layers import cpu
+from spectr_jax.models.layers.dense import halve_exact_kernels
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
@@ -54,7 +56,7 @@ Loader = Callable[[str, str], Trained]
 """Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such model."""
 
 
-def load(spec: str, dtype: str = "float32") -> Trained:
+def load(spec: str, dtype: str | None = None) -> Trained:
     """Loads a model for decoding, with its tokenizer.
 
     Args:
@@ -66,11 +68,21 @@ def load(spec: str, dtype: str = "float32") -> Trained:
         `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with;
         or a prefix of your own (`register_loader`).
       dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
-        `models.quantized`.
+        `models.quantized`. None chooses what is fastest here without loss: bfloat16 on an accelerator, whose products
+        round float32 factors anyway. On a CPU, float32 products; weights that bfloat16 holds exactly, as those of most
+        stored models, are kept in bfloat16, so that a call on a few tokens reads half of the bytes and gives the same
+        result. "int8" reads a quarter, and costs 0.03 to 0.2 % in perplexity.
 
     Raises:
       UserError: nothing there, damaged, or with another tokenizer than it was trained with.
     """
+    if dtype is None:
+        if not cpu.on_cpu():
+            return load(spec, "bfloat16")
+        trained = load(spec, "float32")
+        if cpu.kernels() and isinstance(trained.model, nnx.Module):
+            halve_exact_kernels(trained.model)
+        return trained
     check_dtype(dtype)
     if spec == SMOLLM2:
         return _smollm2(dtype)

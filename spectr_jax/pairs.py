@@ -12,7 +12,7 @@ SHARED = 0.95
 """Of the smaller vocabulary; two that were made apart share next to nothing at the same ids."""
 
 
-def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained, list[Trained]]:
+def load_pair(target: str, drafts: tuple[str, ...], dtype: str | None) -> tuple[Trained, list[Trained]]:
     """Loads a target and its drafts, each draft `fitted` to the target.
 
     Raises:
@@ -22,7 +22,7 @@ def load_pair(target: str, drafts: tuple[str, ...], dtype: str) -> tuple[Trained
     return loaded_target, [fitted(load(draft, dtype), loaded_target) for draft in drafts]
 
 
-def load_alone(spec: str, dtype: str = "float32") -> Trained:
+def load_alone(spec: str, dtype: str | None = None) -> Trained:
     """Loads a model that shall run by itself, such as a target.
 
     Raises:
@@ -34,7 +34,7 @@ def load_alone(spec: str, dtype: str = "float32") -> Trained:
     return trained
 
 
-def load_callable(spec: str, dtype: str = "float32") -> Trained:
+def load_callable(spec: str, dtype: str | None = None) -> Trained:
     """Loads a model that can be called by itself, on tokens alone; it may know them by number only.
 
     Raises:

@@ -84,8 +84,9 @@ def main():
     check_policy(policy)
     check_policy(own, "draft_")
     small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
-    dtype = _DTYPE.value or ("int8" if small else "float32")
-    check_dtype(dtype)
+    dtype = _DTYPE.value or ("int8" if small else None)
+    if dtype is not None:
+        check_dtype(dtype)
     method = _method()
     prompts = _prompts()
     html = None if _HTML.value is None else checked_path(_HTML.value)

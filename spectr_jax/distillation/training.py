@@ -257,7 +257,7 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
     """What a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
-    teacher = load(_teacher(config, rows))
+    teacher = load(_teacher(config, rows), "float32")
     if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (0, features_shown(teacher.model)):
         raise UserError(
             f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}, "

@@ -55,7 +55,7 @@ class Int8Embed(nnx.Module):
 
 
 def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
-    """Whole numbers and scales; a CPU without kernels stores the numbers in float32, or XLA would widen them in each call."""
+    """Whole numbers and scales; a CPU without kernels stores the numbers as float32: XLA would widen int8 in each call."""
     whole, scale = quantized(jnp.asarray(rows, jnp.float32))
     stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
     return nnx.Param(whole.astype(stored)), nnx.Param(scale[:, 0])

@@ -77,7 +77,7 @@ def open_session(
     method: Method | None,
     target: str,
     draft: str | None,
-    dtype: str,
+    dtype: str | None,
     max_new_tokens: int,
     policy: Policy,
     draft_policy: Policy | None = None,
@@ -116,7 +116,7 @@ def _needs_draft(method: Method, target: str) -> UserError:
     return UserError(f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft")
 
 
-def _default_draft(target: Trained, dtype: str) -> Trained | None:
+def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
     """`DEFAULT_DRAFT`, or None for a target of another vocabulary."""
     try:
         return fitted(load(DEFAULT_DRAFT, dtype), target)

@@ -1,5 +1,7 @@
 """Linear layers of all decoders: factors in the model's dtype, sums in float32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,10 +9,27 @@ from flax import nnx
 from spectr_jax.models.layers import cpu
 
 
+class Linear(nnx.Linear):
+    """A linear layer: factors in `dtype`, sums in float32. A bfloat16 kernel of a float32 layer is widened in products."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Float32 [..., outputs] of `x` [..., inputs]."""
+        product = _dense(x.astype(self.dtype), narrower(self.kernel[...], self.dtype))
+        return product if self.bias is None else product + self.bias[...].astype(self.dtype)
+
+
+def narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
+    """`kernel` in `dtype`, or as it is if that has fewer bytes."""
+    return kernel if kernel.dtype.itemsize < jnp.dtype(dtype).itemsize else kernel.astype(dtype)
+
+
 @jax.custom_vjp
 def _dense(x, kernel):
     rows = x.reshape(-1, x.shape[-1])
-    product = cpu.float_columns(rows.astype(jnp.float32), kernel) if cpu.few(len(rows)) else _matmul(rows, kernel)
+    if cpu.few(len(rows)):
+        product = cpu.float_columns(rows.astype(jnp.float32), kernel)
+    else:
+        product = _matmul(rows, kernel.astype(x.dtype))
     return product.reshape(*x.shape[:-1], -1)
 
 
@@ -21,7 +40,7 @@ def _matmul(x, kernel):
 def _dense_backward(residuals, g):
     x, kernel = residuals
     g = g.astype(x.dtype)
-    x_transposed, kernel_transposed = cpu.in_memory(x.reshape(-1, x.shape[-1]).T), cpu.in_memory(kernel.T)
+    x_transposed, kernel_transposed = cpu.in_memory(x.reshape(-1, x.shape[-1]).T), cpu.in_memory(kernel.astype(x.dtype).T)
     x_gradient, kernel_gradient = _matmul(g, kernel_transposed), _matmul(x_transposed, g.reshape(-1, g.shape[-1]))
     return x_gradient.astype(x.dtype), kernel_gradient.astype(kernel.dtype)
 
@@ -29,31 +48,28 @@ def _dense_backward(residuals, g):
 _dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backward)
 
 
-def _dot_general(x, kernel, *_, **__):
-    """One function for all layers: graphdefs are equal, and share a program, only where their functions are the same."""
-    return _dense(x, kernel)
+def dense_layer(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> Linear:
+    """A `Linear` layer with this package's defaults."""
+    init = kernel_init or nnx.initializers.xavier_uniform()
+    return Linear(inputs, outputs, use_bias=use_bias, dtype=dtype, kernel_init=init, rngs=rngs)
 
 
-def dense_layer(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> nnx.Linear:
-    """A linear layer whose products are `_dense`: factors of `dtype`, sums of float32."""
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=use_bias,
-        dtype=dtype,
-        kernel_init=kernel_init or nnx.initializers.xavier_uniform(),
-        dot_general=_dot_general,
-        rngs=rngs,
-    )
+def halve_exact_kernels(model: nnx.Module) -> None:
+    """Stores the float32 kernels of linear layers in bfloat16 where that changes no weight, in place."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:
+            half = module.kernel[...].astype(jnp.bfloat16)
+            if jnp.array_equal(half.astype(jnp.float32), module.kernel[...]):
+                module.kernel = nnx.Param(half)
 
 
 class Embed(nnx.Embed):
     """An embedding that can be the head too."""
 
-    def attend(self, x: jax.Array) -> jax.Array:
-        """Logits [..., V] float32 of `x` [..., E]."""
-        rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Logits [..., V] float32 of `query` [..., E]."""
+        rows = query.reshape(-1, query.shape[-1]).astype(self.dtype)
         if not cpu.few(len(rows)):
-            return super().attend(x).astype(jnp.float32)
+            return super().attend(query, out_sharding).astype(jnp.float32)
         table = self.embedding[...].astype(self.dtype)
-        return cpu.float_rows(rows.astype(jnp.float32), table).reshape(*x.shape[:-1], -1)
+        return cpu.float_rows(rows.astype(jnp.float32), table).reshape(*query.shape[:-1], -1)

@@ -42,7 +42,7 @@ def few(rows: int) -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, registered with XLA; None if they are switched off or cannot be loaded, of which one line on stderr tells."""
+    """Returns the kernels, registered with XLA; None if they are switched off or cannot be loaded (one line on stderr)."""
     if os.environ.get(SWITCH) == "0":
         return None
     built = sorted(FOLDER.glob("_products*.so"))

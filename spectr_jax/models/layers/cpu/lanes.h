@@ -179,7 +179,10 @@ void AddColumns(const Weight* w, const FloatProduct& p, long row, long input, lo
   long o = begin;
   for (; o + kFloats <= end; o += kFloats) {
     Floats weight[STEPS];
-    UNROLLED for (int s = 0; s < STEPS; ++s) weight[s] = Load(w + (input + s) * p.stride + o);
+    UNROLLED for (int s = 0; s < STEPS; ++s) {
+      __builtin_prefetch(w + (input + kRowsAhead + s) * p.stride + o);
+      weight[s] = Load(w + (input + s) * p.stride + o);
+    }
     UNROLLED for (int r = 0; r < ROWS; ++r) {
       float* y = p.y + (row + r) * p.outputs + o;
       Floats sum = Load(y);

@@ -46,6 +46,7 @@ constexpr float kTiny = 1e-30f;   // The largest activation of a row counts as a
 constexpr long kSegment = 4096;   // Products of so many int8 weights and int16 activations fit the int32 lanes of a sum.
 constexpr long kLine = 32;       // Of 16 bits: the cache line of most CPUs.
 constexpr long kAhead = 2048;     // Bytes; a CPU's own prefetching stops at the end of each page.
+constexpr long kRowsAhead = 8;    // Of weights [inputs, outputs], read ahead.
 constexpr long kCachedRows = 16;  // So many rows of activations stay in a CPU's first cache.
 constexpr long kColumns = 1024;   // Outputs of four rows that stay in a CPU's first cache.
 
