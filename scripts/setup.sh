@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 }
 stamp=.venv/$(basename "$wanted").installed
 wanted_now() {
-  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh scripts/install.sh
+  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh scripts/install.sh setup.py spectr_jax/models/layers/cpu/*.{cc,h}
   echo "${JAX:-}"
 }
 if ! wanted_now | cmp -s - "$stamp"; then
@@ -25,6 +25,8 @@ if ! wanted_now | cmp -s - "$stamp"; then
   sed ${JAX:+-e '/^jax/d'} -e '' requirements.lock >.venv/constraints.txt
   scripts/install.sh .venv -r "$wanted" ${JAX:+--upgrade "$JAX"} -c .venv/constraints.txt
   scripts/install.sh .venv --no-deps -e .  # For scripts, and for use as a library.
+  compgen -G 'spectr_jax/models/layers/cpu/_products*.so' >/dev/null ||
+    echo "note: without a C++ compiler there are no CPU kernels, and decoding on a CPU is slower; install one (Debian: g++)" >&2
   # Bytecode is compiled afterwards, by all cores and without what is seldom imported: installers take longer for it.
   seldom='/tests?/|/transformers/(models|generation|integrations|pipelines)/|/site-packages/(pip|mypyc?|setuptools)/'
   .venv/bin/python -m compileall -q -j 0 -x "$seldom" .venv/lib >/dev/null || true

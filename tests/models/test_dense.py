@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax.models.layers.cpu import FEW, kernels
-from spectr_jax.models.layers.dense import dense_layer
+from spectr_jax.models.layers.dense import dense_layer, halve_exact_kernels
 
 
 def _linear(inputs, outputs):
@@ -43,3 +43,15 @@ def test_gradients_of_many_rows_are_one_product():
     graphdef, state = nnx.split(_linear(512, 1024))
     gradient = jax.grad(lambda x: jnp.sum(nnx.merge(graphdef, state)(x)))
     assert str(jax.make_jaxpr(gradient)(jnp.zeros((FEW, 64, 512)))).count("dot_general[") == 3
+
+
+@pytest.mark.parametrize("rows", [1, FEW, 40])
+def test_exact_kernels_are_halved_and_give_the_same_result(rows):
+    linear = _linear(512, 1024)
+    linear.kernel[...] = linear.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
+    x = jax.random.normal(jax.random.key(2), (rows, 512))
+    before = linear(x)
+    model = nnx.List([linear, _linear(3, 5)])
+    halve_exact_kernels(model)
+    assert [layer.kernel[...].dtype for layer in model] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_array_equal(linear(x), before)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from spectr_jax.models.layers import cpu
@@ -12,13 +13,13 @@ from spectr_jax.models.layers import cpu
 class Linear(nnx.Linear):
     """A linear layer: factors in `dtype`, sums in float32. A bfloat16 kernel of a float32 layer is widened in products."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Float32 [..., outputs] of `x` [..., inputs]."""
-        product = _dense(x.astype(self.dtype), narrower(self.kernel[...], self.dtype))
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Float32 [..., outputs] of `inputs` [..., I]."""
+        product = _dense(inputs.astype(self.dtype), _narrower(self.kernel[...], self.dtype))
         return product if self.bias is None else product + self.bias[...].astype(self.dtype)
 
 
-def narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
+def _narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
     """`kernel` in `dtype`, or as it is if that has fewer bytes."""
     return kernel if kernel.dtype.itemsize < jnp.dtype(dtype).itemsize else kernel.astype(dtype)
 
@@ -58,9 +59,9 @@ def halve_exact_kernels(model: nnx.Module) -> None:
     """Stores the float32 kernels of linear layers in bfloat16 where that changes no weight, in place."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:
-            half = module.kernel[...].astype(jnp.bfloat16)
-            if jnp.array_equal(half.astype(jnp.float32), module.kernel[...]):
-                module.kernel = nnx.Param(half)
+            bits = np.asarray(module.kernel[...]).view(np.uint32)
+            if not np.any(bits & 0xFFFF):  # The half that bfloat16 lacks.
+                module.kernel = nnx.Param(jax.block_until_ready(module.kernel[...].astype(jnp.bfloat16)))
 
 
 class Embed(nnx.Embed):

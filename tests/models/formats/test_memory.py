@@ -38,9 +38,9 @@ for small, large in zip(sys.argv[1::2], sys.argv[2::2]):
     if os.fork():  # A process for each: what another left free would not count. Its peak begins at what it has.
         os.wait()
         continue
-    load(small)
+    load(small, "float32")
     before = memory("VmRSS")
-    state = nnx.state(load(large).model)
+    state = nnx.state(load(large, "float32").model)
     print(large, (memory("VmHWM") - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(state)), flush=True)
     os._exit(0)
 """
