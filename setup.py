@@ -18,7 +18,7 @@ def extensions() -> list[setuptools.Extension]:
         sources=[f"{FOLDER}/products.cc"],
         depends=[f"{FOLDER}/lanes.h"],
         include_dirs=[str(pathlib.Path(found.origin).parent / "include")],
-        extra_compile_args=["-std=c++20", "-O3", "-w"],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-w"],
         language="c++",
         optional=True,
     )
