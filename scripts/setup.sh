@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 }
 stamp=.venv/$(basename "$wanted").installed
 wanted_now() {
-  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh scripts/install.sh setup.py spectr_jax/models/layers/cpu/*.{cc,h}
+  cat requirements.txt "$wanted" requirements.lock scripts/setup.sh scripts/install.sh pyproject.toml setup.py spectr_jax/models/layers/cpu/*.{cc,h}
   echo "${JAX:-}"
 }
 if ! wanted_now | cmp -s - "$stamp"; then
@@ -24,6 +24,7 @@ if ! wanted_now | cmp -s - "$stamp"; then
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   sed ${JAX:+-e '/^jax/d'} -e '' requirements.lock >.venv/constraints.txt
   scripts/install.sh .venv -r "$wanted" ${JAX:+--upgrade "$JAX"} -c .venv/constraints.txt
+  rm -f spectr_jax/models/layers/cpu/_products*.so  # Those of another source or Python, which would be loaded.
   scripts/install.sh .venv --no-deps -e .  # For scripts, and for use as a library.
   compgen -G 'spectr_jax/models/layers/cpu/_products*.so' >/dev/null ||
     echo "note: without a C++ compiler there are no CPU kernels, and decoding on a CPU is slower; install one (Debian: g++)" >&2

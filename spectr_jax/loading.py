@@ -21,7 +21,7 @@ from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import digest, expanded, named
 from spectr_jax.models import llama, transformer
 from spectr_jax.models.layers import cpu
-from spectr_jax.models.layers.dense import halve_exact_kernels
+from spectr_jax.models.layers.dense import with_halved_kernels
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
@@ -81,7 +81,7 @@ def load(spec: str, dtype: str | None = None) -> Trained:
             return load(spec, "bfloat16")
         trained = load(spec, "float32")
         if cpu.kernels() and isinstance(trained.model, nnx.Module):
-            halve_exact_kernels(trained.model)
+            trained = trained._replace(model=with_halved_kernels(trained.model))
         return trained
     check_dtype(dtype)
     if spec == SMOLLM2:

@@ -63,12 +63,12 @@ def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
 
 def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales [outputs]."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     if kernel.dtype == jnp.int8 and cpu.kernels():
         result = cpu.int8_rows(rows, kernel, scale)
     else:
         result = jnp.matmul(rows, kernel.T.astype(rows.dtype)) * scale
-    return result.reshape(*x.shape[:-1], -1)
+    return result.reshape(*x.shape[:-1], len(kernel))
 
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+import sysconfig
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
+from spectr_jax.models.layers.dense import dense_layer
 
 pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
@@ -104,6 +107,61 @@ def test_gradients_are_those_of_the_plain_functions():
     np.testing.assert_allclose(by_rows, g.T @ x, rtol=1e-5, atol=1e-5)
 
 
+def test_second_derivatives():
+    x, kernel, scale = _int8(2, 8, 4)
+    square = jax.grad(lambda x: jnp.sum(cpu.int8_rows(x, kernel, scale) ** 2))
+    by_x = jax.grad(lambda x: jnp.sum(square(x)))(x)
+    expected = 2 * (kernel * scale[:, None]).T @ (kernel * scale[:, None]) @ np.ones(8)
+    np.testing.assert_allclose(by_x, np.tile(expected, (2, 1)), rtol=1e-4)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x, kernel, scale = _int8(3, 40, 24)
+    for product, *rest in (
+        (cpu.int8_rows, kernel, scale),
+        (cpu.float_rows, kernel * 1.0),
+        (cpu.float_columns, kernel.T * 1.0),
+    ):
+        with pytest.raises(TypeError, match="dot_general"):
+            product(x[:, :39], *rest)
+    for target, operands in (
+        ("int8_rows", (x[:, :39], kernel, scale)),
+        ("int8_rows", (x, kernel, scale[:1])),
+        ("float_columns", (x, kernel.T.astype(np.float16))),
+        (
+            "attention",
+            (np.zeros((1, 2, 1, 4), np.float32), *np.zeros((2, 1, 3, 1, 4), np.float32), np.ones((1, 1, 3), bool)),
+        ),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+            jax.block_until_ready(cpu._call(target, operands[0].shape, *operands))
+
+
+def test_one_mask_serves_all_sequences():
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 2, 8)), jnp.float32)
+    mask = jnp.tril(jnp.ones((1, 4, 4), bool))
+    np.testing.assert_allclose(
+        attention(q, q, q, mask), jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]), atol=1e-6
+    )
+
+
+def test_other_dtypes_are_left_to_xla():
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 8)), jnp.float16)
+    mask = jnp.ones((1, 3, 3), bool)
+    np.testing.assert_allclose(
+        attention(q, q, q, mask), jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]), atol=1e-2
+    )
+    layer = dense_layer(8, 4, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(layer(q[0, 0]), layer(jnp.tile(q[0, 0], (20, 1)))[:2], rtol=1e-2)
+
+
+def test_scores_that_overflow_are_those_of_xla():
+    q = jnp.full((1, 1, 1, 4), 1e20)
+    k = jnp.full((1, 3, 1, 4), -1e20)
+    v = jnp.arange(12.0).reshape(1, 3, 1, 4)
+    np.testing.assert_allclose(attention(q, k, v, jnp.array([[[True, False, True]]]))[0, 0, 0], v[0, [0, 2], 0].mean(0))
+
+
 def test_non_finite_activations_stay_so():
     x, kernel, scale = _int8(3, 40, 24)
     x[0, 3], x[1, 5] = np.nan, np.inf
@@ -136,7 +194,7 @@ def test_the_number_of_threads_changes_no_bit():
     assert with_threads(1) == with_threads(2) == with_threads(5) == with_threads(8) != ""
 
 
-BUILT = next(cpu.FOLDER.glob("_products*.so"), None)
+BUILT = cpu.FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 @pytest.fixture
@@ -150,7 +208,7 @@ def _library_of(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("found", ["nothing", "another file", "another CPU's"])
 def test_kernels_that_cannot_be_loaded_are_one_line(_library_of, capsys, found):
-    file = _library_of / "_products.so"
+    file = _library_of / BUILT.name
     if found == "another file":
         file.write_bytes(b"not a library")
     if found == "another CPU's":

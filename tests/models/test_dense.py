@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax.models.layers.cpu import FEW, kernels
-from spectr_jax.models.layers.dense import dense_layer, halve_exact_kernels
+from spectr_jax.models.layers.dense import dense_layer, with_halved_kernels
 
 
 def _linear(inputs, outputs):
@@ -51,7 +51,6 @@ def test_exact_kernels_are_halved_and_give_the_same_result(rows):
     linear.kernel[...] = linear.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
     x = jax.random.normal(jax.random.key(2), (rows, 512))
     before = linear(x)
-    model = nnx.List([linear, _linear(3, 5)])
-    halve_exact_kernels(model)
-    assert [layer.kernel[...].dtype for layer in model] == [jnp.bfloat16, jnp.float32]
-    np.testing.assert_array_equal(linear(x), before)
+    model = with_halved_kernels(nnx.List([linear, _linear(3, 5)]))
+    assert [layer.kernel[...].dtype for layer in (*model, linear)] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    np.testing.assert_array_equal(model[0](x), before)

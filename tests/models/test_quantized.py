@@ -102,6 +102,12 @@ def test_greedy_equals_the_baseline(model):
     np.testing.assert_array_equal(first[:, :20], second[:, :20])
 
 
+def test_a_model_in_bfloat16_can_be_quantized(kernels):
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+    logits = _logits(freeze(quantize(Transformer(shape, rngs=nnx.Rngs(0)))), np.arange(5)[None])
+    assert logits.dtype == jnp.float32 and jnp.all(jnp.isfinite(logits))
+
+
 def test_models_load_in_int8():
     model = load("embedded:draft_2m", "int8").model
     assert model.blocks[0].up.kernel[...].dtype == jnp.int8 and model.head.kernel[...].shape == (8192, 128)

@@ -27,11 +27,11 @@ def _narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
 @jax.custom_vjp
 def _dense(x, kernel):
     rows = x.reshape(-1, x.shape[-1])
-    if cpu.few(len(rows)):
+    if cpu.few(len(rows), rows, kernel):
         product = cpu.float_columns(rows.astype(jnp.float32), kernel)
     else:
         product = _matmul(rows, kernel.astype(x.dtype))
-    return product.reshape(*x.shape[:-1], -1)
+    return product.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def _matmul(x, kernel):
@@ -55,13 +55,15 @@ def dense_layer(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, d
     return Linear(inputs, outputs, use_bias=use_bias, dtype=dtype, kernel_init=init, rngs=rngs)
 
 
-def halve_exact_kernels(model: nnx.Module) -> None:
-    """Stores the float32 kernels of linear layers in bfloat16 where that changes no weight, in place."""
-    for _, module in nnx.iter_modules(model):
+def with_halved_kernels(model: nnx.Module) -> nnx.Module:
+    """A copy that stores the float32 kernels of linear layers in bfloat16 where that changes no weight."""
+    copy = nnx.clone(model)
+    for _, module in nnx.iter_modules(copy):
         if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:
             bits = np.asarray(module.kernel[...]).view(np.uint32)
             if not np.any(bits & 0xFFFF):  # The half that bfloat16 lacks.
                 module.kernel = nnx.Param(jax.block_until_ready(module.kernel[...].astype(jnp.bfloat16)))
+    return copy
 
 
 class Embed(nnx.Embed):
@@ -70,7 +72,7 @@ class Embed(nnx.Embed):
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Logits [..., V] float32 of `query` [..., E]."""
         rows = query.reshape(-1, query.shape[-1]).astype(self.dtype)
-        if not cpu.few(len(rows)):
-            return super().attend(query, out_sharding).astype(jnp.float32)
         table = self.embedding[...].astype(self.dtype)
+        if not cpu.few(len(rows), rows, table):
+            return super().attend(query, out_sharding).astype(jnp.float32)
         return cpu.float_rows(rows.astype(jnp.float32), table).reshape(*query.shape[:-1], -1)

@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import sys
+import sysconfig
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 FEW = 16
 """The largest number of rows that kernels multiply with float weights; XLA's products are faster for more."""
+FLOATS = (jnp.float32, jnp.bfloat16)
 SWITCH = "SPECTR_JAX_KERNELS"
 FOLDER = pathlib.Path(__file__).parent
 TARGETS = ("int8_rows", "float_rows", "float_columns", "attention")
@@ -31,13 +33,16 @@ def on_cpu() -> bool:
 
 
 def kernels() -> bool:
-    """Whether the kernels are in use: JAX computes on a CPU, and they were built for it."""
-    return on_cpu() and library() is not None
+    """Whether the kernels are in use: JAX computes on one CPU device, and they were built for it.
+
+    Among several devices, XLA would gather what is sharded before each call of a kernel.
+    """
+    return on_cpu() and jax.device_count() == 1 and library() is not None
 
 
-def few(rows: int) -> bool:
-    """Whether the kernels multiply this number of rows with float weights."""
-    return rows <= FEW and kernels()
+def few(rows: int, *factors: jax.Array) -> bool:
+    """Whether the kernels multiply this number of rows, and factors of these dtypes."""
+    return rows <= FEW and all(factor.dtype in FLOATS for factor in factors) and kernels()
 
 
 @functools.cache
@@ -45,11 +50,11 @@ def library() -> ctypes.CDLL | None:
     """Returns the kernels, registered with XLA; None if they are switched off or cannot be loaded (one line on stderr)."""
     if os.environ.get(SWITCH) == "0":
         return None
-    built = sorted(FOLDER.glob("_products*.so"))
+    built = FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
     try:
-        if not built:
+        if not built.is_file():
             raise OSError("they were not built: install a C++ compiler, then spectr_jax again")
-        loaded = ctypes.CDLL(str(built[0]))
+        loaded = ctypes.CDLL(str(built))
         for target in TARGETS:
             handler = jax.ffi.pycapsule(getattr(loaded, _PREFIX + target))
             jax.ffi.register_ffi_target(_PREFIX + target, handler, platform="cpu")
@@ -61,24 +66,27 @@ def library() -> ctypes.CDLL | None:
 
 
 def _call(target: str, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
+    library()  # The first call registers the targets.
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(*arguments)
 
 
-def _differentiated_as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
-    """Gives a kernel the derivatives of the function `plain` of the same arguments."""
+def _as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
+    """Gives a kernel the derivatives, in reverse mode, and the errors of the function `plain` of the same arguments."""
 
     def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        function = jax.custom_vjp(kernel)
-        function.defvjp(
-            lambda *arguments: (kernel(*arguments), arguments), lambda arguments, g: jax.vjp(plain, *arguments)[1](g)
-        )
+        @jax.custom_vjp
+        def function(*given):
+            jax.eval_shape(plain, *given)  # Raises for shapes that do not fit.
+            return kernel(*given)
+
+        function.defvjp(lambda *given: (function(*given), given), lambda given, g: jax.vjp(plain, *given)[1](g))
         return functools.wraps(kernel)(function)
 
     return decorate
 
 
-@_differentiated_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
+@_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
 def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and its scales [outputs].
 
@@ -87,13 +95,13 @@ def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     return _call("int8_rows", (len(x), len(kernel)), x, kernel, scale)
 
 
-@_differentiated_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
+@_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
 def float_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [outputs, inputs]."""
     return _call("float_rows", (len(x), len(kernel)), x, kernel)
 
 
-@_differentiated_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
+@_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
 def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [inputs, outputs]."""
     return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
@@ -102,8 +110,9 @@ def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The kernel of attention for a few new tokens, with the arguments, the result and the derivatives of `plain`."""
 
-    @_differentiated_as(plain)
+    @_as(plain)
     def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
+        mask_BxNxT = jnp.broadcast_to(mask_BxNxT, (*q_BxNxHxD.shape[:2], k_BxTxKxD.shape[1]))
         mixed = _call("attention", q_BxNxHxD.shape, q_BxNxHxD.astype(jnp.float32), k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
         return mixed.astype(q_BxNxHxD.dtype)
 

@@ -228,15 +228,16 @@ inline float Exp(float x) {
 // Scores [count] to weights that sum to one; slots that are not visible get zero. At least one is visible.
 template <typename Row>
 void Softmax(float* scores, const bool* visible, long count, float scale) {
-  float largest = -std::numeric_limits<float>::infinity();
+  const float least = -std::numeric_limits<float>::max();
+  float largest = least;
   for (long t = 0; t < count; ++t) {
-    scores[t] = visible[t] ? scores[t] * scale : -std::numeric_limits<float>::max();
+    scores[t] = std::max(visible[t] ? scores[t] * scale : least, least);
     largest = scores[t] > largest ? scores[t] : largest;
   }
-  for (long t = 0; t < count; ++t) scores[t] = Exp(scores[t] - largest);
+  for (long t = 0; t < count; ++t) scores[t] = visible[t] ? Exp(scores[t] - largest) : 0;
   float total = 0;
   for (long t = 0; t < count; ++t) total += scores[t];
-  for (long t = 0; t < count; ++t) scores[t] = Narrowed<Row>(visible[t] ? scores[t] / total : 0);
+  for (long t = 0; t < count; ++t) scores[t] = Narrowed<Row>(scores[t] / total);
 }
 
 // Attention of the heads that share keys and values, for units [begin, end) of (sequence, token, key and value head).

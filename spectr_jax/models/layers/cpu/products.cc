@@ -162,6 +162,7 @@ template <typename Part>
 void InParallel(ffi::ThreadPool& pool, long count, long work, const Part& part) {
   constexpr long kLeast = 1 << 15;  // Multiplications that are worth another thread.
   const long threads = std::clamp<long>(count * work / kLeast, 1, std::max<long>(1, pool.num_threads()));
+  if (count == 0) return;
   const long share = (count + threads - 1) / threads;
   const long shares = (count + share - 1) / share;
   if (shares == 1) return part(0, count);
@@ -182,44 +183,67 @@ void InParallel(ffi::ThreadPool& pool, long count, long work, const Part& part) 
   }
 }
 
+bool IsFloat(const ffi::AnyBuffer& buffer) {
+  return buffer.element_type() == ffi::F32 || buffer.element_type() == ffi::BF16;
+}
+
+ffi::Error Unless(bool fits) {
+  return fits ? ffi::Error::Success() : ffi::Error::InvalidArgument("operands whose shapes or dtypes do not fit together");
+}
+
 ffi::Error Int8Rows(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR2<ffi::S8> weights,
                     ffi::BufferR1<ffi::F32> scale, ffi::ResultBufferR2<ffi::F32> y) {
   const Kernels& kernels = kLevels[chosen_level];
   const long rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = weights.dimensions()[0];
+  const auto error = Unless(weights.dimensions()[1] == inputs && scale.dimensions()[0] == outputs);
+  if (error.failure()) return error;
   // Rows begin at cache lines.
   const long stride = (inputs + kLine - 1) / kLine * kLine;
   std::vector<int16_t> storage(rows * stride + kLine);
   int16_t* whole = storage.data() + (-reinterpret_cast<uintptr_t>(storage.data()) / sizeof(int16_t)) % kLine;
   std::vector<float> row_scale(rows);
-  for (long r = 0; r < rows; ++r) row_scale[r] = kernels.round(x.typed_data() + r * inputs, inputs, whole + r * stride);
-  const Int8Product p{weights.typed_data(), scale.typed_data(), whole, row_scale.data(), y->typed_data(), rows, inputs, outputs, stride};
+  for (long r = 0; r < rows; ++r) {
+    row_scale[r] = kernels.round(x.typed_data() + r * inputs, inputs, whole + r * stride);
+  }
+  const Int8Product p{weights.typed_data(), scale.typed_data(), whole,   row_scale.data(), y->typed_data(),
+                      rows,                 inputs,             outputs, stride};
   InParallel(pool, outputs, rows * inputs, [&](long begin, long end) { kernels.int8_rows(p, begin, end); });
   return ffi::Error::Success();
 }
 
-ffi::Error Product(ffi::ThreadPool pool, const ffi::BufferR2<ffi::F32>& x, const ffi::AnyBuffer& weights, long outputs,
+// A product with float weights, whose axis `contracted` is that of the inputs.
+ffi::Error Product(ffi::ThreadPool& pool, const ffi::BufferR2<ffi::F32>& x, const ffi::AnyBuffer& weights, int contracted,
                    ffi::ResultBufferR2<ffi::F32>& y, void (*floats)(const FloatProduct&, long, long),
                    void (*bfloat16s)(const FloatProduct&, long, long)) {
+  const long rows = x.dimensions()[0], inputs = x.dimensions()[1];
+  const auto shape = weights.dimensions();
+  const auto error = Unless(IsFloat(weights) && shape.size() == 2 && shape[contracted] == inputs);
+  if (error.failure()) return error;
   const auto kernel = weights.element_type() == ffi::F32 ? floats : bfloat16s;
-  const FloatProduct p{weights.untyped_data(), x.typed_data(), y->typed_data(), x.dimensions()[0], x.dimensions()[1],
-                       outputs, weights.dimensions()[1]};
-  InParallel(pool, outputs, p.rows * p.inputs, [&](long begin, long end) { kernel(p, begin, end); });
+  const long outputs = shape[1 - contracted];
+  const FloatProduct p{weights.untyped_data(), x.typed_data(), y->typed_data(), rows, inputs, outputs, shape[1]};
+  InParallel(pool, outputs, rows * inputs, [&](long begin, long end) { kernel(p, begin, end); });
   return ffi::Error::Success();
 }
 
 ffi::Error FloatRows(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::AnyBuffer weights, ffi::ResultBufferR2<ffi::F32> y) {
   const Kernels& kernels = kLevels[chosen_level];
-  return Product(pool, x, weights, weights.dimensions()[0], y, kernels.float_rows, kernels.bfloat16_rows);
+  return Product(pool, x, weights, 1, y, kernels.float_rows, kernels.bfloat16_rows);
 }
 
-ffi::Error FloatColumns(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::AnyBuffer weights, ffi::ResultBufferR2<ffi::F32> y) {
+ffi::Error FloatColumns(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::AnyBuffer weights,
+                        ffi::ResultBufferR2<ffi::F32> y) {
   const Kernels& kernels = kLevels[chosen_level];
-  return Product(pool, x, weights, weights.dimensions()[1], y, kernels.float_columns, kernels.bfloat16_columns);
+  return Product(pool, x, weights, 0, y, kernels.float_columns, kernels.bfloat16_columns);
 }
 
-ffi::Error Attention_(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> queries, ffi::AnyBuffer keys, ffi::AnyBuffer values,
-                      ffi::BufferR3<ffi::PRED> visible, ffi::ResultBufferR4<ffi::F32> mixed) {
-  const auto q = queries.dimensions(), k = keys.dimensions();
+ffi::Error Attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> queries, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                  ffi::BufferR3<ffi::PRED> visible, ffi::ResultBufferR4<ffi::F32> mixed) {
+  const auto q = queries.dimensions(), k = keys.dimensions(), v = values.dimensions(), mask = visible.dimensions();
+  const auto error = Unless(IsFloat(keys) && keys.element_type() == values.element_type() && k.size() == 4 && v.size() == 4 &&
+                            std::equal(k.begin(), k.end(), v.begin()) && q[0] == k[0] && q[3] == k[3] && k[2] > 0 &&
+                            q[2] % k[2] == 0 && mask[0] == q[0] && mask[1] == q[1] && mask[2] == k[1]);
+  if (error.failure()) return error;
   const Attention a{queries.typed_data(), keys.untyped_data(), values.untyped_data(), visible.typed_data(), mixed->typed_data(),
                     q[1], k[1], q[2], k[2], q[3]};
   const Kernels& kernels = kLevels[chosen_level];
@@ -243,7 +267,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_jax_float_rows, FloatRows,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ffi::AnyBuffer>().Ret<Matrix>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_jax_float_columns, FloatColumns,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ffi::AnyBuffer>().Ret<Matrix>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_jax_attention, Attention_,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_jax_attention, Attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR4<ffi::F32>>()
