@@ -116,9 +116,8 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
             shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden.astype(shown.dtype), first, axis=1)
         return cache, shown
 
-    start = cache, None
-    if show is not None:
-        start = cache, jnp.zeros((B, pieces * width, (1 + len(show)) * features_shown(model)), jnp.float32)
+    F = 0 if show is None else (1 + len(show)) * features_shown(model)
+    start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return extend(0, start)
     # None of padding alone.
