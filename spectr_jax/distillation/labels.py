@@ -19,9 +19,9 @@ from spectr_jax.files import expanded, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
-FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted")
+FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """What the index says at least; folders that are used together agree in it."""
-OLDER = {"features": 0, "drafted": False, "teacher": "", "dtype": "", "weights": "", "corpus": ""}
+OLDER = {"features": 0, "drafted": False, "labelled": True, "teacher": "", "dtype": "", "weights": "", "corpus": ""}
 """What an index says that was written before it had these fields."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
 """Digests, which an older index lacks, and what they are told with."""
@@ -73,6 +73,7 @@ class LabelledRows(PackedRows):
       vocab_size: of the teacher's logits.
       context: the teacher's, in tokens.
       features: of the teacher a place; 0 where labels have none.
+      labelled: whether rows have labels; else they are text for a teacher that labels it online.
       counts: rows of each folder.
     """
 
@@ -81,6 +82,7 @@ class LabelledRows(PackedRows):
         self.teacher = teacher_of(index)
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
         self.context, self.features, self.counts = index["context"], index["features"], counts
+        self.labelled = index["labelled"]
 
     @property
     def length(self) -> int:
@@ -152,7 +154,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
                     f"{indices[0][field]!r}; give folders that agree"
                 )
         check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(indices[0]))
-    wanted = row_type(*(indices[0][name] for name in ("vocab_size", "length", "features", "drafted")))
+    wanted = row_type(*(indices[0][name] for name in ("vocab_size", "length", "features", "drafted", "labelled")))
     found = [[_read(path, wanted) for path in _shards(folder)] for folder in folders]
     there = tuple(sum(map(len, shards)) for shards in found)
     if not any(there):

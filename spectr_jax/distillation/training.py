@@ -137,7 +137,13 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
     whatever was labelled meanwhile."""
     counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
     if not config.online:
-        return open_labels(config.data.train, counts)
+        rows = open_labels(config.data.train, counts)
+        if not rows.labelled:
+            raise UserError(
+                f"data.train={config.data.train!r}: must have labels, which `label --nolabels` leaves out; label again, or "
+                "set online=True"
+            )
+        return rows
     if not config.teacher:
         raise UserError("teacher='': must be the name of a model, which labels text online; give --config.teacher")
     return Lessons(config, load_alone(config.teacher, config.teacher_dtype), counts)

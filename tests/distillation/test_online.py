@@ -3,9 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from flax import nnx
 
-from spectr_jax import Policy, generate, get_method, load, runs
+from spectr_jax import Policy, generate, get_method, label, load, runs
 from spectr_jax.config import online_config
 from spectr_jax.distillation import labels, online, students, training
 from spectr_jax.distillation import teacher as teaching
@@ -114,6 +116,26 @@ def test_a_draft_of_one_layers_features_is_continued_with_more(config, teacher, 
     expected = generate(key, get_method("baseline"), teacher, None, prompts, lengths, 8, greedy)
     made = generate(key, get_method("block", draft_length=2), teacher, learnt, prompts, lengths, 8, greedy)
     np.testing.assert_array_equal(made.tokens, expected.tokens)
+
+
+def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
+    """`label --nolabels` writes them; without `online` they are refused."""
+    args = {"teacher": "school:teacher", "text": str(tmp_path / "heldout.txt"), "count": 10, "length": LENGTH}
+    flags.FLAGS.mark_as_parsed()
+    for name, wanted in (("bare", False), ("full", True)):
+        with flagsaver.flagsaver(**args, labels=wanted, out=str(tmp_path / name), dtype="float32"):
+            label.main()
+    bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
+    assert not bare.labelled and bare[0].nbytes < 0.01 * full[0].nbytes
+    made = [
+        online.Lessons(config(**{"data.train": str(tmp_path / name), "data.shares": (1,), "data.streams": 1}), teacher)
+        for name in ("bare", "full")
+    ]
+    first, second = (next(iter(each.batches(0, 1))) for each in made)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    changes = {"data.train": str(tmp_path / "bare"), "data.shares": (1,)}
+    with pytest.raises(UserError, match="must have labels, which `label --nolabels` leaves out"):
+        training.distil(config(online=False, **changes), tmp_path / "labels")
 
 
 def test_what_is_refused(config, tmp_path):
