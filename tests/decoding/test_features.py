@@ -182,7 +182,7 @@ def _top_four(logits_BxV):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_greedy_outputs_are_the_targets(deep_draft, quantized):
     """A draft of several layers' features, also in int8."""
-    target, draft = llama_target(), quantize(deep_draft) if quantized else deep_draft
+    target, draft = our_target(), quantize(deep_draft) if quantized else deep_draft
     prompts, lengths, greedy = np.array([[3, 1, 4], [2, 7, 0]]), np.array([3, 2]), Policy(temperature=0.0)
     expected = generate(jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 12, greedy)
     made = generate(jax.random.key(0), get_method("block", draft_length=3), target, draft, prompts, lengths, 12, greedy)

@@ -1,5 +1,7 @@
 """A student whose teacher labels text in each step: the labels are those of `label`, and a run resumes bit-equal."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -68,6 +70,7 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(con
         for number in range(1, batch["segments"][row].max() + 1):
             index = known[tuple(batch["inputs"][row][batch["segments"][row] == number].tolist())]
             from_chats[row] |= index >= 150
+    assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no text"
     assert from_chats.reshape(4, 4)[:, :3].sum() == 0, "three rows of a stream are of the corpus"
     found = jax.jit(teaching.taught, static_argnums=2)(made.model, batch, (1,))
     rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
@@ -78,6 +81,24 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(con
     np.testing.assert_allclose(np.asarray(found["log_probabilities"])[real], rows["log_probabilities"][real], atol=6e-3)
     np.testing.assert_allclose(np.asarray(found["features"])[real][:, :24], rows["features"][real], atol=4e-3)
     assert found["features"].shape[-1] == 48
+
+
+def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
+    """Levels of a student of several layers' features are those of a student of one layer that is given their sum."""
+    made = lessons(config(), teacher)
+    batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
+    shape = training.student_config(config().model, made.vocab_size, 64)
+    deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
+    deep.fuse.kernel[...] = jax.random.normal(jax.random.key(0), deep.fuse.kernel.shape)
+    plain = students.build(dataclasses.replace(shape, feature_layers=()), np.arange(KEPT, dtype=np.int32), nnx.Rngs(0))
+    kept = nnx.state(plain).flat_state()
+    nnx.update(plain, nnx.State.from_flat_path({path: dict(nnx.state(deep).flat_state())[path] for path, _ in kept}))
+    last, output = np.split(np.asarray(batch["features"]), 2, axis=-1)
+    summed = last + output / np.sqrt((output**2).mean(-1, keepdims=True) + shape.norm_epsilon) @ deep.fuse.kernel[...]
+    found = students.levels(deep, batch, 3)
+    wanted = students.levels(plain, {**batch, "features": summed}, 3)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    assert np.abs(students.levels(plain, {**batch, "features": last}, 3)[2] - wanted[2]).max() > 0.1
 
 
 def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
