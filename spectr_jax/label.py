@@ -72,7 +72,7 @@ def main():
         )
     features = features_shown(teacher.model) if _FEATURES.value else 0
     if _FEATURES.value and not _LABELS.value:
-        raise UserError("--features --nolabels: features are kept with labels only; leave one out")
+        raise UserError("--features --labels=false: features are kept with labels only; leave one out")
     if _FEATURES.value and not features:
         raise UserError(
             f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"

@@ -29,7 +29,6 @@ from spectr_jax.models.base import features_shown
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.weights import load_weights
-from spectr_jax.pairs import load_alone
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import Task, explained, run
 from spectr_jax.training.metrics import Curves
@@ -140,13 +139,13 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
         rows = open_labels(config.data.train, counts)
         if not rows.labelled:
             raise UserError(
-                f"data.train={config.data.train!r}: must have labels, which `label --nolabels` leaves out; label again, or "
-                "set online=True"
+                f"data.train={config.data.train!r}: must have labels, which `label --labels=false` leaves out; label again, "
+                "or set online=True"
             )
         return rows
     if not config.teacher:
         raise UserError("teacher='': must be the name of a model, which labels text online; give --config.teacher")
-    return Lessons(config, load_alone(config.teacher, config.teacher_dtype), counts)
+    return Lessons(config, load(config.teacher, config.teacher_dtype), counts)
 
 
 def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> Mapping[str, PackedRows]:

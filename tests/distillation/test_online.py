@@ -19,6 +19,7 @@ from spectr_jax.models.vocabulary import Kept
 from spectr_jax.models.weights import save_weights
 from spectr_jax.training import loop
 from spectr_jax.training.metrics import read_metrics
+from spectr_jax.training.optimizer import learning_rate
 
 from .conftest import LENGTH
 
@@ -140,7 +141,7 @@ def test_a_draft_of_one_layers_features_is_continued_with_more(config, teacher, 
 
 
 def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
-    """`label --nolabels` writes them; without `online` they are refused."""
+    """`label --labels=false` writes them; without `online` they are refused."""
     args = {"teacher": "school:teacher", "text": str(tmp_path / "heldout.txt"), "count": 10, "length": LENGTH}
     flags.FLAGS.mark_as_parsed()
     for name, wanted in (("bare", False), ("full", True)):
@@ -155,7 +156,7 @@ def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
     first, second = (next(iter(each.batches(0, 1))) for each in made)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     changes = {"data.train": str(tmp_path / "bare"), "data.shares": (1,)}
-    with pytest.raises(UserError, match="must have labels, which `label --nolabels` leaves out"):
+    with pytest.raises(UserError, match="must have labels, which `label --labels=false` leaves out"):
         training.distil(config(online=False, **changes), tmp_path / "labels")
 
 
@@ -170,6 +171,15 @@ def test_what_is_refused(config, tmp_path):
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), tmp_path / "refused")
+
+
+def test_a_constant_rate_ends_when_the_run_does():
+    """A lower `steps` moves the decay alone."""
+    options = online_config().optimizer
+    options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
+    long, short = (learning_rate(options, steps) for steps in (200, 100))
+    assert [float(long(step)) for step in (5, 10, 160)] == [0.25, 0.5, 0.5] and float(long(200)) == 0.0
+    assert [round(float(short(step)), 6) for step in (10, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.0]
 
 
 def test_names_in_metrics():
