@@ -204,7 +204,7 @@ def _commit(
         ),
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
-        target_cache=scoring.commit(target_cache, chosen.path, lengths),
+        target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
         draft_cache=draft_cache,
         seen=loop.seen,
         calls=loop.calls + ~loop.done,

@@ -31,7 +31,8 @@ def score(
     return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
 
 
-def commit(cache: Cache, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:
+def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:
     """Keeps the root, whose row is in place already, and the accepted path [B, D] (nodes, root excluded) in the
-    target's cache."""
-    return keep(cache, path_BxD, new_lengths_B - 1, settled=1)
+    target's cache. The rows of a chain are in place too."""
+    moved = path_BxD[:, : 0 if tree.size == tree.height else None]
+    return keep(cache, moved, new_lengths_B - 1, settled=1)

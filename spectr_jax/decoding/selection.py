@@ -15,6 +15,7 @@ import numpy as np
 
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.models.layers import cpu
 from spectr_jax.transport.base import Plan, draw
 
 SMALL_VOCABULARY = 64
@@ -127,7 +128,7 @@ def for_each_text(walk: Callable[..., Selection], plan: Plan, tree: Tree, policy
 
 def in_turn(vocab_size: int) -> bool:
     """Whether several walks, or nodes, are best taken one after the other: on a CPU, unless the vocabulary is small."""
-    return jax.default_backend() == "cpu" and vocab_size > SMALL_VOCABULARY
+    return cpu.on_cpu() and vocab_size > SMALL_VOCABULARY
 
 
 def live_children(tree: Tree, plan: Plan, node, live, depth) -> tuple[jax.Array, jax.Array]:

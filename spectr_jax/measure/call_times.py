@@ -224,7 +224,7 @@ def _commit_phase(tree: Tree, draft: Frozen, lengths_B) -> Callable:
         target_cache, draft_cache = caches
         after = lengths_B + chosen.emitted
         return (
-            _at(scoring.commit(target_cache, chosen.path, after), target_cache.lengths),
+            _at(scoring.commit(target_cache, tree, chosen.path, after), target_cache.lengths),
             _at(drafting.commit(draft, draft_cache, tree, chosen.path, lengths_B, after), draft_cache.lengths),
         )
 

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.models.layers import cpu
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     A CPU keeps bfloat16 rows of a batch as integers of their bits: it has no writes of bfloat16 at places of their own, and
     would convert the whole buffer to float32 and back for each. No gradients flow through those (`differentiable`).
     """
-    bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu"
+    bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and cpu.on_cpu()
     return jnp.zeros(shape, jnp.uint16 if bits else dtype)
 
 

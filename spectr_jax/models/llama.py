@@ -21,8 +21,9 @@ from flax import nnx
 from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
-from spectr_jax.models.layers.dense import dense_layer
+from spectr_jax.models.layers.dense import Embed, dense_layer
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 
 
@@ -175,7 +176,7 @@ def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Arra
         angles = positions[..., None].astype(jnp.float32) * frequencies_R
         return jnp.cos(angles), jnp.sin(angles)
 
-    if jax.default_backend() != "cpu":
+    if not cpu.on_cpu():
         return of(positions_BxN)
     # In a loop over tokens, or sequences: XLA would fuse them into all that reads them, and compute them for each head anew.
     axis = 1 if positions_BxN.shape[1] > 1 else 0
@@ -201,7 +202,7 @@ class Llama(nnx.Module):
         if config.embed_rank:
             self.embed: Any = NarrowEmbed(V, config.embed_rank, E, dtype=dtype, rngs=rngs)
         else:
-            self.embed = nnx.Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
+            self.embed = Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
         if config.features:
             self.norm_features = RMSNorm(config.features, config.norm_epsilon)
             self.join = dense_layer(config.features, E, use_bias=False, dtype=dtype, rngs=rngs)

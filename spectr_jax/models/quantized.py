@@ -1,12 +1,8 @@
-"""Eight-bit products for decoding: a call reads a quarter of the bytes.
+"""Eight-bit weights for decoding: a call reads a quarter of the bytes.
 
-Weights have a scale for each output, activations one for each token (vector-wise quantisation: Dettmers et al., 2022,
-arXiv 2208.07339, section 2), and products are summed in int32. The output follows the distribution of the quantised
-model exactly, whatever the method; `configs/quality.py` measures how far that is from the original model.
-
-Models of the Llama family have channels far larger than the rest (the same paper, section 3), beside which eight bits leave
-little. Their activations are two int8 rows: the second is what the first rounds off. A single token needs a second row on a
-CPU anyway (`dense.pair_lone_row`), so that this costs nothing there.
+Weights have a scale for each output; activations and sums are float32, in calls of any size (on a CPU, activations have 16
+bits: `layers.cpu`). The output follows the distribution of the quantized model exactly, whatever the method;
+`configs/quality.py` measures how far that is from the original model.
 """
 
 from typing import Any, TypeVar
@@ -16,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.layers.dense import pair_lone_row
+from spectr_jax.models.layers import cpu
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.transformer import Transformer
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
@@ -26,23 +22,20 @@ Decoder = TypeVar("Decoder", Transformer, Llama)
 
 
 class Int8Linear(nnx.Module):
-    """A linear layer with an int8 kernel [outputs, inputs] and activations of one int8 row a token, or two if `fine`.
+    """A linear layer with an int8 kernel [outputs, inputs] and a scale for each output.
 
-    Raises `UserError` if the kernel of `linear` is of integers.
+    Raises `UserError` if `linear` is one already.
     """
 
-    def __init__(self, linear: Any, *, fine: bool = False):
-        if not jnp.issubdtype(linear.kernel.dtype, jnp.floating):
-            raise UserError(f"a kernel of {linear.kernel.dtype} cannot be quantized; give a model in float32 or bfloat16")
-        kernel = jnp.asarray(linear.kernel[...], jnp.float32)
-        whole, scale = quantized(kernel.T)
-        self.fine = fine
-        self.kernel, self.scale = nnx.Param(whole), nnx.Param(scale[:, 0])
+    def __init__(self, linear: Any):
+        if isinstance(linear, Int8Linear):
+            raise UserError("this model is quantized already; give a model in float32 or bfloat16")
+        self.kernel, self.scale = _parameters(linear.kernel[...].T)
         self.bias = None if linear.bias is None else nnx.Param(jnp.asarray(linear.bias[...], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Float32 [..., outputs] of float32 [..., inputs]."""
-        result = _product(x, self.kernel[...], self.scale[...], self.fine)
+        result = _product(x, self.kernel[...], self.scale[...])
         return result if self.bias is None else result + self.bias[...]
 
 
@@ -50,8 +43,7 @@ class Int8Embed(nnx.Module):
     """An embedding that is the head too: int8 rows [V, E] with a scale for each token."""
 
     def __init__(self, embed: nnx.Embed):
-        whole, scale = quantized(jnp.asarray(embed.embedding[...], jnp.float32))
-        self.kernel, self.scale = nnx.Param(whole), nnx.Param(scale[:, 0])
+        self.kernel, self.scale = _parameters(embed.embedding[...])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Float32 [..., E] of tokens [...]."""
@@ -59,30 +51,28 @@ class Int8Embed(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Logits [..., V] of float32 [..., E]."""
-        return _product(x, self.kernel[...], self.scale[...], fine=True)
+        return _product(x, self.kernel[...], self.scale[...])
 
 
-def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array, fine: bool) -> jax.Array:
+def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
+    """Whole numbers and scales; a CPU without kernels stores the numbers in float32, or XLA would widen them in each call."""
+    whole, scale = quantized(jnp.asarray(rows, jnp.float32))
+    stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
+    return nnx.Param(whole.astype(stored)), nnx.Param(scale[:, 0])
+
+
+def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales [outputs]."""
     rows = x.reshape(-1, x.shape[-1])
-    if jax.default_backend() == "gpu":  # XLA (jax 0.11) fails there on a transpose fused with a conversion to int8.
-        rows = jax.lax.optimization_barrier(rows)
-    whole, row_scale = quantized(rows)
-    if fine:  # What is rounded off is at most half a scale: 127 parts of it.
-        rest = jnp.round((rows - whole.astype(jnp.float32) * row_scale) / row_scale * (2 * LARGEST)).astype(jnp.int8)
-        factors = jnp.concatenate([whole, rest])
+    if kernel.dtype == jnp.int8 and cpu.kernels():
+        result = cpu.int8_rows(rows, kernel, scale)
     else:
-        factors = pair_lone_row(whole)
-    product = jax.lax.dot_general(factors, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    summed = product[: len(whole)].astype(jnp.float32)
-    if fine:
-        summed += product[len(whole) :].astype(jnp.float32) / (2 * LARGEST)
-    result = summed * row_scale * scale
+        result = jnp.matmul(rows, kernel.T.astype(rows.dtype)) * scale
     return result.reshape(*x.shape[:-1], -1)
 
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int8 [R, C] and float32 scales [R, 1], whose product is nearest to `rows` [R, C]."""
+    """Whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest to `rows` [R, C]."""
     scale = jnp.maximum(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny) / LARGEST
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
@@ -100,7 +90,7 @@ def quantize(model: Decoder) -> Decoder:
     for module in (copy, *copy.blocks, *ends):
         for name, part in list(vars(module).items()):
             if isinstance(part, (nnx.Linear, Int8Linear)):
-                setattr(module, name, Int8Linear(part, fine=isinstance(model, Llama)))
+                setattr(module, name, Int8Linear(part))
     if copy.head is None:
         copy.embed = Int8Embed(copy.embed)
     return copy

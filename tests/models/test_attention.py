@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.models.layers.attention import FEW, attention
+from spectr_jax.models.layers.attention import attention
 
 HEADS = 6
 
@@ -18,7 +18,6 @@ def of_jax(q, k, v, mask):
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_forms_are_that_of_jax(dtype, kv_heads, tokens):
-    assert 5 * HEADS * 6 <= FEW < 50 * HEADS
     rng = np.random.default_rng(0)
     shapes = ((2, tokens, HEADS, 8), (2, 9, kv_heads, 8), (2, 9, kv_heads, 8))
     q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.models.layers.dense import FEW_ROWS, SMALL_KERNEL, dense_layer
+from spectr_jax.models.layers.cpu import FEW, kernels
+from spectr_jax.models.layers.dense import dense_layer
 
 
 def _linear(inputs, outputs):
     return dense_layer(inputs, outputs, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1, 40])
+@pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 40])
 def test_products_and_gradients(rows):
-    linear = _linear(512, 2 * SMALL_KERNEL // (512 * 4))
+    linear = _linear(512, 1024)
     x, g = (
         jax.random.normal(key, (rows, width))
         for key, width in zip(jax.random.split(jax.random.key(0)), (512, 1024), strict=True)
@@ -28,17 +29,17 @@ def test_products_and_gradients(rows):
     np.testing.assert_allclose(by_kernel["kernel"][...], np.asarray(x, np.float64).T @ np.asarray(g), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is fast on a CPU")
+@pytest.mark.skipif(not kernels(), reason="the CPU kernels are not in use")
 def test_few_tokens_have_the_bits_of_each_alone():
     """A greedy draft that ties in all but rounding is then accepted where the baseline would have chosen it."""
-    linear = jax.jit(_linear(512, 2 * SMALL_KERNEL // (512 * 4)))
-    x = jax.random.normal(jax.random.key(1), (FEW_ROWS, 512))
+    linear = jax.jit(_linear(512, 1024))
+    x = jax.random.normal(jax.random.key(1), (FEW, 512))
     assert jnp.array_equal(linear(x), jnp.concatenate([linear(row[None]) for row in x]))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is fast on a CPU")
 def test_gradients_of_many_rows_are_one_product():
     """Also where the batch is small: its rows are not the sequences."""
-    graphdef, state = nnx.split(_linear(512, 2 * SMALL_KERNEL // (512 * 4)))
+    graphdef, state = nnx.split(_linear(512, 1024))
     gradient = jax.grad(lambda x: jnp.sum(nnx.merge(graphdef, state)(x)))
-    assert str(jax.make_jaxpr(gradient)(jnp.zeros((FEW_ROWS, 64, 512)))).count("dot_general[") == 3
+    assert str(jax.make_jaxpr(gradient)(jnp.zeros((FEW, 64, 512)))).count("dot_general[") == 3

@@ -110,9 +110,9 @@ def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
     assert 0 < np.abs(rounded - exact).max() < 0.1 * np.ptp(exact)
     assert isinstance(small.embed, Int8Embed) == SHAPES[kind].tied and isinstance(small.blocks[0].gate_up, Int8Linear)
     assert jnp.int8 not in {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))}
-    with pytest.raises(UserError, match="a kernel of int8 cannot be quantized"):
+    with pytest.raises(UserError, match="quantized already"):
         quantize(small)
-    check_model(small, tolerance=0.1 * np.ptp(exact))
+    check_model(small, tolerance=1e-4 * np.ptp(exact))
 
 
 def test_bfloat16_products_leave_float32_sums():
@@ -135,16 +135,15 @@ def test_int8_of_the_family_keeps_what_a_large_channel_hides():
     kernel = np.asarray(linear.kernel[...])
     scale = np.abs(kernel).max(0) / 127
     hidden = x[:, 5:6] @ (np.round(kernel / scale) * scale)[5:6]
-    coarse, fine = (np.asarray(Int8Linear(linear, fine=fine)(jnp.asarray(x))) - hidden for fine in (False, True))
-    assert np.abs(coarse - exact).max() > 0.1 > 0.05 > np.abs(fine - exact).max()
-    assert quantize(random_model(SHAPE)).blocks[0].down.fine
+    made = np.asarray(Int8Linear(linear)(jnp.asarray(x))) - hidden
+    assert np.abs(made - exact).max() < 0.05
 
 
 def test_int8_of_zeros_and_of_tiny_numbers():
     """A token of zeros gives zeros; the second row is of the size of the first."""
     linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32) * jnp.array([0, 1e-30, 1])[:, None]
-    made, exact = Int8Linear(linear, fine=True)(x), linear(x)
+    made, exact = Int8Linear(linear)(x), linear(x)
     assert np.all(made[0] == 0) and np.all(np.isfinite(made))
     for row in (1, 2):
         np.testing.assert_allclose(made[row], exact[row], atol=0.02 * float(jnp.abs(exact[row]).max()))

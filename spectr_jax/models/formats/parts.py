@@ -59,7 +59,7 @@ def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, j
     """The leaves of the model that an array is: itself, or an int8 kernel and its scales."""
     module = name.rpartition("/")[0]
     kernel = f"{module}/kernel/value"
-    if array.ndim == 2 and kernel in wanted and wanted[kernel].dtype == jnp.int8:
+    if array.ndim == 2 and f"{module}/scale/value" in wanted:
         whole, scale = jax.jit(quantized)(jnp.asarray(array, jnp.float32))
         yield kernel, whole
         yield f"{module}/scale/value", scale[:, 0]

@@ -1,0 +1,120 @@
+"""Everything that only a CPU needs: kernels for calls on a few tokens, and memory layouts that XLA multiplies fast.
+
+Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them at every call; the kernels of
+`products.cc` read each weight once, as it lies in the model. They are an optional extension that `pip install` builds
+where there is a C++ compiler (`setup.py`). Without them, or with SPECTR_JAX_KERNELS=0 in the environment, XLA multiplies.
+"""
+
+import ctypes
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+FEW = 16
+"""The largest number of rows that kernels multiply with float weights; XLA's products are faster for more."""
+SWITCH = "SPECTR_JAX_KERNELS"
+FOLDER = pathlib.Path(__file__).parent
+TARGETS = ("int8_rows", "float_rows", "float_columns", "attention")
+_PREFIX = "spectr_jax_"
+
+
+def on_cpu() -> bool:
+    """Whether JAX computes on a CPU."""
+    return jax.default_backend() == "cpu"
+
+
+def kernels() -> bool:
+    """Whether the kernels are in use: JAX computes on a CPU, and they were built for it."""
+    return on_cpu() and library() is not None
+
+
+def few(rows: int) -> bool:
+    """Whether the kernels multiply this number of rows with float weights."""
+    return rows <= FEW and kernels()
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, registered with XLA; None if they are switched off or cannot be loaded, of which one line on stderr tells."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    built = sorted(FOLDER.glob("_products*.so"))
+    try:
+        if not built:
+            raise OSError("they were not built: install a C++ compiler, then spectr_jax again")
+        loaded = ctypes.CDLL(str(built[0]))
+        for target in TARGETS:
+            handler = jax.ffi.pycapsule(getattr(loaded, _PREFIX + target))
+            jax.ffi.register_ffi_target(_PREFIX + target, handler, platform="cpu")
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        print(f"note: decoding without CPU kernels, which is slower ({reason}); {SWITCH}=0 hides this note", file=sys.stderr)
+        return None
+    return loaded
+
+
+def _call(target: str, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
+    result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(*arguments)
+
+
+def _differentiated_as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
+    """Gives a kernel the derivatives of the function `plain` of the same arguments."""
+
+    def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        function = jax.custom_vjp(kernel)
+        function.defvjp(
+            lambda *arguments: (kernel(*arguments), arguments), lambda arguments, g: jax.vjp(plain, *arguments)[1](g)
+        )
+        return functools.wraps(kernel)(function)
+
+    return decorate
+
+
+@_differentiated_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
+def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """Float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and its scales [outputs].
+
+    Activations are rounded to 16 bits, with a scale for each row. The bits of a row do not depend on the other rows.
+    """
+    return _call("int8_rows", (len(x), len(kernel)), x, kernel, scale)
+
+
+@_differentiated_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
+def float_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [outputs, inputs]."""
+    return _call("float_rows", (len(x), len(kernel)), x, kernel)
+
+
+@_differentiated_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
+def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [inputs, outputs]."""
+    return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
+
+
+def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The kernel of attention for a few new tokens, with the arguments, the result and the derivatives of `plain`."""
+
+    @_differentiated_as(plain)
+    def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
+        mixed = _call("attention", q_BxNxHxD.shape, q_BxNxHxD.astype(jnp.float32), k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+        return mixed.astype(q_BxNxHxD.dtype)
+
+    return attend
+
+
+def in_memory(x: jax.Array) -> jax.Array:
+    """`x` with its axes in memory in their order; on other devices, `x` as it is.
+
+    XLA leaves a transpose to the product that reads it, and multiplies transposed factors at half the speed on a CPU.
+    """
+    if not on_cpu():
+        return x
+    return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))

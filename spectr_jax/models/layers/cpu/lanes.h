@@ -1,0 +1,262 @@
+// The inner loops, compiled once per instruction set: products.cc includes this file in a namespace of each LEVEL,
+// 0 (any CPU), 2 (AVX2) or 4 (AVX-512 with VNNI).
+//
+// Every sum has one order, whatever the number of rows, so the bits of a row do not depend on the other rows of a call.
+
+#if LEVEL == 4
+constexpr int kMostRows = 8;  // Their sums fit the registers.
+using Floats = __m512;
+constexpr long kFloats = 16;
+inline Floats Load(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats Load(const Bfloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline void Store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline Floats Fill(float v) { return _mm512_set1_ps(v); }
+inline Floats MulAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+inline Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline float Total(Floats v) { return _mm512_reduce_add_ps(v); }
+
+using Pairs = __m512i;
+using Wide = __m512i;
+constexpr long kPairs = 32;
+inline Pairs NoPairs() { return _mm512_setzero_si512(); }
+inline Wide Widened(const int8_t* w) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
+}
+inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) { return _mm512_dpwssd_epi32(sum, w, _mm512_loadu_si512(x)); }
+inline Floats AsFloats(Pairs sum) { return _mm512_cvtepi32_ps(sum); }
+
+#elif LEVEL == 2
+constexpr int kMostRows = 3;
+using Floats = __m256;
+constexpr long kFloats = 8;
+inline Floats Load(const float* p) { return _mm256_loadu_ps(p); }
+inline Floats Load(const Bfloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline void Store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline Floats Fill(float v) { return _mm256_set1_ps(v); }
+inline Floats MulAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+inline Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline float Total(Floats v) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+using Pairs = __m256i;
+using Wide = __m256i;
+constexpr long kPairs = 16;
+inline Pairs NoPairs() { return _mm256_setzero_si256(); }
+inline Wide Widened(const int8_t* w) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+}
+inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+}
+inline Floats AsFloats(Pairs sum) { return _mm256_cvtepi32_ps(sum); }
+
+#else
+constexpr int kMostRows = 3;
+constexpr long kFloats = 8;
+struct Floats { float lane[kFloats]; };
+template <typename Of>
+inline Floats Each(Of of) {
+  Floats v;
+  for (long i = 0; i < kFloats; ++i) v.lane[i] = of(i);
+  return v;
+}
+inline Floats Load(const float* p) { return Each([&](long i) { return p[i]; }); }
+inline Floats Load(const Bfloat16* p) { return Each([&](long i) { return AsFloat(p[i]); }); }
+inline void Store(float* p, const Floats& v) { std::memcpy(p, v.lane, sizeof(v.lane)); }
+inline Floats Fill(float v) { return Each([&](long) { return v; }); }
+inline Floats MulAdd(const Floats& a, const Floats& b, const Floats& sum) {
+  return Each([&](long i) { return sum.lane[i] + a.lane[i] * b.lane[i]; });
+}
+inline Floats Add(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] + b.lane[i]; }); }
+inline float Total(const Floats& v) { return std::accumulate(v.lane, v.lane + kFloats, 0.0f); }
+
+constexpr long kPairs = 8;
+struct Pairs { int32_t lane[kFloats]; };
+struct Wide { int16_t lane[kFloats]; };
+inline Pairs NoPairs() { return Pairs{}; }
+inline Wide Widened(const int8_t* w) {
+  Wide wide;
+  for (long i = 0; i < kPairs; ++i) wide.lane[i] = w[i];
+  return wide;
+}
+inline Pairs MulAdd(const Wide& w, const int16_t* x, Pairs sum) {
+  for (long i = 0; i < kPairs; ++i) sum.lane[i] += int32_t{w.lane[i]} * int32_t{x[i]};
+  return sum;
+}
+inline Floats AsFloats(const Pairs& sum) { return Each([&](long i) { return static_cast<float>(sum.lane[i]); }); }
+#endif
+
+// A row of activations as int16 and the scale of their units.
+float Round(const float* x, long inputs, int16_t* whole) {
+  int32_t largest_bits = 0;  // Without their signs, the bits of floats have the order of the floats; NaN is above all.
+  for (long i = 0; i < inputs; ++i) largest_bits = std::max(largest_bits, Bits(x[i]) & 0x7fffffff);
+  const float largest = FromBits(largest_bits) < kTiny ? kTiny : FromBits(largest_bits);  // NaN stays NaN.
+  const float units = kUnits / largest;
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of a float: an integer conversion that vectorizes.
+  for (long i = 0; i < inputs; ++i) whole[i] = static_cast<int16_t>(Bits(x[i] * units + 12582912.0f) - Bits(12582912.0f));
+  return largest / kUnits;
+}
+
+template <int ROWS>
+void Int8Output(const int8_t* w, const Int8Product& p, long row, long output) {
+  const long inputs = p.inputs, stride = p.whole_stride;
+  const int16_t* x = p.whole + row * stride;
+  float total[ROWS] = {};
+  for (long begin = 0; begin < inputs; begin += kSegment) {
+    const long end = std::min(inputs, begin + kSegment);
+    Pairs even[ROWS], odd[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; ++r) even[r] = odd[r] = NoPairs();
+    long i = begin;
+    for (; i + 2 * kPairs <= end; i += 2 * kPairs) {
+      __builtin_prefetch(w + i + kAhead);
+      const Wide first = Widened(w + i), second = Widened(w + i + kPairs);
+      UNROLLED for (int r = 0; r < ROWS; ++r) {
+        even[r] = MulAdd(first, x + r * stride + i, even[r]);
+        odd[r] = MulAdd(second, x + r * stride + i + kPairs, odd[r]);
+      }
+    }
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      total[r] += Total(Add(AsFloats(even[r]), AsFloats(odd[r])));
+      for (long j = i; j < end; ++j) total[r] += static_cast<float>(w[j] * x[r * stride + j]);
+    }
+  }
+  UNROLLED for (int r = 0; r < ROWS; ++r) p.y[(row + r) * p.outputs + output] = total[r] * (p.row_scale[row + r] * p.scale[output]);
+}
+
+void Int8Rows(const Int8Product& p, long begin, long end) {
+  for (long from = 0; from < p.rows; from += kCachedRows) {
+    const long to = std::min(p.rows, from + kCachedRows);
+    for (long o = begin; o < end; ++o) {
+      InBlocks<kMostRows>(to, [&]<int ROWS>(long row) { Int8Output<ROWS>(p.weights + o * p.inputs, p, row, o); }, from);
+    }
+  }
+}
+
+template <int ROWS, typename Weight>
+void FloatOutput(const Weight* w, const FloatProduct& p, long row, long output) {
+  const float* x = p.x + row * p.inputs;
+  Floats sums[ROWS][4];
+  for (auto& of_row : sums) std::fill_n(of_row, 4, Fill(0));
+  long i = 0;
+  for (; i + 4 * kFloats <= p.inputs; i += 4 * kFloats) {
+    __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+    UNROLLED for (int part = 0; part < 4; ++part) {
+      const Floats weight = Load(w + i + part * kFloats);
+      UNROLLED for (int r = 0; r < ROWS; ++r) {
+        sums[r][part] = MulAdd(weight, Load(x + r * p.inputs + i + part * kFloats), sums[r][part]);
+      }
+    }
+  }
+  UNROLLED for (int r = 0; r < ROWS; ++r) {
+    float total = Total(Add(Add(sums[r][0], sums[r][1]), Add(sums[r][2], sums[r][3])));
+    for (long j = i; j < p.inputs; ++j) total += AsFloat(w[j]) * x[r * p.inputs + j];
+    p.y[(row + r) * p.outputs + output] = total;
+  }
+}
+
+template <typename Weight>
+void FloatRows(const FloatProduct& p, long begin, long end) {
+  const Weight* weights = static_cast<const Weight*>(p.weights);
+  for (long o = begin; o < end; ++o) {
+    InBlocks<4>(p.rows, [&]<int ROWS>(long row) { FloatOutput<ROWS>(weights + o * p.stride, p, row, o); });
+  }
+}
+
+// Adds the products of STEPS inputs to outputs [begin, end) of ROWS rows.
+template <int ROWS, int STEPS, typename Weight>
+void AddColumns(const Weight* w, const FloatProduct& p, long row, long input, long begin, long end) {
+  float factor[ROWS][STEPS];
+  UNROLLED for (int r = 0; r < ROWS; ++r) std::copy_n(p.x + (row + r) * p.inputs + input, STEPS, factor[r]);
+  long o = begin;
+  for (; o + kFloats <= end; o += kFloats) {
+    Floats weight[STEPS];
+    UNROLLED for (int s = 0; s < STEPS; ++s) weight[s] = Load(w + (input + s) * p.stride + o);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      float* y = p.y + (row + r) * p.outputs + o;
+      Floats sum = Load(y);
+      UNROLLED for (int s = 0; s < STEPS; ++s) sum = MulAdd(weight[s], Fill(factor[r][s]), sum);
+      Store(y, sum);
+    }
+  }
+  for (; o < end; ++o) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      float& y = p.y[(row + r) * p.outputs + o];
+      UNROLLED for (int s = 0; s < STEPS; ++s) y += AsFloat(w[(input + s) * p.stride + o]) * factor[r][s];
+    }
+  }
+}
+
+// Weights [inputs, outputs]: every input adds its row of weights to the outputs, which stay in the cache meanwhile.
+template <typename Weight>
+void FloatColumns(const FloatProduct& p, long begin, long end) {
+  const Weight* weights = static_cast<const Weight*>(p.weights);
+  for (long from = begin; from < end; from += kColumns) {
+    const long to = std::min(end, from + kColumns);
+    for (long row = 0; row < p.rows; ++row) std::fill(p.y + row * p.outputs + from, p.y + row * p.outputs + to, 0.0f);
+    InBlocks<4>(p.rows, [&]<int ROWS>(long row) {
+      long i = 0;
+      for (; i + 4 <= p.inputs; i += 4) AddColumns<ROWS, 4>(weights, p, row, i, from, to);
+      for (; i < p.inputs; ++i) AddColumns<ROWS, 1>(weights, p, row, i, from, to);
+    });
+  }
+}
+
+// e^x for x <= 0, to 2e-7: 2^n times a polynomial (Cephes) of the rest, without branches, so that loops of it vectorize.
+inline float Exp(float x) {
+  const float magic = 12582912.0f;
+  x = std::max(x, -87.0f);
+  const float n = (x * 1.44269504f + magic) - magic;
+  const float rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float power = 1.9875691500e-4f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) power = power * rest + c;
+  power = power * rest * rest + rest + 1.0f;
+  return FromBits(Bits(power) + (static_cast<int32_t>(n) << 23));
+}
+
+// Scores [count] to weights that sum to one; slots that are not visible get zero. At least one is visible.
+template <typename Row>
+void Softmax(float* scores, const bool* visible, long count, float scale) {
+  float largest = -std::numeric_limits<float>::infinity();
+  for (long t = 0; t < count; ++t) {
+    scores[t] = visible[t] ? scores[t] * scale : -std::numeric_limits<float>::max();
+    largest = scores[t] > largest ? scores[t] : largest;
+  }
+  for (long t = 0; t < count; ++t) scores[t] = Exp(scores[t] - largest);
+  float total = 0;
+  for (long t = 0; t < count; ++t) total += scores[t];
+  for (long t = 0; t < count; ++t) scores[t] = Narrowed<Row>(visible[t] ? scores[t] / total : 0);
+}
+
+// Attention of the heads that share keys and values, for units [begin, end) of (sequence, token, key and value head).
+template <typename Row>
+void Attend(const Attention& a, long begin, long end) {
+  thread_local std::vector<float> weights;
+  const long group = a.heads / a.kv_heads;
+  for (long unit = begin; unit < end; ++unit) {
+    const long head = unit % a.kv_heads, token = unit / a.kv_heads, sequence = token / a.tokens;
+    const bool* visible = a.visible + token * a.slots;
+    long count = a.slots;
+    while (count > 1 && !visible[count - 1]) --count;
+    weights.resize(group * count);
+    const long first = (token * a.heads + head * group) * a.width, rows = sequence * a.slots * a.kv_heads + head;
+    const Row* keys = static_cast<const Row*>(a.keys) + rows * a.width;
+    const Row* values = static_cast<const Row*>(a.values) + rows * a.width;
+    const long stride = a.kv_heads * a.width;
+    FloatRows<Row>({keys, a.queries + first, weights.data(), group, a.width, count, stride}, 0, count);
+    const float scale = 1 / std::sqrt(static_cast<float>(a.width));
+    for (long g = 0; g < group; ++g) Softmax<Row>(weights.data() + g * count, visible, count, scale);
+    FloatColumns<Row>({values, weights.data(), a.mixed + first, group, count, a.width, stride}, 0, a.width);
+  }
+}
+
+constexpr Kernels kKernels = {Round, Int8Rows, FloatRows<float>, FloatRows<Bfloat16>, FloatColumns<float>, FloatColumns<Bfloat16>,
+                              Attend<float>, Attend<Bfloat16>};

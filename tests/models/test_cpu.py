@@ -1,0 +1,180 @@
+"""The CPU kernels: their values, that rows do not influence each other, and what happens where they cannot be used."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.models.layers import cpu
+from spectr_jax.models.layers.attention import attention
+
+pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
+SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
+"""Inputs and outputs: of our models, odd ones whose rows are not aligned, and one that fills several segments."""
+
+
+@pytest.fixture(params=range(cpu.library().spectr_jax_levels() if cpu.kernels() else 1))
+def level(request):
+    """Each instruction set that the kernels were compiled for and this CPU has."""
+    cpu.library().spectr_jax_choose_level(request.param)
+    yield request.param
+    cpu.library().spectr_jax_choose_level(cpu.library().spectr_jax_levels() - 1)
+
+
+def _factors(rows, inputs, outputs):
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    return x, rng.normal(size=(outputs, inputs)).astype(np.float32)
+
+
+def _int8(rows, inputs, outputs):
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    kernel = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
+    return x, kernel, rng.uniform(0.5, 1, outputs).astype(np.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_int8_products_equal_float64(level, inputs, outputs, rows):
+    x, kernel, scale = _int8(rows, inputs, outputs)
+    made = np.asarray(jax.jit(cpu.int8_rows)(x, kernel, scale))
+    units = np.abs(x).max(1, keepdims=True) / 32767
+    exact = np.round(x.astype(np.float64) / units) * units @ kernel.T.astype(np.float64) * scale
+    unrounded = x.astype(np.float64) @ kernel.T.astype(np.float64) * scale
+    size = np.linalg.norm(x, axis=1, keepdims=True) * np.maximum(np.linalg.norm(kernel * 1.0, axis=1), 1) * scale
+    assert np.max(np.abs(made - unrounded) / size) < 2e-4  # Activations have 16 bits.
+    assert np.max(np.abs(made - exact) / size) < 2e-6 + 4e-5 * (inputs < 50)  # Ties round either way.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 16, 40])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_float_products_equal_float64(level, inputs, outputs, rows, dtype):
+    x, weights = _factors(rows, inputs, outputs)
+    kernel = jnp.asarray(weights, dtype)
+    exact = x.astype(np.float64) @ np.asarray(kernel, np.float64).T
+    np.testing.assert_allclose(jax.jit(cpu.float_rows)(x, kernel), exact, atol=2e-6 * inputs)
+    np.testing.assert_allclose(jax.jit(cpu.float_columns)(x, kernel.T), exact, atol=2e-6 * inputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "heads", "kv_heads", "width"), [(1, 130, 9, 3, 64), (5, 19, 4, 4, 6), (16, 40, 6, 1, 33)]
+)
+def test_attention_equals_that_of_jax(level, tokens, slots, heads, kv_heads, width, dtype):
+    rng = np.random.default_rng(slots)
+    sizes = ((2, tokens, heads, width), (2, slots, kv_heads, width), (2, slots, kv_heads, width))
+    q, k, v = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
+    mask = jnp.asarray(rng.random((2, tokens, slots)) < 0.6).at[:, :, 0].set(True).at[0, 0, 1:].set(False)
+    assert "ffi_call" in str(jax.make_jaxpr(attention)(q, k, v, mask))
+    made, expected = attention(q, k, v, mask), jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    assert made.dtype == expected.dtype
+    tolerance = 2e-6 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(made.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance)
+
+
+def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(level):
+    x, kernel, scale = _int8(19, 577, 65)
+    weights = jnp.asarray(kernel, jnp.float32)
+    for product, *rest in ((cpu.int8_rows, kernel, scale), (cpu.float_rows, weights), (cpu.float_columns, weights.T)):
+        alone = np.concatenate([product(row[None], *rest) for row in x])
+        for rows in (2, 3, 4, 5, 8, 19):
+            np.testing.assert_array_equal(product(x[:rows], *rest), alone[:rows])
+    q, k = (jnp.asarray(part, jnp.float32) for part in (x.reshape(1, 19, 1, 577), weights.reshape(1, 65, 1, 577)))
+    mask = jnp.ones((1, 16, 65), bool)
+    alone = np.concatenate([attention(q[:, [n]], k, k, mask[:, [n]]) for n in range(16)], axis=1)
+    np.testing.assert_array_equal(attention(q[:, :16], k, k, mask), alone)
+
+
+def test_gradients_are_those_of_the_plain_functions():
+    x, kernel, scale = _int8(3, 40, 24)
+    g = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
+    made = jax.grad(lambda x: jnp.sum(cpu.int8_rows(x, kernel, scale) * g))(x)
+    np.testing.assert_allclose(made, (g * scale) @ kernel.astype(np.float32), rtol=1e-5, atol=1e-4)
+    weights = jnp.asarray(kernel, jnp.float32)
+    by_x, by_kernel = jax.grad(lambda x, kernel: jnp.sum(cpu.float_columns(x, kernel) * g), (0, 1))(x, weights.T)
+    np.testing.assert_allclose(by_x, g @ weights, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(by_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
+    by_rows = jax.grad(lambda kernel: jnp.sum(cpu.float_rows(x, kernel) * g))(weights)
+    np.testing.assert_allclose(by_rows, g.T @ x, rtol=1e-5, atol=1e-5)
+
+
+def test_non_finite_activations_stay_so():
+    x, kernel, scale = _int8(3, 40, 24)
+    x[0, 3], x[1, 5] = np.nan, np.inf
+    made = np.asarray(cpu.int8_rows(x, kernel, scale))
+    assert np.isnan(made[0]).all() and not np.isfinite(made[1]).any() and np.isfinite(made[2]).all()
+
+
+PROGRAM = """
+import jax, numpy as np
+from spectr_jax.models.layers import cpu
+assert cpu.kernels()
+rng = np.random.default_rng(0)
+x, kernel = rng.normal(size=(3, 576)).astype(np.float32), rng.integers(-127, 128, (1001, 576)).astype(np.int8)
+scale = np.ones(1001, np.float32)
+made = cpu.int8_rows(x, kernel, scale), cpu.float_columns(x, kernel.T.astype(np.float32))
+for _ in range(200):
+    again = cpu.int8_rows(x, kernel, scale), cpu.float_columns(x, kernel.T.astype(np.float32))
+    assert all((a == b).all() for a, b in zip(made, again))
+print(*(float(np.sum(np.asarray(each, np.float64) ** 2)) for each in made))
+"""
+
+
+def test_the_number_of_threads_changes_no_bit():
+    def with_threads(count):
+        environment = os.environ | {"NPROC": str(count)}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert with_threads(1) == with_threads(2) == with_threads(5) == with_threads(8) != ""
+
+
+BUILT = next(cpu.FOLDER.glob("_products*.so"), None)
+
+
+@pytest.fixture
+def _library_of(monkeypatch, tmp_path):
+    """Looks for the kernels in an empty folder."""
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    cpu.library.cache_clear()
+    yield tmp_path
+    cpu.library.cache_clear()
+
+
+@pytest.mark.parametrize("found", ["nothing", "another file", "another CPU's"])
+def test_kernels_that_cannot_be_loaded_are_one_line(_library_of, capsys, found):
+    file = _library_of / "_products.so"
+    if found == "another file":
+        file.write_bytes(b"not a library")
+    if found == "another CPU's":
+        content = bytearray(BUILT.read_bytes())
+        content[18:20] = (0xFE).to_bytes(2, "little")  # The machine of an ELF file.
+        file.write_bytes(content)
+    assert cpu.library() is None and not cpu.kernels()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and cpu.SWITCH in error
+
+
+def test_kernels_of_a_newer_jaxlib_are_one_line(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise RuntimeError("INVALID_ARGUMENT: the handler's API version (0.9) is incompatible\nmore")
+
+    cpu.library.cache_clear()
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    assert cpu.library() is None
+    assert capsys.readouterr().err.count("\n") == 1
+    cpu.library.cache_clear()
+
+
+def test_the_switch_turns_kernels_off_in_silence(monkeypatch, capsys):
+    cpu.library.cache_clear()
+    monkeypatch.setenv(cpu.SWITCH, "0")
+    assert not cpu.kernels() and not capsys.readouterr().err
+    cpu.library.cache_clear()
