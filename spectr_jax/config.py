@@ -14,7 +14,7 @@ from ml_collections.config_dict import placeholder
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.models.transformer import LADDER
 
-STUDENTS = {
+STUDENTS: dict[str, dict[str, Any]] = {
     "2m": {"layers": 3, "width": 128, "mlp": 512, "heads": 4, "kv_heads": 4, "head_tokens": 8_192, "embed_rank": 96},
     "6m": {"layers": 4, "width": 256, "mlp": 1_024, "heads": 4, "kv_heads": 4, "head_tokens": 8_192, "embed_rank": 96},
     "20m": {"layers": 3, "width": 512, "mlp": 1_536, "heads": 8, "kv_heads": 8, "head_tokens": 16_384, "embed_rank": 128},
@@ -29,8 +29,11 @@ STUDENTS = {
         "features": 576,
     },
 }
-"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's drafts; and one that sees
-the features of SmolLM2-135M."""
+STUDENTS["eagle3"] = {**STUDENTS["eagle"], "feature_layers": (10, 20)}
+"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's drafts; one that sees the
+features of SmolLM2-135M, and one that sees those of three of its layers."""
+
+NO_FEATURES: dict[str, Any] = {"features": 0, "feature_layers": ()}
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
@@ -86,9 +89,14 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
         {
             **{name: common[name] for name in (*kept, "checkpoint_every", "keep_checkpoints")},
             "teacher": "",  # Of the labels, as `load` takes it; "" for the one that they name.
-            "model": {"features": 0, **STUDENTS[student], "dtype": "bfloat16"},  # Of `models.llama.LlamaConfig`.
+            "online": False,  # The teacher labels text in each step; else labels are read.
+            "teacher_dtype": "bfloat16",  # In which it does.
+            "model": {**NO_FEATURES, **STUDENTS[student], "dtype": "bfloat16"},  # Of `models.llama.LlamaConfig`.
             "data": {
-                "train": "labels/train",  # A folder of labels, or several with commas between them.
+                "train": "labels/train",  # A folder of labels, or several with commas between them; online, corpora too.
+                "shares": (1,),  # Online, of a batch, for each of them; one number for equal shares.
+                "length": 256,  # Online, tokens a row.
+                "tfds_dir": "",
                 "heldout": ("labels/heldout",),  # Others, each scored on its own; the first finds the best checkpoint.
                 "heldout_rows": 128,  # The first ones of each.
                 "streams": 8,
@@ -100,7 +108,16 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
     )
     config.update(steps=4_000, batch_size=32, log_every=50, eval_every=500, checkpoint_every=500)
     config.optimizer.update(name="muon", schedule="cosine", warmup_steps=100)
-    config.optimizer.learning_rate = {"2m": 0.02, "6m": 0.015, "20m": 0.01, "eagle": 0.01}[student]
+    config.optimizer.learning_rate = {"2m": 0.02, "6m": 0.015, "20m": 0.01, "eagle": 0.01, "eagle3": 0.01}[student]
+    return config
+
+
+def online_config() -> ml_collections.ConfigDict:
+    """A student that sees three layers of SmolLM2-135M, which labels text while the student learns."""
+    config = distil_config("eagle3")
+    config.update(teacher="smollm2", online=True, loss="lk", depth=3, batch_size=16)
+    config.data.update(train="my_text/train-*", heldout=("my_text/heldout-*",), heldout_rows=64)
+    config.optimizer.update(schedule="constant", learning_rate=0.005)
     return config
 
 
@@ -280,5 +297,7 @@ def _same_kind(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, int | float)
     if isinstance(default, tuple):
-        return isinstance(value, tuple | list) and bool(value) and all(_same_kind(entry, default[0]) for entry in value)
+        kind = default[0] if default else 0  # A tuple that may be empty is of integers.
+        filled = bool(value) or not default
+        return isinstance(value, tuple | list) and filled and all(_same_kind(entry, kind) for entry in value)
     return isinstance(value, type(default))

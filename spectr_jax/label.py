@@ -37,6 +37,11 @@ _TEMPERATURE = flags.DEFINE_float(
 _FEATURES = flags.DEFINE_bool(
     "features", False, "Also keep the teacher's last hidden state at each token, for students that see it."
 )
+_LABELS = flags.DEFINE_bool(
+    "labels",
+    True,
+    "Keep labels. Without them only tokens are kept, for configs/distil.py:online, whose teacher labels them.",
+)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8.")
 _WRITE_DTYPE = flags.DEFINE_string("write_dtype", None, "Precision in which it writes texts; --dtype if not given.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of written texts.", lower_bound=0)
@@ -66,6 +71,8 @@ def main():
             f"--length={length} is more than the teacher's context of {teacher.model.context}; give at most that"
         )
     features = features_shown(teacher.model) if _FEATURES.value else 0
+    if _FEATURES.value and not _LABELS.value:
+        raise UserError("--features --labels=false: features are kept with labels only; leave one out")
     if _FEATURES.value and not features:
         raise UserError(
             f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
@@ -74,10 +81,11 @@ def main():
     labels.claim_folder(out, _about(teacher, sentences, features))
     if labels.shard_path(out, 0).exists():
         labels.open_labels(str(out))  # A damaged shard is told now.
-    fill, row_type = teaching.labeller(teacher), labels.row_type(vocab_size, length, features)
+    fill = teaching.labeller(teacher) if _LABELS.value else lambda rows: None
+    row_type = labels.row_type(vocab_size, length, features, labelled=_LABELS.value)
     tokens = teaching.write_labels(out, texts, _COUNT.value, fill, row_type)
     rows = labels.open_labels(str(out))
-    print(f"{tokens:,} tokens labelled now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
+    print(f"{tokens:,} tokens written now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
 
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
@@ -95,6 +103,7 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
         "context": teacher.model.context,
         "length": _LENGTH.value,
         "features": features,
+        "labelled": _LABELS.value,
         "text": _TEXT.value,
         "sentences": 0 if sentences is None else len(sentences),
         "corpus": "" if sentences is None else corpus_digest(sentences),

@@ -4,7 +4,7 @@ Several sentences share one row of a batch; `segments` numbers them (0 is paddin
 `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the pieces and EOS.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -64,14 +64,18 @@ def training_batches(
             f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, or lower data.streams to "
             f"{len(corpus)}"
         )
-    share, rows = streams // processes, batch // streams
     if isinstance(corpus, Rows):
         return row_batches(corpus, _batch_of, batch, seed, streams, process, processes)
-    mine = []
-    for stream in range(process * share, (process + 1) * share):
-        shuffled = grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
-        mine.append(_packed(shuffled, tokenizer, length, threads=0).batch(rows))
-    return _joined(mine, _batch_of)
+
+    def stream_of(stream: int) -> grain.IterDataset:
+        return _packed(shuffled(corpus, seed, stream, streams), tokenizer, length, threads=0).batch(batch // streams)
+
+    return mixed_batches([stream_of], _batch_of, streams, process, processes)
+
+
+def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.MapDataset:
+    """The sentences of one stream, endless, in an order that is new in each epoch."""
+    return grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
 
 
 def row_batches(
@@ -84,9 +88,30 @@ def row_batches(
     processes: int = 1,
 ) -> grain.IterDataset:
     """The pipeline of `training_batches` for rows that are packed already; `form` makes a batch of some of them."""
-    share, count = streams // processes, batch // streams
+    count = batch // streams
+    return mixed_batches(
+        [lambda i: ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams)],
+        form,
+        streams,
+        process,
+        processes,
+    )
+
+
+def mixed_batches(
+    sources: Sequence[Callable[[int], grain.IterDataset]],
+    form: Callable[[np.ndarray], dict[str, np.ndarray]],
+    streams: int,
+    process: int = 0,
+    processes: int = 1,
+) -> grain.IterDataset:
+    """The pipeline of `training_batches` from several sources: functions that make a stream, of its number, of arrays of
+    rows. A batch has the rows of one array from each stream of each source."""
+    share = streams // processes
     mine = range(process * share, (process + 1) * share)
-    return _joined([ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams) for i in mine], form)
+    joined = grain.experimental.ZipIterDataset([source(stream) for stream in mine for source in sources])
+    formed = joined.map(lambda parts: form(np.concatenate(parts)))
+    return grain.experimental.ThreadPrefetchIterDataset(formed, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
 def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
@@ -112,11 +137,6 @@ def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, thread
         encoded, length_struct={"targets": length}, num_packing_bins=PACKING_BINS, shuffle_bins=False
     )
     return rows.map(lambda row: row["targets"])
-
-
-def _joined(streams: list, form: Callable[[np.ndarray], dict[str, np.ndarray]]) -> grain.IterDataset:
-    joined = grain.experimental.ZipIterDataset(streams).map(lambda parts: form(np.concatenate(parts)))
-    return grain.experimental.ThreadPrefetchIterDataset(joined, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:

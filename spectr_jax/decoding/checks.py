@@ -76,6 +76,11 @@ def check_request(method: Method, target, draft, prompts, prompt_lengths, max_ne
                 f"the draft sees {draft.features_seen} features of its target, and this target shows "
                 f"{target.features_shown}; give the target that it was trained for, or another draft"
             )
+        if max(draft.feature_layers, default=0) > target.layers:
+            raise UserError(
+                f"the draft sees layer {max(draft.feature_layers)} of its target, and this target has {target.layers}; give "
+                "the target that it was trained for, or another draft"
+            )
     for name, model in models:
         if model.vocab_size != target.vocab_size:
             raise UserError(

@@ -2,9 +2,11 @@
 
 With each token of such a draft (`models.base.SeesFeatures`) come the features of the token before it. After each call of the
 target, the draft runs on all tokens that the call added, with the target's features; deeper in the tree, where the target
-has not run yet, with its own.
+has not run yet, with its own. Some drafts also see outputs of lower layers (EAGLE-3: Li et al., 2025, arXiv
+2503.01840): then the target's features are F = (1 + layers) * E numbers a token, and the draft's own E.
 
-Shape suffixes: B sequences, N nodes, T tokens of a sequence, R recalled tokens, E features.
+Shape suffixes: B sequences, N nodes, T tokens of a sequence, R recalled tokens, E features, F
+features of several layers.
 """
 
 from typing import Any
@@ -13,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.models.base import features_seen
+from spectr_jax.models.base import feature_layers, features_seen, features_shown
 from spectr_jax.models.cache import Cache
 
 RECALLED = 2
@@ -25,22 +27,29 @@ def recalled(draft: Any, tree: Tree) -> int:
     return tree.height + 1 if features_seen(draft) else RECALLED
 
 
+def wanted(draft: Any) -> tuple[int, ...] | None:
+    """The layers that a target must show besides its last hidden state; None for a draft that sees no features."""
+    return feature_layers(draft) if features_seen(draft) else None
+
+
 def extend(
-    model: Any, *arguments, features_BxNxE=None, show: bool = False, only_B=None
+    model: Any, *arguments, features_BxNxE=None, show: tuple[int, ...] | None = None, only_B=None
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     """`Model.extend`, and the last hidden states [B, N, E] of a model that sees features, or that shall `show` its own.
 
-    With `only_B`, logits [B, 1, V] and features [B, 1, E] are those of one new token of each sequence.
+    With layers in `show`, their outputs follow the last hidden states: [B, N, F]. With `only_B`, logits [B, 1, V] and
+    features [B, 1, E] are those of one new token of each sequence.
     """
     if features_BxNxE is not None:
         hidden, cache = model.hidden(*arguments, features_BxNxE=features_BxNxE)
-    elif show:
-        hidden, cache = model.hidden(*arguments)
+    elif show is not None:
+        hidden, cache = model.hidden(*arguments, **({"also": show} if show else {}))
     else:
         logits, cache = model.extend(*arguments)
         return _one(logits, only_B), None, cache
     hidden = _one(hidden, only_B)  # Before the head, which is large.
-    return model.scored(hidden), hidden, cache
+    last = hidden[..., : features_shown(model)] if show else hidden
+    return model.scored(last), hidden, cache
 
 
 def _one(x_BxNxC: jax.Array, only_B: jax.Array | None) -> jax.Array:

@@ -14,7 +14,7 @@ from spectr_jax.decoding import drafting, features, scoring, selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.models.base import features_seen, features_shown
+from spectr_jax.models.base import features_shown
 from spectr_jax.models.cache import Cache
 
 PIECE = 64
@@ -69,7 +69,7 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
     capacity = T + max_new_tokens + tree.size + recalled
     seen, draft_cache = None, None
     drafts = tree.size > 0 and not method.exit_layer
-    show = drafts and features_seen(draft) > 0
+    show = features.wanted(draft) if drafts else None
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
     if drafts:
         before = None if shown is None else features.before(shown)
@@ -90,8 +90,8 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
     )
 
 
-def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=None, show: bool = False):
-    """The cache of a model after the prompts, run on in pieces of at most `PIECE` tokens, and the features [B, T, E] of all
+def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=None, show=None):
+    """The cache of a model after the prompts, run on in pieces of at most `PIECE` tokens, and the features [B, T, F] of all
     tokens if it shall `show` them. `before_BxTxE` are those that come with the tokens."""
     B, T = prompts_BxT.shape
     pieces = -(-T // PIECE)
@@ -116,7 +116,8 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
             shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden.astype(shown.dtype), first, axis=1)
         return cache, shown
 
-    start = cache, jnp.zeros((B, pieces * width, features_shown(model)), jnp.float32) if show else None
+    F = 0 if show is None else (1 + len(show)) * features_shown(model)
+    start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return extend(0, start)
     # None of padding alone.
@@ -158,7 +159,7 @@ def call(
     with jax.named_scope("draft"):
         tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
     with jax.named_scope("score"):
-        show = loop.seen is not None
+        show = None if loop.seen is None else features.wanted(draft)
         logits, shown, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache, show)
     with jax.named_scope("select"):
         chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(

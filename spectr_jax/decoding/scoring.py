@@ -10,7 +10,7 @@ from spectr_jax.models.cache import Cache, keep
 
 
 def score(
-    model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache, show: bool = False
+    model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache, show: tuple[int, ...] | None = None
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     """One target call on the last committed token and all drafted nodes.
 
@@ -20,10 +20,10 @@ def score(
       tokens_BxN: [B, N + 1] int32 by node, the root's first.
       lengths_B: of the committed tokens; the root's position is one less.
       cache: of length `lengths_B - 1`: the root is not in it yet.
-      show: static; whether the features of the nodes are wanted.
+      show: static; the layers whose outputs are wanted besides the last hidden states of the nodes; None for no features.
 
     Returns:
-      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, E] or None, and the cache with all nodes
+      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the cache with all nodes
       pending.
     """
     positions = lengths_B[:, None] - 1 + jnp.asarray(tree.depth)

@@ -19,9 +19,9 @@ from spectr_jax.files import expanded, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
-FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted")
+FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """What the index says at least; folders that are used together agree in it."""
-OLDER = {"features": 0, "drafted": False, "teacher": "", "dtype": "", "weights": "", "corpus": ""}
+OLDER = {"features": 0, "drafted": False, "labelled": True, "teacher": "", "dtype": "", "weights": "", "corpus": ""}
 """What an index says that was written before it had these fields."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
 """Digests, which an older index lacks, and what they are told with."""
@@ -49,16 +49,16 @@ class Teacher(NamedTuple):
         return self.weights == other.weights if self.dtype == other.dtype else self.name == other.name
 
 
-def row_type(vocab_size: int, length: int, features: int = 0, drafted: bool = True) -> np.dtype:
-    """The structured type of a row of `length` tokens, with so many features each; `drafted` is False in older folders."""
+def row_type(vocab_size: int, length: int, features: int = 0, drafted: bool = True, labelled: bool = True) -> np.dtype:
+    """The structured type of a row of `length` tokens, with so many features each; `drafted` is False in older folders, and
+    `labelled` in rows whose labels the teacher computes while the student learns."""
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
     return np.dtype(
         [
             ("tokens", token, (length,)),
             ("segments", np.uint16, (length,)),
             *([("drafted", np.bool_, (length,))] if drafted else []),
-            ("top", token, (length, TOP)),
-            ("log_probabilities", np.float16, (length, TOP)),
+            *([("top", token, (length, TOP)), ("log_probabilities", np.float16, (length, TOP))] if labelled else []),
             *([("features", np.float16, (length, features))] if features else []),
         ]
     )
@@ -73,6 +73,7 @@ class LabelledRows(PackedRows):
       vocab_size: of the teacher's logits.
       context: the teacher's, in tokens.
       features: of the teacher a place; 0 where labels have none.
+      labelled: whether rows have labels; else they are text for a teacher that labels it online.
       counts: rows of each folder.
     """
 
@@ -81,6 +82,7 @@ class LabelledRows(PackedRows):
         self.teacher = teacher_of(index)
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
         self.context, self.features, self.counts = index["context"], index["features"], counts
+        self.labelled = index["labelled"]
 
     @property
     def length(self) -> int:
@@ -152,7 +154,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
                     f"{indices[0][field]!r}; give folders that agree"
                 )
         check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(indices[0]))
-    wanted = row_type(*(indices[0][name] for name in ("vocab_size", "length", "features", "drafted")))
+    wanted = row_type(*(indices[0][name] for name in ("vocab_size", "length", "features", "drafted", "labelled")))
     found = [[_read(path, wanted) for path in _shards(folder)] for folder in folders]
     there = tuple(sum(map(len, shards)) for shards in found)
     if not any(there):
@@ -202,8 +204,10 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its end), int32 [B, N];
       `drafted`, bool [B, N], in older folders wherever there is a token;
-      `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are features, `features` float16 [B, N, F].
+      where there are labels, `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are features, `features`
+      float16 [B, N, F].
     """
+    fields = rows.dtype.names or ()
     tokens, segments = rows["tokens"].astype(np.int32), rows["segments"].astype(np.int32)
     places = np.arange(tokens.shape[1])
     first = np.diff(segments, axis=1, prepend=0) != 0
@@ -215,10 +219,10 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
         "segments": segments,
         "positions": np.where(segments > 0, positions, 0).astype(np.int32),
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
-        "drafted": rows["drafted"] if "drafted" in (rows.dtype.names or ()) else segments > 0,
-        "top": rows["top"].astype(np.int32),
-        "log_probabilities": rows["log_probabilities"].astype(np.float32),
-        **({"features": rows["features"]} if "features" in (rows.dtype.names or ()) else {}),
+        "drafted": rows["drafted"] if "drafted" in fields else segments > 0,
+        **({"top": rows["top"].astype(np.int32)} if "top" in fields else {}),
+        **({"log_probabilities": rows["log_probabilities"].astype(np.float32)} if "top" in fields else {}),
+        **({"features": rows["features"]} if "features" in fields else {}),
     }
 
 

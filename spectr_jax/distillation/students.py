@@ -100,6 +100,14 @@ def principal_components(table: jax.Array, rank: int) -> jax.Array:
     return jnp.pad(coordinates, ((0, 0), (0, rank - coordinates.shape[1])))
 
 
+def widened(model: Llama, config: LlamaConfig) -> Llama:
+    """Returns a student that also sees `config.feature_layers`, with the parameters of `model`, which saw the last hidden
+    state alone. Its projection of these layers is zero, so that it begins where `model` is."""
+    wider = Llama(config, rngs=nnx.Rngs(0))
+    nnx.update(wider, nnx.state(model))
+    return wider
+
+
 def parameters(config: LlamaConfig) -> int:
     """Parameters without the embedding table, which a call reads one row of a token of."""
     _, state = abstract(config)

@@ -4,7 +4,6 @@ Texts are sentences of a corpus, continuations that the teacher samples of their
 from its chat template alone, the user's part too (Magpie: Xu et al., 2024, arXiv 2406.08464).
 """
 
-import functools
 import io
 import pathlib
 from collections.abc import Callable, Sequence
@@ -168,25 +167,34 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
     """Rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token left
     out."""
+    found = list(packed(grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]), row_type))
+    return np.stack(found) if found else np.zeros(0, row_type)
+
+
+def cut(text: Text, length: int) -> dict[str, np.ndarray]:
+    """What `packed` takes of a text: at most `length` tokens."""
+    return {"tokens": np.asarray(text.tokens[:length], np.int32), "drafted": text.drafted[:length]}
+
+
+def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
+    """Rows [] of `row_type`, labels still empty, of texts that were `cut`; those of one token are left out."""
     length = row_type["tokens"].shape[0]
-    source = [
-        {"tokens": np.asarray(text.tokens[:length], np.int32), "drafted": text.drafted[:length]}
-        for text in texts
-        if len(text.tokens) > 1
-    ]
-    packed = grain.experimental.FirstFitPackIterDataset(
-        grain.MapDataset.source(source).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    filled = grain.experimental.FirstFitPackIterDataset(
+        texts.to_iter_dataset(options).filter(lambda text: len(text["tokens"]) > 1),
         length_struct={"tokens": length, "drafted": length},
         num_packing_bins=64,
         shuffle_bins=False,
     )
-    found = list(packed)
-    rows = np.zeros(len(found), row_type)
-    for row, filled in zip(rows, found, strict=True):
+
+    def row_of(filled):
+        row = np.zeros((), row_type)
         row["tokens"], row["segments"], row["drafted"] = (
             filled[name] for name in ("tokens", "tokens_segment_ids", "drafted")
         )
-    return rows
+        return row
+
+    return filled.map(row_of)
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
@@ -194,15 +202,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     once."""
     model = freeze(teacher)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def likeliest(features: bool, model: Frozen, tokens: jax.Array, segments: jax.Array, positions: jax.Array):
-        merged, place = model.merge(), (tokens, positions, causal(segments))
-        if not model.features_shown:
-            return *_labels_of(merged.extend(*place)[0]), None
-        seen, _ = merged.hidden(*place)
-        # Row by row: logits of all at once are hundreds of megabytes, which take longer to get than to fill.
-        found = jax.lax.map(lambda row: _labels_of(merged.scored(row)), seen)
-        return *found, seen if features else None
+    label = jax.jit(taught, static_argnums=2)
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
@@ -210,16 +210,34 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             padded = np.zeros(ROWS, rows.dtype)
             padded[: len(part)] = part
             batch = labels.batch_of(padded)
-            features = "features" in batch
-            tokens, logs, seen = likeliest(features, model, batch["inputs"], batch["segments"], batch["positions"])
-            if features:
-                part["features"] = np.asarray(seen)[: len(part)]
-            count = tokens.shape[-1]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
+            place = {name: batch[name] for name in ("inputs", "segments", "positions")}
+            found = label(model, place, () if "features" in batch else None)
+            if "features" in batch:
+                part["features"] = np.asarray(found["features"])[: len(part)]
+            count = found["top"].shape[-1]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
             part["log_probabilities"] = -np.inf
-            part["top"][..., :count] = np.asarray(tokens)[: len(part)]
-            part["log_probabilities"][..., :count] = np.asarray(logs)[: len(part)]
+            for name in ("top", "log_probabilities"):
+                part[name][..., :count] = np.asarray(found[name])[: len(part)]
 
     return fill
+
+
+def taught(model: Frozen, batch: dict[str, jax.Array], layers: tuple[int, ...] | None) -> dict[str, jax.Array]:
+    """Returns `batch` with the labels of a teacher: `top` and `log_probabilities` of `labels.batch_of`, in float32.
+
+    Args:
+      model: the teacher.
+      batch: `inputs`, `segments` and `positions`, [B, N].
+      layers: static; None for no `features`. Else these are the last hidden states and the outputs of the layers, [B, N, F].
+    """
+    merged, place = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
+    if not model.features_shown:
+        top, logs = _labels_of(merged.extend(*place)[0])
+        return {**batch, "top": top, "log_probabilities": logs}
+    seen, _ = merged.hidden(*place, **({"also": layers} if layers else {}))
+    # Row by row: logits of all at once are hundreds of megabytes, which take longer to get than to fill.
+    top, logs = jax.lax.map(lambda row: _labels_of(merged.scored(row)), seen[..., : model.features_shown])
+    return {**batch, "top": top, "log_probabilities": logs, **({} if layers is None else {"features": seen})}
 
 
 def _labels_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

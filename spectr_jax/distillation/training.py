@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -15,13 +16,17 @@ from flax import nnx
 from spectr_jax import hosts, runs, sharding
 from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
+from spectr_jax.data.packed import PackedRows
 from spectr_jax.distillation import losses, students
 from spectr_jax.distillation.labels import LabelledRows, batch_of, check_teacher, open_labels
-from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head
+from spectr_jax.distillation.online import Lessons
+from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head, widened
+from spectr_jax.distillation.teacher import taught
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import expanded
-from spectr_jax.loading import Trained, load
+from spectr_jax.loading import Trained, check_dtype, load
 from spectr_jax.models.base import features_shown
+from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.weights import load_weights
 from spectr_jax.training import preparation
@@ -51,20 +56,18 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     rows = _rows(config, workdir)
     heldout = _heldout(config, rows)
-    if len(rows) < streams:
+    if isinstance(rows, Lessons):
+        streams = rows.streams(streams)
+    elif len(rows) < streams:
         raise UserError(f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams")
     with explained(workdir), preparation.locked(workdir):
         student = _student(config, workdir, rows)
         shape, tokens = student.shape, student.head_tokens
-        programs = make_programs(config, mesh, shape, tokens)
+        programs = make_programs(config, mesh, shape, tokens, rows.model if isinstance(rows, Lessons) else None)
         levels = config.depth if shape.features else 1
         task = Task(
             programs=programs,
-            data=iter(
-                batches.row_batches(
-                    rows, batch_of, config.batch_size, config.seed, streams, jax.process_index(), jax.process_count()
-                )
-            ),
+            data=iter(_batches(config, rows, streams)),
             evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
             metric=runs.REJECTION,
             curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
@@ -74,11 +77,19 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
         return run(config, workdir, mesh, task)
 
 
+def _batches(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons, streams: int) -> grain.IterDataset:
+    place = jax.process_index(), jax.process_count()
+    if isinstance(rows, Lessons):
+        return rows.batches(config.seed, streams, *place)
+    return batches.row_batches(rows, batch_of, config.batch_size, config.seed, streams, *place)
+
+
 def check_distil_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for a config that no run can use."""
     check_fields(config, distil_config())
     check_positive(config, "steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints")
     check_positive(config, "mesh.fsdp", "accumulate", "depth", "data.streams", "data.heldout_rows")
+    check_positive(config, "data.length", "data.shares")
     check_positive(config, "model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads")
     if config.loss not in losses.LOSSES:
         raise unknown("loss", config.loss, losses.LOSSES)
@@ -93,6 +104,7 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
     for name in ("head_tokens", "embed_rank"):
         if config.model[name] < 0:
             raise UserError(f"model.{name}={config.model[name]} is negative; 0 is for all")
+    check_dtype(config.teacher_dtype)
     preparation.check_optimizer(config)
 
 
@@ -101,12 +113,14 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
     return LlamaConfig(**model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context)
 
 
-def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows) -> runs.Student:
+def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons) -> runs.Student:
     """The run's student: chosen before its first step, and kept in the workdir."""
     if hosts.is_first() and not (workdir / runs.CONFIG).exists():  # What a start left that came no further does not bind.
         shape = student_config(config.model, rows.vocab_size, rows.context)
         if config.init and shape.head_tokens:  # Its head knows its own tokens, whatever these labels have most of.
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
+        elif isinstance(rows, Lessons):
+            tokens = rows.frequent_tokens(shape.head_tokens or rows.vocab_size, config.seed)
         else:
             tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
         runs.write_student(workdir, runs.Student(shape, tokens, rows.vocabulary, rows.counts), _teacher(config, rows))
@@ -117,17 +131,32 @@ def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: Lab
     return student
 
 
-def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows:
-    """The labels of the run: those that it began with, so that it has the same end whatever was labelled meanwhile."""
-    if not (workdir / runs.CONFIG).exists():
-        return open_labels(config.data.train)
-    return open_labels(config.data.train, runs.read_student(workdir).rows)
+def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | Lessons:
+    """The labels of the run, or the text that its teacher labels: those that it began with, so that it has the same end
+    whatever was labelled meanwhile."""
+    counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
+    if not config.online:
+        rows = open_labels(config.data.train, counts)
+        if not rows.labelled:
+            raise UserError(
+                f"data.train={config.data.train!r}: must have labels, which `label --labels=false` leaves out; label again, "
+                "or set online=True"
+            )
+        return rows
+    if not config.teacher:
+        raise UserError("teacher='': must be the name of a model, which labels text online; give --config.teacher")
+    return Lessons(config, load(config.teacher, config.teacher_dtype), counts)
 
 
-def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows) -> dict[str, LabelledRows]:
+def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> Mapping[str, PackedRows]:
     """The held-out labels by the last part of their folders' names; checks that all suit `rows` and the student."""
-    opened = {name: open_labels(name) for name in config.data.heldout}
-    heldout = {pathlib.Path(name).name: others for name, others in opened.items()}
+    opened: dict[str, LabelledRows] = {}
+    heldout: Mapping[str, PackedRows]
+    if isinstance(rows, Lessons):
+        heldout = rows.heldout()
+    else:
+        opened = {name: open_labels(name) for name in config.data.heldout}
+        heldout = {pathlib.Path(name).name: labelled for name, labelled in opened.items()}
     if len(heldout) < len(config.data.heldout):
         raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
     for name, others in opened.items():
@@ -136,19 +165,22 @@ def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows) -> dict[str,
                 f"data.heldout has {name!r}, labels of another teacher than {config.data.train!r}; label them again"
             )
         check_teacher(name, others.teacher, config.data.train, rows.teacher)
-    for name, others in {config.data.train: rows, **opened}.items():
-        if config.model.features and not others.features:
+    every: dict[str, LabelledRows | Lessons] = {config.data.train: rows, **opened}
+    for name, each in every.items():
+        if config.model.features and not each.features:
             raise UserError(f"labels {name!r} have no features for the student to see; label again with --features")
-        if config.model.features not in (0, others.features):
+        if config.model.features not in (0, each.features):
             raise UserError(
-                f"model.features={config.model.features} is not the teacher's {others.features}, as labels {name!r} have "
+                f"model.features={config.model.features} is not the teacher's {each.features}, as labels {name!r} have "
                 "them; give that, as model.width too"
             )
     return heldout
 
 
-def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, tokens: np.ndarray) -> Programs:
-    """The programs of a student's run."""
+def make_programs(
+    config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, tokens: np.ndarray, teacher: Frozen | None = None
+) -> Programs:
+    """The programs of a student's run; with a `teacher`, they label the text of each batch first."""
     graphdef, state = abstract(shape)
     rest = nnx.filter_state(state, nnx.Not(nnx.Param))
     rest = jax.tree.map(lambda _: jnp.asarray(tokens), rest)
@@ -173,12 +205,19 @@ def make_programs(config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, t
         text = total(losses.cross_entropy) if config.cross_entropy else 0.0
         return jnp.mean(own + config.cross_entropy * text), {"loss": own[0], "alpha_1": accepted[0]}
 
+    def labelled(batch, teacher):
+        return taught(teacher, batch, shape.feature_layers if shape.features else None) if teacher else batch
+
+    def step(state, batch, teacher=None):
+        return update(objective, optimizer, config.accumulate, state, labelled(batch, teacher))
+
     return compiled(
         mesh,
         build=lambda rngs: build(shape, tokens, rngs),
         optimizer=optimizer,
-        step=functools.partial(update, objective, optimizer, config.accumulate),
-        evaluate=functools.partial(_sums, see),
+        step=step,
+        evaluate=lambda params, batch, teacher=None: _sums(see, params, labelled(batch, teacher)),
+        given=(teacher,) if teacher else (),
     )
 
 
@@ -230,7 +269,7 @@ def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, 
 
 
 def _scores(
-    evaluate: Callable, mesh, config: ml_collections.ConfigDict, heldout: dict[str, LabelledRows], params: Any
+    evaluate: Callable, mesh, config: ml_collections.ConfigDict, heldout: Mapping[str, PackedRows], params: Any
 ) -> dict[str, float]:
     """Means over the held-out tokens of each set, by name; those of the first set also without it."""
     scores: dict[str, float] = {}
@@ -253,7 +292,9 @@ def _scores(
     return scores
 
 
-def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.ndarray, rows: LabelledRows) -> nnx.State:
+def _given(
+    config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.ndarray, rows: LabelledRows | Lessons
+) -> nnx.State:
     """What a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
@@ -274,18 +315,20 @@ def _given(config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.nda
     return nnx.state(student, nnx.Param)
 
 
-def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows) -> str:
+def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> str:
     """The name of the teacher: the config's, or else the labels' own."""
     if not config.teacher and not rows.teacher.name:
         raise UserError(f"the labels in {config.data.train!r} do not say who made them; give --config.teacher")
     return config.teacher or rows.teacher.name
 
 
-def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows) -> Llama:
-    """The student that `config.init` names."""
+def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons) -> Llama:
+    """The student that `config.init` names; one that saw the last hidden state alone may come to see more layers."""
     model, vocabulary = load_weights(expanded(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
+    if shape.feature_layers and not model.config.feature_layers and model.config.features:
+        model = widened(model, dataclasses.replace(model.config, feature_layers=shape.feature_layers))
     theirs, ours = dataclasses.asdict(model.config), dataclasses.asdict(shape)
     for name in theirs:
         if name != "dtype" and theirs[name] != ours[name]:

@@ -71,8 +71,14 @@ class ShowsFeatures(Model, Protocol):
         visible_BxNxM: jax.Array,
         cache: Cache | None = None,
         pending: int = 0,
+        *,
+        also: tuple[int, ...] = (),
     ) -> tuple[jax.Array, Cache]:
-        """`extend` without the head: the last hidden states [B, N, E] float32 in place of logits."""
+        """`extend` without the head: the last hidden states [B, N, E] float32 instead of logits.
+
+        With `also`, which only drafts with `feature_layers` ask for, the outputs of these layers (from 1) follow:
+        [B, N, (1 + len(also)) * E].
+        """
         ...
 
     def scored(self, hidden_BxNxE: jax.Array) -> jax.Array:
@@ -89,10 +95,20 @@ class SeesFeatures(Model, Protocol):
         """The width E of the target's hidden states."""
         ...
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target, from 1, whose outputs the draft sees besides the last hidden state."""
+        ...
+
 
 def features_seen(model: Any) -> int:
     """Numbers of its target's that come with each token of a draft; 0 for one that sees none."""
     return getattr(model, "features_seen", 0)
+
+
+def feature_layers(model: Any) -> tuple[int, ...]:
+    """Layers of its target that a draft sees besides the last hidden state; empty for none."""
+    return getattr(model, "feature_layers", ())
 
 
 def features_shown(model: Any) -> int:

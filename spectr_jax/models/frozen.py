@@ -12,13 +12,16 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.errors import UserError
-from spectr_jax.models.base import Model, features_seen, features_shown
+from spectr_jax.models.base import Model, feature_layers, features_seen, features_shown
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["leaves"],
-    meta_fields=["graphdef", "structure", "vocab_size", "context", "layers", "features_seen", "features_shown"],
+    meta_fields=[
+        *("graphdef", "structure", "vocab_size", "context", "layers"),
+        *("features_seen", "features_shown", "feature_layers"),
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class Frozen:
@@ -33,6 +36,7 @@ class Frozen:
       layers: see `vocab_size`.
       features_seen: numbers that come with each token of a draft that sees its target's features; 0 for none.
       features_shown: numbers a token of the features that a target can show to such drafts; 0 for none.
+      feature_layers: layers of its target that such a draft sees besides the last hidden state.
     """
 
     leaves: list[jax.Array]
@@ -43,6 +47,7 @@ class Frozen:
     layers: int
     features_seen: int = 0
     features_shown: int = 0
+    feature_layers: tuple[int, ...] = ()
 
     def merge(self) -> Any:
         """The model; its arrays are traced inside jit."""
@@ -85,6 +90,7 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
         given.layers,
         features_seen(given),
         features_shown(given),
+        feature_layers(given),
     )
 
 

@@ -44,6 +44,8 @@ class LlamaConfig:
       features: numbers that come with each token, of a draft that sees its target's (EAGLE: Li et al., 2024, arXiv
         2401.15077): the target's last hidden state at the token before. Where the target has not run yet, the draft's own
         take their place, so that they are `width`; 0 for none.
+      feature_layers: numbers, from 1, of the layers of the target whose outputs the draft sees besides the last hidden state
+        (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are projected and added to that state; empty for none.
 
     Raises:
       UserError: the key and value heads do not divide the heads, the width of a head is odd, or a head that is the embedding
@@ -67,10 +69,12 @@ class LlamaConfig:
     embed_rank: int = 0
     head_tokens: int = 0
     features: int = 0
+    feature_layers: tuple[int, ...] = ()
     dtype: str = "float32"
 
     def __post_init__(self):
-        object.__setattr__(self, "rope_divisors", tuple(self.rope_divisors))  # JSON has lists.
+        for name in ("rope_divisors", "feature_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists.
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise UserError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one")
         if self.head_width % 2 or self.head_width < 2:
@@ -84,6 +88,11 @@ class LlamaConfig:
         if self.features not in (0, self.width):
             raise UserError(
                 f"features={self.features} is not width={self.width}; give a draft that sees features its target's width"
+            )
+        if self.feature_layers and (not self.features or min(self.feature_layers) < 1):
+            raise UserError(
+                f"feature_layers={self.feature_layers}: must be layers of the target, from 1, of a draft with features; set "
+                "features to the target's width, or leave feature_layers empty"
             )
         if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
             raise UserError(
@@ -197,6 +206,11 @@ class Llama(nnx.Module):
         if config.features:
             self.norm_features = RMSNorm(config.features, config.norm_epsilon)
             self.join = dense_layer(config.features, E, use_bias=False, dtype=dtype, rngs=rngs)
+        if count := len(config.feature_layers):
+            self.norms_fuse = nnx.List([RMSNorm(E, config.norm_epsilon) for _ in range(count)])
+            # Zeros: a new draft, or one that saw the last hidden state alone, begins as if there were no other layers.
+            zeros = nnx.initializers.zeros_init()
+            self.fuse = dense_layer(count * E, E, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.width, config.norm_epsilon)
         if config.head_tokens:
@@ -222,8 +236,13 @@ class Llama(nnx.Module):
         return self.config.features
 
     @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs come with each token, besides its last hidden state."""
+        return self.config.feature_layers
+
+    @property
     def features_shown(self) -> int:
-        """The size of what `hidden` returns."""
+        """The width of a hidden state."""
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
@@ -239,11 +258,15 @@ class Llama(nnx.Module):
         x_BxNxE, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
         return self.scored(x_BxNxE), cache
 
-    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None, features_BxNxE=None):
-        """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits.
+    def hidden(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None, features_BxNxE=None, also=()
+    ):
+        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of `extend`'s logits.
 
         Args:
-          features_BxNxE: of `LlamaConfig.features`; zeros at the first token of a sequence.
+          features_BxNxE: of `LlamaConfig.features`; zeros at the first token of a sequence. Those of a target are as its
+            `hidden` returns them with `also=feature_layers`; the draft's own have no other layers.
+          also: numbers, from 1, of layers whose outputs follow the last hidden state: [B, N, (1 + len(also)) * E].
 
         Raises:
           UserError: the model takes features and there are none.
@@ -260,13 +283,23 @@ class Llama(nnx.Module):
         turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
         if config.features:
-            x_BxNxE += self.join(self.norm_features(features_BxNxE)).astype(jnp.float32)
-        new_rows = []
+            x_BxNxE += self.join(self.norm_features(self._fused(features_BxNxE))).astype(jnp.float32)
+        new_rows, outputs = [], []
         for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
             x_BxNxE, rows = _run(*nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)
             new_rows.append(rows)
+            outputs.append(x_BxNxE)
         rows = (*new_rows, *layer_rows[count:])
-        return self.norm(x_BxNxE), None if cache is None else Cache(rows, cache.lengths)
+        shown = jnp.concatenate([self.norm(x_BxNxE), *(outputs[layer - 1] for layer in also)], axis=-1)
+        return shown, None if cache is None else Cache(rows, cache.lengths)
+
+    def _fused(self, features_BxNxF):
+        """Features of several layers of the target as one hidden state [B, N, E]; the draft's own as they are."""
+        parts = jnp.split(features_BxNxF, features_BxNxF.shape[-1] // self.config.width, axis=-1)
+        if len(parts) == 1:
+            return features_BxNxF
+        lower = jnp.concatenate([norm(part) for norm, part in zip(self.norms_fuse, parts[1:], strict=True)], axis=-1)
+        return parts[0] + self.fuse(lower).astype(jnp.float32)
 
     def scored(self, x_BxNxE):
         """Logits [B, N, V] float32 of what `hidden` returns."""

@@ -145,7 +145,7 @@ class Transformer(nnx.Module):
 
     @property
     def features_shown(self) -> int:
-        """The size of what `hidden` returns."""
+        """The width of a hidden state."""
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
@@ -162,10 +162,14 @@ class Transformer(nnx.Module):
         hidden, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
         return self.scored(hidden), cache
 
-    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
-        """What the head scores, [B, N, E] float32, after the last norm, in place of `extend`'s logits."""
+    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None, also=()):
+        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of `extend`'s logits.
+
+        `also` has numbers, from 1, of layers whose outputs follow it: [B, N, (1 + len(also)) * E].
+        """
         outputs, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
-        return self.norm(outputs[-1]), None if cache is None else Cache(rows, cache.lengths)
+        shown = jnp.concatenate([self.norm(outputs[-1]), *(outputs[layer - 1] for layer in also)], axis=-1)
+        return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def scored(self, hidden_BxNxE):
         """Logits [B, N, V] float32 of what `hidden` returns."""

@@ -13,12 +13,16 @@ OPTIMIZERS = ("adamw", "muon")
 MUON_RMS = 0.2
 """The root mean square of Muon's updates before the learning rate, as of AdamW's."""
 
+DECAY = 0.2
+"""The part of a run in which the `constant` schedule falls to zero."""
+
 
 def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
     """The schedule, by `config.schedule`: linear warm-up, then
 
     - `rsqrt`: peak * sqrt(warm-up / step), the recipe of Flax's LM1B example;
-    - `cosine`: to zero at `steps`, for short runs.
+    - `cosine`: to zero at `steps`, for short runs;
+    - `constant`: the peak until `DECAY` of `steps` are left, then linearly to zero. A lower `steps` ends a run at any time.
     """
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
     rising = optax.linear_schedule(0.0, peak, warmup)
@@ -29,8 +33,11 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
     elif config.schedule == "cosine":
         falling = optax.cosine_decay_schedule(peak, max(steps - warmup, 1))
+    elif config.schedule == "constant":
+        decay = max(int(DECAY * steps), 1)
+        falling = optax.linear_schedule(peak, 0.0, decay, max(steps - warmup - decay, 0))
     else:
-        raise unknown("optimizer.schedule", config.schedule, ("rsqrt", "cosine"))
+        raise unknown("optimizer.schedule", config.schedule, ("rsqrt", "cosine", "constant"))
     return optax.join_schedules([rising, falling], [warmup])
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -54,9 +54,11 @@ def compiled(
     optimizer: optax.GradientTransformation,
     step: Callable,
     evaluate: Callable,
+    given: tuple[Any, ...] = (),
 ) -> Programs:
     """Programs with parameters and optimizer state on `mesh` by `sharding.state_sharding`; the functions are as in
-    `Programs`, and `build` makes the model of random numbers."""
+    `Programs`, and `build` makes the model of random numbers. `given` are arrays, such as a teacher's weights, which `step`
+    and `evaluate` take as further arguments."""
 
     def init(key):
         params_key, run_key = jax.random.split(key)
@@ -64,10 +66,18 @@ def compiled(
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     places = sharding.state_sharding(mesh, shapes)
+    # The state comes out where it went in, whatever XLA would prefer: one program for all steps.
+    step, evaluate = jax.jit(step, donate_argnums=0, out_shardings=(places, None)), jax.jit(evaluate)
+    if given:
+        given = sharding.replicate(mesh, given)
+        step, evaluate = _with(step, given), _with(evaluate, given)
     return Programs(
         init=jax.jit(init, out_shardings=places),
-        # The state comes out where it went in, whatever XLA would prefer: one program for all steps.
-        step=jax.jit(step, donate_argnums=0, out_shardings=(places, None)),
-        evaluate=jax.jit(evaluate),
+        step=step,
+        evaluate=evaluate,
         like=jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places),
     )
+
+
+def _with(program: Callable, given: tuple[Any, ...]) -> Callable:
+    return lambda state, batch: program(state, batch, *given)

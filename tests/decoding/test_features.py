@@ -1,5 +1,6 @@
 """Drafts that see the target's features: each drafts from what it would have without a cache, and outputs are exact."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,8 +16,10 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.models.vocabulary import Kept
 
 WIDTH, VOCABULARY, CONTEXT = 16, 11, 96
 DRAFT = LlamaConfig(
@@ -39,6 +42,15 @@ def draft():
     return Llama(DRAFT, rngs=nnx.Rngs(1))
 
 
+@pytest.fixture(scope="module")
+def deep_draft():
+    """Also sees the output of its target's first layer, twice."""
+    made = Llama(dataclasses.replace(DRAFT, feature_layers=(1, 1)), rngs=nnx.Rngs(1))
+    made.fuse.kernel[...] = jax.random.normal(jax.random.key(0), made.fuse.kernel.shape)
+    made.norms_fuse[1].scale[...] *= 2
+    return made
+
+
 def llama_target():
     shape = LlamaConfig(2, WIDTH, 24, 4, 2, 4, VOCABULARY, CONTEXT, tied=True)
     model = Llama(shape, rngs=nnx.Rngs(0))
@@ -54,18 +66,29 @@ def our_target():
 TARGETS = {"llama": llama_target, "ladder": our_target}
 
 
-def on_whole_texts(model, tokens_BxT, features_BxTxE=None):
+def on_whole_texts(model, tokens_BxT, features_BxTxE=None, **options):
     """What the head of a model scores [B, T, E] in one call without a cache."""
     B, T = tokens_BxT.shape
     place = tokens_BxT, jnp.broadcast_to(jnp.arange(T), (B, T)), causal(jnp.zeros((B, T)))
-    return model.hidden(*place, **({} if features_BxTxE is None else {"features_BxNxE": features_BxTxE}))[0]
+    options |= {} if features_BxTxE is None else {"features_BxNxE": features_BxTxE}
+    return model.hidden(*place, **options)[0]
+
+
+def seen_of(target, draft, tokens_BxT):
+    """What a draft sees of the target at each token [B, T, E], in the space of its own features."""
+    last = on_whole_texts(target, tokens_BxT)
+    if not draft.feature_layers:
+        return last
+    output = on_whole_texts(target, tokens_BxT, also=(1,))[..., WIDTH:]
+    normed = output / jnp.sqrt(jnp.mean(output**2, axis=-1, keepdims=True) + DRAFT.norm_epsilon)
+    return last + normed @ draft.fuse.kernel[:WIDTH] + 2 * normed @ draft.fuse.kernel[WIDTH:]
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def expected_law(target, draft, drafted, tokens_T, length):
     """p [V] behind a text whose last `drafted` tokens are drafts; what is at and behind `length` does not count."""
     target, draft = target.merge(), draft.merge()
-    shown = on_whole_texts(target, tokens_T[None])
+    shown = seen_of(target, draft, tokens_T[None])
     seen = jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     for back in range(drafted, -1, -1):
         own = on_whole_texts(draft, tokens_T[None], seen)
@@ -79,18 +102,23 @@ def _seen(call):
 
 
 @pytest.mark.parametrize(
-    ("kind", "prompt", "tree"),
+    ("kind", "sees", "prompt", "tree"),
     [
-        ("llama", 1, "2,2,1"),
-        ("llama", 3, "2,2,1"),
-        pytest.param("llama", 1, "chain:3", marks=pytest.mark.slow),
-        pytest.param("llama", 3, "chain:3", marks=pytest.mark.slow),
-        ("ladder", 3, "3x1"),
-        pytest.param("llama", 70, "2,2,1", marks=pytest.mark.slow),
+        ("llama", "draft", 1, "2,2,1"),
+        ("llama", "deep_draft", 3, "2,2,1"),
+        pytest.param("llama", "draft", 3, "2,2,1", marks=pytest.mark.slow),
+        pytest.param("llama", "draft", 1, "chain:3", marks=pytest.mark.slow),
+        pytest.param("llama", "draft", 3, "chain:3", marks=pytest.mark.slow),
+        pytest.param("llama", "deep_draft", 1, "chain:3", marks=pytest.mark.slow),
+        ("ladder", "draft", 3, "3x1"),
+        pytest.param("ladder", "deep_draft", 3, "3x1", marks=pytest.mark.slow),
+        pytest.param("llama", "draft", 70, "2,2,1", marks=pytest.mark.slow),
+        pytest.param("llama", "deep_draft", 70, "2,2,1", marks=pytest.mark.slow),
     ],
 )
-def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, tree):
+def test_each_node_is_drafted_from_what_a_whole_text_gives(request, kind, sees, prompt, tree):
     """Behind prompts of one token, of fewer than a call recalls, and of two pieces; call after call."""
+    draft = request.getfixturevalue(sees)
     target, method = TARGETS[kind](), get_method("otm_block", tree=tree)
     models = freeze(target), freeze(draft)
     text = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
@@ -110,8 +138,10 @@ def test_each_node_is_drafted_from_what_a_whole_text_gives(draft, kind, prompt, 
 
 
 @pytest.mark.optimized
-def test_outputs_are_the_targets(draft):
+@pytest.mark.parametrize("sees", ["draft", "deep_draft"])
+def test_outputs_are_the_targets(request, sees):
     """Two tokens behind two prompts against their exact distribution; the draft's temperature is its own."""
+    draft = request.getfixturevalue(sees)
     target, prompts = llama_target(), np.array([[3, 1, 4, 0], [2, 0, 0, 0]])
     lengths, draws = np.array([3, 1]), 10_000
     rows = np.repeat(np.arange(2), draws)
@@ -147,6 +177,27 @@ def _top_four(logits_BxV):
     kept = logits_BxV >= np.sort(logits_BxV, axis=-1)[:, -4:-3]
     weights = np.where(kept, np.exp(logits_BxV - logits_BxV.max(-1, keepdims=True)), 0)
     return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_greedy_outputs_are_the_targets(deep_draft, quantized):
+    """A draft of several layers' features, also in int8."""
+    target, draft = our_target(), quantize(deep_draft) if quantized else deep_draft
+    prompts, lengths, greedy = np.array([[3, 1, 4], [2, 7, 0]]), np.array([3, 2]), Policy(temperature=0.0)
+    expected = generate(jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 12, greedy)
+    made = generate(jax.random.key(0), get_method("block", draft_length=3), target, draft, prompts, lengths, 12, greedy)
+    np.testing.assert_array_equal(made.tokens, expected.tokens)
+
+
+def test_a_new_draft_of_several_layers_begins_as_one_of_the_last_layer():
+    deep, plain = (Llama(dataclasses.replace(DRAFT, feature_layers=layers), rngs=nnx.Rngs(1)) for layers in ((2, 1), ()))
+    common = nnx.state(plain, (nnx.Param, Kept))
+    nnx.update(deep, common)
+    tokens = jnp.arange(8)[None] % VOCABULARY
+    features = on_whole_texts(llama_target(), tokens, also=(2, 1))
+    np.testing.assert_array_equal(
+        on_whole_texts(deep, tokens, features), on_whole_texts(plain, tokens, features[..., :WIDTH])
+    )
 
 
 @pytest.mark.slow
@@ -200,6 +251,11 @@ def test_what_is_refused(draft):
     wider = Llama(LlamaConfig(1, 20, 24, 4, 2, 4, VOCABULARY, CONTEXT), rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="the draft sees 16 features of its target, and this target shows 20"):
         generate(jax.random.key(0), method, wider, draft, *prompts, 2)
+    with pytest.raises(UserError, match="the draft sees layer 5 of its target, and this target has 2"):
+        deep = Llama(dataclasses.replace(DRAFT, feature_layers=(1, 5)), rngs=nnx.Rngs(1))
+        generate(jax.random.key(0), method, llama_target(), deep, *prompts, 2)
+    with pytest.raises(UserError, match=r"feature_layers=\(0, 1\): must be layers of the target, from 1"):
+        dataclasses.replace(DRAFT, feature_layers=[0, 1])
     with pytest.raises(UserError, match="this model sees the features of a target, and here are none"):
         generate(jax.random.key(0), get_method("baseline"), draft, None, *prompts, 2)
     with pytest.raises(UserError, match="features=8 is not width=16"):

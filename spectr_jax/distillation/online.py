@@ -1,0 +1,149 @@
+"""Text that a teacher labels while its student learns, so that no labels are kept on disk.
+
+Sources are corpora, which are encoded and packed as they are read, and folders of rows that `spectr_jax.label` wrote, such
+as chats, of which only the tokens are read. A batch takes a fixed share of its rows from each.
+"""
+
+import math
+import pathlib
+import re
+from collections.abc import Callable
+
+import grain
+import ml_collections
+import numpy as np
+
+from spectr_jax.data import batches
+from spectr_jax.data.corpus import Sentences, open_sentences
+from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.shuffled import ShuffledRows
+from spectr_jax.distillation import labels
+from spectr_jax.distillation import teacher as teaching
+from spectr_jax.distillation.labels import LabelledRows
+from spectr_jax.errors import UserError
+from spectr_jax.files import expanded
+from spectr_jax.loading import Trained
+from spectr_jax.models.base import features_shown
+from spectr_jax.models.frozen import Frozen, freeze
+
+COUNTED_ROWS = 2_048
+"""Rows of which the frequent tokens are counted."""
+
+
+class Lessons:
+    """Packed text from several sources, and the teacher that labels it; the other attributes are those of `LabelledRows`.
+
+    Attributes:
+      model: the teacher's.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, teacher: Trained, counts: tuple[int, ...] = ()):
+        self.model: Frozen = freeze(teacher)
+        self.teacher = labels.Teacher(config.teacher, config.teacher_dtype, "")
+        self.vocabulary, self.vocab_size = teacher.tokenizer.vocabulary, teacher.model.vocab_size
+        self.context, self.features = teacher.model.context, features_shown(teacher.model)
+        self.length, self._tokenizer, self._data = config.data.length, teacher.tokenizer, config.data
+        self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
+        names = config.data.train.split(",")
+        self._sources = [self._open(name.strip(), counts[i : i + 1]) for i, name in enumerate(names)]
+        self._counts = _rows_of_each(config, len(names))
+        self.counts = tuple(len(source) for source in self._sources)
+        for name, there, before in zip(names, self.counts, counts or self.counts, strict=True):
+            if there != before:
+                raise UserError(f"data.train={name!r} has {there} sentences, and had {before} before; restore the corpus")
+
+    def streams(self, streams: int) -> int:
+        """The largest number of streams, at most `streams`, that divides the rows of each source in a batch."""
+        return math.gcd(streams, *self._counts)
+
+    def batches(self, seed: int, streams: int, process: int = 0, processes: int = 1) -> grain.IterDataset:
+        """An endless, shuffled pipeline of batches without labels; see `data.batches.training_batches`.
+
+        Raises:
+          UserError: a source has fewer sentences, or rows, than there are streams.
+        """
+        if min(self.counts) < streams:
+            raise UserError(
+                f"data.streams={streams}: must be at most the {min(self.counts)} texts of the smallest source; "
+                "lower it, or give more text"
+            )
+
+        def stream_of(source: Sentences | LabelledRows, rows: int) -> Callable[[int], grain.IterDataset]:
+            if isinstance(source, LabelledRows):
+                return lambda i: ShuffledRows(source, count=rows // streams, seed=seed + i, stream=i, streams=streams).map(
+                    self._without_labels
+                )
+            return lambda i: teaching.packed(
+                batches.shuffled(source, seed, i, streams).map(self._encoded), self._row_type
+            ).batch(rows // streams)
+
+        made = [stream_of(*each) for each in zip(self._sources, self._counts, strict=True)]
+        return batches.mixed_batches(made, labels.batch_of, streams, process, processes)
+
+    def heldout(self) -> dict[str, PackedRows]:
+        """The first rows of each held-out source, by name."""
+        found = {}
+        for name in self._data.heldout:
+            source, count = self._open(name, ()), self._data.heldout_rows
+            if isinstance(source, LabelledRows):
+                rows = self._without_labels(source.take(np.arange(min(count, len(source)))))
+            else:
+                enough = min(
+                    len(source), -(-count * self.length // 8)
+                )  # Hardly any text has fewer than 8 tokens a sentence.
+                rows = teaching.pack_rows(teaching.read_texts(source, self._tokenizer)(0, enough), self._row_type)[:count]
+            found[short_name(name)] = PackedRows([rows], self.vocabulary)
+        return found
+
+    def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
+        """The `count` tokens that the text has most of, int32 in ascending order."""
+        counted, rows, data = (
+            np.zeros(self.vocab_size, np.int64),
+            0,
+            iter(self.batches(seed, self.streams(sum(self._counts)))),
+        )
+        while rows < COUNTED_ROWS:
+            batch = next(data)
+            counted += np.bincount(batch["inputs"][batch["segments"] > 0], minlength=self.vocab_size)
+            rows += len(batch["inputs"])
+        data.close()
+        return np.sort(np.argsort(-counted, kind="stable")[:count]).astype(np.int32)
+
+    def _open(self, name: str, counts: tuple[int, ...]) -> Sentences | LabelledRows:
+        if not (expanded(name) / labels.INDEX).is_file():
+            return open_sentences(name, self._data.tfds_dir or None)
+        rows = labels.open_labels(name, counts)
+        for field, wanted in (("vocabulary", self.vocabulary), ("length", self.length)):
+            if getattr(rows, field) != wanted:
+                raise UserError(
+                    f"{name!r} has rows of {field}={getattr(rows, field)!r}, and this run needs {wanted!r}; label again "
+                    "with the teacher and the --length of this run, or set data.length"
+                )
+        return rows
+
+    def _encoded(self, sentence: str) -> dict[str, np.ndarray]:
+        return teaching.cut(teaching.Text(self._tokenizer.prompt(sentence)), self.length)
+
+    def _without_labels(self, rows: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(rows), self._row_type)
+        for name in ("tokens", "segments"):
+            found[name] = rows[name]
+        found["drafted"] = rows["drafted"] if "drafted" in (rows.dtype.names or ()) else rows["segments"] > 0
+        return found
+
+
+def short_name(spec: str) -> str:
+    """The name of a source in metrics: the last part of its path, of letters, digits and underscores."""
+    return re.sub(r"\W+", "_", pathlib.PurePath(spec).name.partition(".")[0]).strip("_")
+
+
+def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
+    """Rows of a batch from each source, by `data.shares`."""
+    given = tuple(config.data.shares)
+    shares = given * sources if len(given) == 1 else given
+    if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):
+        raise UserError(
+            f"data.shares={given}: must divide batch_size={config.batch_size} among the {sources} sources of data.train; "
+            "give one positive integer each, whose sum divides the batch size"
+        )
+    return [config.batch_size * share // sum(shares) for share in shares]

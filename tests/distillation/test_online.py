@@ -1,0 +1,187 @@
+"""A student whose teacher labels text in each step: the labels are those of `label`, and a run resumes bit-equal."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from flax import nnx
+
+from spectr_jax import Policy, generate, get_method, label, load, runs
+from spectr_jax.config import online_config
+from spectr_jax.distillation import labels, online, students, training
+from spectr_jax.distillation import teacher as teaching
+from spectr_jax.errors import Interrupted, UserError
+from spectr_jax.models.llama import LlamaConfig
+from spectr_jax.models.vocabulary import Kept
+from spectr_jax.models.weights import save_weights
+from spectr_jax.training import loop
+from spectr_jax.training.metrics import read_metrics
+from spectr_jax.training.optimizer import learning_rate
+
+from .conftest import LENGTH
+
+KEPT = 120
+
+
+@pytest.fixture
+def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
+    """The config of a small run on a corpus and a folder of labelled rows, with changes."""
+    monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
+    (tmp_path / "train.txt").write_text("\n".join(sentences[:150]))
+    (tmp_path / "heldout.txt").write_text("\n".join(sentences[150:]))
+    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    labels.claim_folder(tmp_path / "chats", {**about, "length": LENGTH})
+    row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
+    texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 100)
+    monkeypatch.setattr(teaching, "SHARD", 10)
+    teaching.write_labels(tmp_path / "chats", texts, 50, teaching.labeller(teacher), row_type)
+
+    def make(**changes):
+        made = online_config()
+        model = {"layers": 1, "width": 24, "mlp": 32, "heads": 2, "kv_heads": 1, "head_tokens": KEPT, "embed_rank": 6}
+        made.model.update(model, features=24, feature_layers=(1,), dtype="float32")
+        made.data.update(train=f"{tmp_path / 'train.txt'},{tmp_path / 'chats'}", shares=(3, 1), streams=4, length=LENGTH)
+        made.data.update(heldout=(str(tmp_path / "heldout.txt"), str(tmp_path / "chats")), heldout_rows=9)
+        made.update(teacher="school:teacher", teacher_dtype="float32", steps=12, batch_size=16, depth=2)
+        made.update(log_every=4, eval_every=6, checkpoint_every=4)
+        made.optimizer.update(warmup_steps=2, learning_rate=0.02)
+        made.update_from_flattened_dict(changes)
+        return made
+
+    return make
+
+
+def lessons(config, teacher):
+    return online.Lessons(config, teacher)
+
+
+def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(config, teacher, sentences):
+    made = lessons(config(), teacher)
+    assert made.streams(8) == 4 and made.counts == (150, len(labels.open_labels(config().data.train.split(",")[1])))
+    data = iter(made.batches(0, 4))
+    batch = next(data)
+    data.close()
+    assert set(batch) == {"inputs", "segments", "positions", "targets", "drafted"} and len(batch["inputs"]) == 16
+    known = {tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]): index for index, sentence in enumerate(sentences)}
+    from_chats = np.zeros(16, bool)
+    for row in range(16):
+        for number in range(1, batch["segments"][row].max() + 1):
+            index = known[tuple(batch["inputs"][row][batch["segments"][row] == number].tolist())]
+            from_chats[row] |= index >= 150
+    assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no text"
+    assert from_chats.reshape(4, 4)[:, :3].sum() == 0, "three rows of a stream are of the corpus"
+    found = jax.jit(teaching.taught, static_argnums=2)(made.model, batch, (1,))
+    rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
+    rows["tokens"], rows["segments"] = batch["inputs"], batch["segments"]
+    teaching.labeller(teacher)(rows)
+    real = batch["segments"] > 0
+    np.testing.assert_array_equal(np.asarray(found["top"])[real][:, 0], rows["top"][real][:, 0])
+    np.testing.assert_allclose(np.asarray(found["log_probabilities"])[real], rows["log_probabilities"][real], atol=6e-3)
+    np.testing.assert_allclose(np.asarray(found["features"])[real][:, :24], rows["features"][real], atol=4e-3)
+    assert found["features"].shape[-1] == 48
+
+
+def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
+    """Levels of a student of several layers' features are those of a student of one layer that is given their sum."""
+    made = lessons(config(), teacher)
+    batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
+    shape = training.student_config(config().model, made.vocab_size, 64)
+    deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
+    deep.fuse.kernel[...] = jax.random.normal(jax.random.key(0), deep.fuse.kernel.shape)
+    plain = students.build(dataclasses.replace(shape, feature_layers=()), np.arange(KEPT, dtype=np.int32), nnx.Rngs(0))
+    kept = nnx.state(plain).flat_state()
+    nnx.update(plain, nnx.State.from_flat_path({path: dict(nnx.state(deep).flat_state())[path] for path, _ in kept}))
+    last, output = np.split(np.asarray(batch["features"]), 2, axis=-1)
+    summed = last + output / np.sqrt((output**2).mean(-1, keepdims=True) + shape.norm_epsilon) @ deep.fuse.kernel[...]
+    found = students.levels(deep, batch, 3)
+    wanted = students.levels(plain, {**batch, "features": summed}, 3)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    assert np.abs(students.levels(plain, {**batch, "features": last}, 3)[2] - wanted[2]).max() > 0.1
+
+
+def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
+    whole = training.distil(config(), tmp_path / "whole")
+    found = [record for record in read_metrics(tmp_path / "whole/metrics.jsonl") if runs.REJECTION in record][-1]
+    assert {"eval_alpha_1_heldout", "eval_alpha_4_heldout_level_2", "eval_alpha_1_chats"} <= set(found)
+    stop = iter([False] * 6 + [True] * 99)
+    with monkeypatch.context() as patched:
+        patched.setattr("spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop))
+        with pytest.raises(Interrupted, match="stopped and saved at step 7 of 12"):
+            training.distil(config(), tmp_path / "run")
+    resumed = training.distil(config(), tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    jax.tree.map(np.testing.assert_array_equal, resumed.opt_state, whole.opt_state)
+    (tmp_path / "train.txt").write_text("one sentence\n" * 30)
+    with pytest.raises(UserError, match=r"train.txt' has 30 sentences, and had 150 before; restore the corpus"):
+        training.distil(config(), tmp_path / "run")
+
+
+def test_a_draft_of_one_layers_features_is_continued_with_more(config, teacher, sentences, tmp_path):
+    """It begins exactly where the draft was, learns to use the other layer, and decodes exactly."""
+    tokens = np.arange(KEPT, dtype=np.int32)
+    shape = LlamaConfig(1, 24, 32, 2, 1, 12, teacher.model.vocab_size, 64, embed_rank=6, head_tokens=KEPT, features=24)
+    draft = students.build(shape, tokens, nnx.Rngs(5))
+    save_weights(tmp_path / "one", draft, teacher.tokenizer.vocabulary, {})
+    state = training.distil(config(init=str(tmp_path / "one"), steps=1, **{"optimizer.learning_rate": 0.0}), tmp_path / "as")
+    stored = load(str(tmp_path / "one")).model
+    assert not np.asarray(state.params["fuse"]["kernel"][...]).any()
+    np.testing.assert_array_equal(state.params["join"]["kernel"][...], stored.join.kernel[...])
+    training.distil(config(init=str(tmp_path / "one")), tmp_path / "run")
+    learnt = load(str(tmp_path / "run"))
+    assert learnt.model.feature_layers == (1,) and np.asarray(learnt.model.fuse.kernel[...]).any()
+    np.testing.assert_array_equal(learnt.model.head.tokens[...], nnx.state(draft, Kept)["head"]["tokens"][...])
+    prompts, lengths = teacher.tokenizer.prompts(sentences[:3])
+    greedy, key = Policy(temperature=0.0), jax.random.key(0)
+    expected = generate(key, get_method("baseline"), teacher, None, prompts, lengths, 8, greedy)
+    made = generate(key, get_method("block", draft_length=2), teacher, learnt, prompts, lengths, 8, greedy)
+    np.testing.assert_array_equal(made.tokens, expected.tokens)
+
+
+def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
+    """`label --labels=false` writes them; without `online` they are refused."""
+    args = {"teacher": "school:teacher", "text": str(tmp_path / "heldout.txt"), "count": 10, "length": LENGTH}
+    flags.FLAGS.mark_as_parsed()
+    for name, wanted in (("bare", False), ("full", True)):
+        with flagsaver.flagsaver(**args, labels=wanted, out=str(tmp_path / name), dtype="float32"):
+            label.main()
+    bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
+    assert not bare.labelled and bare[0].nbytes < 0.01 * full[0].nbytes
+    made = [
+        online.Lessons(config(**{"data.train": str(tmp_path / name), "data.shares": (1,), "data.streams": 1}), teacher)
+        for name in ("bare", "full")
+    ]
+    first, second = (next(iter(each.batches(0, 1))) for each in made)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    changes = {"data.train": str(tmp_path / "bare"), "data.shares": (1,)}
+    with pytest.raises(UserError, match="must have labels, which `label --labels=false` leaves out"):
+        training.distil(config(online=False, **changes), tmp_path / "labels")
+
+
+def test_what_is_refused(config, tmp_path):
+    cases = {
+        r"data.shares=\(1, 2\): must divide batch_size=16 among the 2 sources": {"data.shares": (1, 2)},
+        "needs 30; label again with the teacher": {"data.length": 30},
+        r"teacher='': must be the name of a model": {"teacher": ""},
+        "no text file matches": {"data.train": str(tmp_path / "none"), "data.shares": (1,)},
+        "model.features=12 is not the teacher's 24": {"model.features": 12},
+    }
+    for message, changes in cases.items():
+        with pytest.raises(UserError, match=message):
+            training.distil(config(**changes), tmp_path / "refused")
+
+
+def test_a_constant_rate_ends_when_the_run_does():
+    """A lower `steps` moves the decay alone."""
+    options = online_config().optimizer
+    options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
+    long, short = (learning_rate(options, steps) for steps in (200, 100))
+    assert [float(long(step)) for step in (5, 10, 160)] == [0.25, 0.5, 0.5] and float(long(200)) == 0.0
+    assert [round(float(short(step)), 6) for step in (10, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.0]
+
+
+def test_names_in_metrics():
+    found = map(online.short_name, ("a/heldout-00000-of-00001.txt.xz", "my/held*", "tfds:lm1b:test", "labels/chats"))
+    assert list(found) == ["heldout_00000_of_00001", "held", "tfds_lm1b_test", "chats"]
