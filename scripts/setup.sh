@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the locked versions, if it is not up to date: scripts/setup.sh [requirements file]
 # For an accelerator: JAX='jax[cuda13]' or JAX='jax[tpu]' in the environment, of this script and of all that call it. Then
-# jax is the newest that requirements.txt allows, and not the locked one, with which some methods do not compile for a GPU.
+# jax and flax are the newest that requirements.txt allows, and not the locked ones: with those some methods do not compile for a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=${1:-requirements.txt}
@@ -22,7 +22,7 @@ wanted_now() {
 if ! wanted_now | cmp -s - "$stamp"; then
   echo "installing $wanted into .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  sed ${JAX:+-e '/^jax/d'} -e '' requirements.lock >.venv/constraints.txt
+  sed ${JAX:+-e '/^jax/d' -e '/^flax/d'} -e '' requirements.lock >.venv/constraints.txt
   scripts/install.sh .venv -r "$wanted" ${JAX:+--upgrade "$JAX"} -c .venv/constraints.txt
   rm -f spectr_jax/models/layers/cpu/_products*.so  # Those of another source or Python, which would be loaded.
   scripts/install.sh .venv --no-deps -e .  # For scripts, and for use as a library.
