@@ -5,11 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 from flax import nnx
 
-from spectr_jax import Policy, generate, get_method, label, load, runs
+from spectr_jax import Policy, generate, get_method, load, runs
 from spectr_jax.config import online_config
 from spectr_jax.distillation import labels, online, students, training
 from spectr_jax.distillation import teacher as teaching
@@ -142,11 +140,12 @@ def test_a_draft_of_one_layers_features_is_continued_with_more(config, teacher, 
 
 def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
     """`label --labels=false` writes them; without `online` they are refused."""
-    args = {"teacher": "school:teacher", "text": str(tmp_path / "heldout.txt"), "count": 10, "length": LENGTH}
-    flags.FLAGS.mark_as_parsed()
-    for name, wanted in (("bare", False), ("full", True)):
-        with flagsaver.flagsaver(**args, labels=wanted, out=str(tmp_path / name), dtype="float32"):
-            label.main()
+    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 150)
+    for name, labelled, fill in (("bare", False, lambda rows: None), ("full", True, teaching.labeller(teacher))):
+        labels.claim_folder(tmp_path / name, {**about, "length": LENGTH, "labelled": labelled})
+        row_type = labels.row_type(teacher.model.vocab_size, LENGTH, labelled=labelled)
+        teaching.write_labels(tmp_path / name, texts, 10, fill, row_type)
     bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
     assert not bare.labelled and bare[0].nbytes < 0.01 * full[0].nbytes
     made = [
