@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax.models.cache import Cache, differentiable, read, write, zeros
+from spectr_jax.models.layers import cpu
 from spectr_jax.models.llama import Llama, LlamaConfig
 
 
@@ -20,7 +21,7 @@ def test_integers_of_a_model_of_its_own_are_written_as_they_are():
 
 
 @pytest.mark.optimized
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA copies on a CPU")
+@pytest.mark.skipif(not cpu.kernels(), reason="XLA's products by head copy keys and values on a CPU")
 def test_a_call_on_one_token_copies_no_cache():
     """All that it needs beside its arguments is smaller than one layer's keys."""
     shape = LlamaConfig(layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=4096)
