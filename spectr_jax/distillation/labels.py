@@ -50,8 +50,10 @@ class Teacher(NamedTuple):
 
 
 def row_type(vocab_size: int, length: int, features: int = 0, drafted: bool = True, labelled: bool = True) -> np.dtype:
-    """The structured type of a row of `length` tokens, with so many features each; `drafted` is False in older folders, and
-    `labelled` in rows whose labels the teacher computes while the student learns."""
+    """Returns the structured type of a row of `length` tokens with `features` features each.
+
+    `drafted` is False in older folders, and `labelled` in rows whose labels the teacher computes during training.
+    """
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
     return np.dtype(
         [

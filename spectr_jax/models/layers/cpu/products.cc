@@ -43,11 +43,11 @@ inline float Narrowed<Bfloat16>(float v) {
 
 constexpr float kUnits = 32767;   // Activations are rounded to this many units on either side of zero.
 constexpr float kTiny = 1e-30f;   // The largest activation of a row counts as at least this.
-constexpr long kSegment = 4096;   // Products of so many int8 weights and int16 activations fit the int32 lanes of a sum.
+constexpr long kSegment = 4096;   // Inputs; int32 lanes hold the sums of this many products of int8 and int16.
 constexpr long kLine = 32;       // Of 16 bits: the cache line of most CPUs.
 constexpr long kAhead = 2048;     // Bytes; a CPU's own prefetching stops at the end of each page.
 constexpr long kRowsAhead = 8;    // Of weights [inputs, outputs], read ahead.
-constexpr long kCachedRows = 16;  // So many rows of activations stay in a CPU's first cache.
+constexpr long kCachedRows = 16;  // Rows of activations that stay in a CPU's first cache.
 constexpr long kColumns = 1024;   // Outputs of four rows that stay in a CPU's first cache.
 
 struct Int8Product {
