@@ -24,6 +24,7 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import Embed, dense_layer
+from spectr_jax.models.layers.norms import RMSNorm
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 
 
@@ -114,18 +115,6 @@ def llama3_divisors(
     plain = theta ** (-np.arange(0, head_width, 2) / head_width)
     kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
     return tuple((1 / (kept + (1 - kept) / factor)).tolist())
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32."""
-
-    def __init__(self, width: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(width))
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean + self.epsilon) * self.scale[...].astype(jnp.float32)
 
 
 class Block(nnx.Module):

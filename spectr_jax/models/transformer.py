@@ -22,6 +22,7 @@ from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
+from spectr_jax.models.layers.norms import LayerNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +69,6 @@ def sinusoidal_table(length: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)
-
-
 class Block(nnx.Module):
     """Self-attention and MLP, each after a layer norm and with a residual connection."""
 
@@ -80,10 +77,10 @@ class Block(nnx.Module):
         linear = functools.partial(dense_layer, dtype=dtype, rngs=rngs)
         self.heads = config.heads
         self.dtype = dtype
-        self.norm_attention = _norm(config, rngs)
+        self.norm_attention = LayerNorm(config.width, config.norm_epsilon)
         self.qkv = linear(config.width, 3 * config.width, use_bias=config.attention_bias, kernel_init=_split_init(3))
         self.out = linear(config.width, config.width, use_bias=config.attention_bias)
-        self.norm_mlp = _norm(config, rngs)
+        self.norm_mlp = LayerNorm(config.width, config.norm_epsilon)
         self.up = linear(config.width, config.mlp)
         self.down = linear(config.mlp, config.width)
         self.dropout = nnx.Dropout(config.dropout)
@@ -127,7 +124,7 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         if config.learned_positions:
             self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.context, config.width)))
-        self.norm = _norm(config, rngs)
+        self.norm = LayerNorm(config.width, config.norm_epsilon)
         self.head = dense_layer(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.test_util import check_grads
 
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
+from spectr_jax.models.layers.norms import LayerNorm, RMSNorm
 
 pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
@@ -81,6 +83,27 @@ def test_attention_equals_that_of_jax(level, tokens, slots, heads, kv_heads, wid
     np.testing.assert_allclose(made.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("width", [576, 768, 33, 1])
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_norms_equal_float64(level, norm, width, rows):
+    rng = np.random.default_rng(rows)
+    x = (rng.normal(size=(2, rows, width)) * 10 + 3).astype(np.float32)
+    layer = norm(width, 1e-5)
+    for name in ("scale", "bias"):
+        if hasattr(layer, name):
+            setattr(layer, name, nnx.Param(jnp.asarray(rng.normal(size=width), jnp.float32)))
+    assert "ffi_call" in str(jax.make_jaxpr(layer)(x))
+    exact = x.astype(np.float64)
+    if norm is LayerNorm:
+        exact -= exact.mean(-1, keepdims=True)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * layer.scale[...]
+    exact = exact + layer.bias[...] if norm is LayerNorm else exact
+    made = np.asarray(layer(x))
+    np.testing.assert_allclose(made, exact, atol=3e-6)
+    np.testing.assert_array_equal(layer(x[1, -1:]), made[1, -1:])  # The bits of a row do not depend on the others.
+
+
 def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(level):
     x, kernel, scale = _int8(19, 577, 65)
     weights = jnp.asarray(kernel, jnp.float32)
@@ -105,6 +128,7 @@ def test_gradients_are_those_of_the_plain_functions():
     np.testing.assert_allclose(by_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
     by_rows = jax.grad(lambda kernel: jnp.sum(cpu.float_rows(x, kernel) * g))(weights)
     np.testing.assert_allclose(by_rows, g.T @ x, rtol=1e-5, atol=1e-5)
+    check_grads(LayerNorm(24, 1e-5), (jnp.asarray(g),), order=1, modes=["rev"], rtol=1e-2)
 
 
 def test_second_derivatives():
@@ -124,17 +148,18 @@ def test_operands_that_do_not_fit_are_refused():
     ):
         with pytest.raises(TypeError, match="dot_general"):
             product(x[:, :39], *rest)
-    for target, operands in (
+    for target, operands, *attributes in (
         ("int8_rows", (x[:, :39], kernel, scale)),
         ("int8_rows", (x, kernel, scale[:1])),
         ("float_columns", (x, kernel.T.astype(np.float16))),
+        ("norm", (x, scale, scale), {"epsilon": np.float32(1), "centered": False}),
         (
             "attention",
             (np.zeros((1, 2, 1, 4), np.float32), *np.zeros((2, 1, 3, 1, 4), np.float32), np.ones((1, 1, 3), bool)),
         ),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
-            jax.block_until_ready(cpu._call(target, operands[0].shape, *operands))
+            jax.block_until_ready(cpu._call(target, operands[0].shape, *operands, **dict(*attributes)))
 
 
 def test_one_mask_serves_all_sequences():

@@ -57,27 +57,6 @@ def test_a_layer_rounds_weights_by_output(kernels):
     np.testing.assert_allclose(layer(jnp.asarray(x[0, :1])), expected[0, :1], rtol=1e-4, atol=2e-3)
 
 
-def test_the_distribution_does_not_depend_on_the_width_of_a_call(kernels, model):
-    """A prompt in one call, in calls on nine tokens and token by token."""
-    quantized = freeze(quantize(model))
-    tokens = np.random.default_rng(2).integers(0, 29, (2, 36))
-
-    def in_calls_of(width):
-        extend = jax.jit(lambda frozen, *arguments: frozen.merge().extend(*arguments))
-        cache, found = quantized.merge().init_cache(2, 36), []
-        for first in range(0, 36, width):
-            positions = np.broadcast_to(np.arange(first, first + width), (2, width))
-            visible = np.broadcast_to(np.tri(width, dtype=bool), (2, width, width))
-            logits, cache = extend(quantized, tokens[:, first : first + width], positions, visible, cache)
-            cache = dataclasses.replace(cache, lengths=cache.lengths + width)
-            found.append(jax.nn.softmax(logits))
-        return np.concatenate(found, axis=1)
-
-    whole = in_calls_of(36)
-    for width in (9, 1):
-        assert np.max(np.abs(in_calls_of(width) - whole).sum(-1) / 2) < 1e-4  # In total variation.
-
-
 def test_logits_stay_close_and_tokens_do_not_meet(model):
     tokens = np.random.default_rng(1).integers(0, 29, (4, 20))
     exact, rounded = (np.asarray(_logits(freeze(each), tokens)) for each in (model, quantize(model)))

@@ -15,7 +15,8 @@ def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
 
     Every new token sees at least one slot.
     """
-    if cpu.few(q_BxNxHxD.shape[1], q_BxNxHxD, k_BxTxKxD, v_BxTxKxD) and k_BxTxKxD.dtype == v_BxTxKxD.dtype:
+    few = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES
+    if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.multiplied(q_BxNxHxD, k_BxTxKxD):
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if cpu.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)

@@ -27,7 +27,7 @@ def _narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
 @jax.custom_vjp
 def _dense(x, kernel):
     rows = x.reshape(-1, x.shape[-1])
-    if cpu.few(len(rows), rows, kernel):
+    if len(rows) <= cpu.FEW and cpu.multiplied(rows, kernel):
         product = cpu.float_columns(rows.astype(jnp.float32), kernel)
     else:
         product = _matmul(rows, kernel.astype(x.dtype))
@@ -73,6 +73,6 @@ class Embed(nnx.Embed):
         """Logits [..., V] float32 of `query` [..., E]."""
         rows = query.reshape(-1, query.shape[-1]).astype(self.dtype)
         table = self.embedding[...].astype(self.dtype)
-        if not cpu.few(len(rows), rows, table):
+        if len(rows) > cpu.FEW or not cpu.multiplied(rows, table):
             return super().attend(query, out_sharding).astype(jnp.float32)
         return cpu.float_rows(rows.astype(jnp.float32), table).reshape(*query.shape[:-1], -1)

@@ -16,14 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 FEW = 16
 """The largest number of rows that kernels multiply with float weights; XLA's products are faster for more."""
+MOST_QUERIES = 512
+"""The largest number of new tokens of a sequence whose attention is the kernel's; XLA's is faster for more."""
 FLOATS = (jnp.float32, jnp.bfloat16)
 SWITCH = "SPECTR_JAX_KERNELS"
 FOLDER = pathlib.Path(__file__).parent
-TARGETS = ("int8_rows", "float_rows", "float_columns", "attention")
+TARGETS = ("int8_rows", "float_rows", "float_columns", "attention", "norm")
 _PREFIX = "spectr_jax_"
 
 
@@ -40,9 +43,9 @@ def kernels() -> bool:
     return on_cpu() and jax.device_count() == 1 and library() is not None
 
 
-def few(rows: int, *factors: jax.Array) -> bool:
-    """Whether the kernels multiply this number of rows, and factors of these dtypes."""
-    return rows <= FEW and all(factor.dtype in FLOATS for factor in factors) and kernels()
+def multiplied(*factors: jax.Array) -> bool:
+    """Whether the kernels multiply factors of these dtypes."""
+    return all(factor.dtype in FLOATS for factor in factors) and kernels()
 
 
 @functools.cache
@@ -65,14 +68,14 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _call(target: str, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
+def _call(target: str, shape: tuple[int, ...], *arguments: jax.Array, **attributes: Any) -> jax.Array:
     library()  # The first call registers the targets.
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(*arguments)
+    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(*arguments, **attributes)
 
 
 def _as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
-    """Gives a kernel the derivatives, in reverse mode, and the errors of the function `plain` of the same arguments."""
+    """Gives a kernel the errors of the function `plain` of the same arguments; where derivatives are taken, `plain` runs."""
 
     def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         @jax.custom_vjp
@@ -80,7 +83,7 @@ def _as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]],
             jax.eval_shape(plain, *given)  # Raises for shapes that do not fit.
             return kernel(*given)
 
-        function.defvjp(lambda *given: (function(*given), given), lambda given, g: jax.vjp(plain, *given)[1](g))
+        function.defvjp(lambda *given: jax.vjp(plain, *given), lambda backward, g: backward(g))
         return functools.wraps(kernel)(function)
 
     return decorate
@@ -117,6 +120,18 @@ def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return mixed.astype(q_BxNxHxD.dtype)
 
     return attend
+
+
+def norm(plain: Callable[..., jax.Array], *, centered: bool, epsilon: float) -> Callable[..., jax.Array]:
+    """The kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the derivatives of `plain`."""
+
+    @_as(plain)
+    def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        made = _call("norm", rows.shape, rows, scale, bias, epsilon=np.float32(epsilon), centered=centered)
+        return made.reshape(x.shape)
+
+    return normalized
 
 
 def in_memory(x: jax.Array) -> jax.Array:

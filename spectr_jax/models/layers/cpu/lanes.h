@@ -95,6 +95,31 @@ inline Pairs MulAdd(const Wide& w, const int16_t* x, Pairs sum) {
 inline Floats AsFloats(const Pairs& sum) { return Each([&](long i) { return static_cast<float>(sum.lane[i]); }); }
 #endif
 
+// The sum of a function of numbers, in lanes that vectorize.
+template <typename Of>
+float Sum(const float* x, long count, Of of) {
+  constexpr long kLanes = 32;
+  float lanes[kLanes] = {};
+  long i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (long lane = 0; lane < kLanes; ++lane) lanes[lane] += of(x[i + lane]);
+  }
+  for (; i < count; ++i) lanes[i % kLanes] += of(x[i]);
+  return std::accumulate(lanes, lanes + kLanes, 0.0f);
+}
+
+// A norm of rows [begin, end).
+void Normalize(const Norm& n, long begin, long end) {
+  for (long row = begin; row < end; ++row) {
+    const float* x = n.x + row * n.width;
+    float* y = n.y + row * n.width;
+    const float count = static_cast<float>(n.width), mean = n.centered ? Sum(x, n.width, [](float v) { return v; }) / count : 0;
+    const float variance = Sum(x, n.width, [mean](float v) { return (v - mean) * (v - mean); }) / count;
+    const float factor = 1 / std::sqrt(variance + n.epsilon);
+    for (long i = 0; i < n.width; ++i) y[i] = (x[i] - mean) * factor * n.scale[i] + n.bias[i];
+  }
+}
+
 // A row of activations as int16 and the scale of their units.
 float Round(const float* x, long inputs, int16_t* whole) {
   int32_t largest_bits = 0;  // Without their signs, the bits of floats have the order of the floats; NaN is above all.
@@ -262,5 +287,5 @@ void Attend(const Attention& a, long begin, long end) {
   }
 }
 
-constexpr Kernels kKernels = {Round, Int8Rows, FloatRows<float>, FloatRows<Bfloat16>, FloatColumns<float>, FloatColumns<Bfloat16>,
+constexpr Kernels kKernels = {Normalize, Round, Int8Rows, FloatRows<float>, FloatRows<Bfloat16>, FloatColumns<float>, FloatColumns<Bfloat16>,
                               Attend<float>, Attend<Bfloat16>};

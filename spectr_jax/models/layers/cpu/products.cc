@@ -76,7 +76,16 @@ struct Attention {
   long tokens, slots, heads, kv_heads, width;
 };
 
+struct Norm {
+  const float *x, *scale, *bias;  // [rows, width], [width], [width]
+  float* y;                       // As x.
+  long width;
+  float epsilon;
+  bool centered;
+};
+
 struct Kernels {
+  void (*normalize)(const Norm&, long, long);
   float (*round)(const float*, long, int16_t*);
   void (*int8_rows)(const Int8Product&, long, long);
   void (*float_rows)(const FloatProduct&, long, long);
@@ -252,6 +261,17 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> queries, ffi::An
   return ffi::Error::Success();
 }
 
+ffi::Error Normalize(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR1<ffi::F32> scale, ffi::BufferR1<ffi::F32> bias,
+                     float epsilon, bool centered, ffi::ResultBufferR2<ffi::F32> y) {
+  const long rows = x.dimensions()[0], width = x.dimensions()[1];
+  const auto error = Unless(scale.dimensions()[0] == width && bias.dimensions()[0] == width);
+  if (error.failure()) return error;
+  const Norm n{x.typed_data(), scale.typed_data(), bias.typed_data(), y->typed_data(), width, epsilon, centered};
+  const auto kernel = kLevels[chosen_level].normalize;
+  InParallel(pool, rows, 4 * width, [&](long begin, long end) { kernel(n, begin, end); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // The number of levels that this CPU has; kernels of the last are used unless tests choose another.
@@ -275,3 +295,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_jax_attention, Attend,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::BufferR3<ffi::PRED>>()
                                   .Ret<ffi::BufferR4<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_jax_norm, Normalize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<bool>("centered")
+                                  .Ret<Matrix>());

@@ -1,0 +1,46 @@
+"""Norms over the last axis, in float32: RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spectr_jax.models.layers import cpu
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _normalized(x, self.scale[...], jnp.zeros(self.scale.shape), centered=False, epsilon=self.epsilon)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / std(x) * scale + bias."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _normalized(x, self.scale[...], self.bias[...], centered=True, epsilon=self.epsilon)
+
+
+def _normalized(x, scale, bias, *, centered, epsilon):
+    x, scale, bias = (part.astype(jnp.float32) for part in (x, scale, bias))
+    plain = functools.partial(_plain, centered=centered, epsilon=epsilon)
+    normalized = cpu.norm(plain, centered=centered, epsilon=epsilon) if cpu.kernels() else plain
+    return normalized(x, scale, bias)
+
+
+def _plain(x, scale, bias, *, centered, epsilon):
+    if centered:
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + epsilon) * scale + bias

@@ -1,0 +1,102 @@
+"""An int8 model is one model in every call shape: its logits do not depend on the width of a call, so greedy decoding equals
+the baseline, token for token. With the CPU kernels, the bits are equal."""
+
+import dataclasses
+import importlib.metadata
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax import Policy, generate, get_method, load
+from spectr_jax.loading import EMBEDDED, SMOLLM2_PACKAGE
+from spectr_jax.models.frozen import freeze
+from spectr_jax.models.layers import cpu
+from spectr_jax.models.quantized import quantize
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+
+RESULTS = pathlib.Path(__file__).parents[2] / "results"
+PAIRS = {
+    "embedded": ("embedded:20m", "embedded:2m"),
+    "97m": (str(RESULTS / "target_97m" / "target_97m"), "embedded:6m"),
+    "smollm2": ("smollm2", str(RESULTS / "smollm2" / "eagle" / "smollm2_eagle")),
+}
+METHODS = {
+    "block": {"draft_length": 8},
+    "spectr": {"num_drafts": 2, "draft_length": 3},
+    "otm_layer": {"tree": "2,1,1"},
+    "traversal": {"tree": "2,2"},
+    "ersd": {"tree": "3,1"},
+}
+"""One of each way to verify, in calls on four to nine tokens of eight sequences."""
+
+
+def _installed(package: str) -> bool:
+    return any(found.name == package for found in importlib.metadata.distributions())
+
+
+def _logits_in_calls_of(width, frozen, tokens):
+    extend = jax.jit(lambda frozen, *arguments: frozen.merge().extend(*arguments))
+    cache, found = frozen.merge().init_cache(*tokens.shape), []
+    for first in range(0, tokens.shape[1], width):
+        new = tokens[:, first : first + width]
+        positions = np.broadcast_to(np.arange(first, first + width), new.shape)
+        visible = np.broadcast_to(np.tri(width, dtype=bool), (len(new), width, width))
+        logits, cache = extend(frozen, new, positions, visible, cache)
+        cache = dataclasses.replace(cache, lengths=cache.lengths + width)
+        found.append(np.asarray(logits))
+    return np.concatenate(found, axis=1)
+
+
+def _load(name):
+    if name == "small":
+        shape = TransformerConfig(layers=1, width=64, mlp=256, heads=4, vocab_size=29, context=48)
+        return quantize(Transformer(shape, rngs=nnx.Rngs(0)))
+    if name == "smollm2" and not _installed(SMOLLM2_PACKAGE):
+        pytest.skip(f"{SMOLLM2_PACKAGE} is not installed")
+    return load(PAIRS[name][0], "int8").model
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("small", True), ("small", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in PAIRS)],
+)
+def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch):
+    """A text in one call, in calls on nine tokens and token by token, alone and beside another."""
+    if kernels and not cpu.kernels():
+        pytest.skip("the CPU kernels are not in use")
+    if not kernels:
+        monkeypatch.setattr(cpu, "kernels", lambda: False)
+        jax.clear_caches()
+    model = _load(name)
+    frozen, tokens = freeze(model), np.random.default_rng(2).integers(0, model.vocab_size, (2, 36))
+    whole = _logits_in_calls_of(36, frozen, tokens)
+    for width in (9, 1):
+        for found in (_logits_in_calls_of(width, frozen, tokens), _logits_in_calls_of(width, frozen, tokens[1:])):
+            same = whole[-len(found) :]
+            if kernels:
+                np.testing.assert_array_equal(found, same)
+            assert np.max(np.abs(jax.nn.softmax(found) - jax.nn.softmax(same)).sum(-1) / 2) < 1e-4  # In total variation.
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("pair", PAIRS)
+def test_greedy_decoding_in_int8_equals_the_baseline(pair):
+    if pair == "smollm2" and not _installed(SMOLLM2_PACKAGE):
+        pytest.skip(f"{SMOLLM2_PACKAGE} is not installed")
+    target, draft = (load(name, "int8") for name in PAIRS[pair])
+    models = freeze(target.model), freeze(draft.model)
+    prompts, lengths = target.tokenizer.prompts((EMBEDDED / "prompts.txt").read_text().splitlines()[:8])
+    new_tokens = min(100, target.model.context - prompts.shape[1])
+
+    def tokens(method, *pair):
+        out = generate(jax.random.key(0), method, *pair, prompts, lengths, new_tokens, Policy(temperature=0.0))
+        return [row[:length].tolist() for row, length in zip(np.asarray(out.tokens), out.lengths, strict=True)]
+
+    expected = tokens(get_method("baseline"), models[0], None)
+    found = {name: tokens(get_method(name, **options), *models) for name, options in METHODS.items()}
+    assert [name for name in found if found[name] != expected] == []
