@@ -39,13 +39,14 @@ tables() {
     evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
         --config.models="('embedded:2m','embedded:6m','embedded:20m','results/target_97m/target_97m')"
     evaluated target_97m/cpu ladder.py:97m
-    fastest target_97m/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(2,3,4,6)' \
-        --config.target=results/target_97m/target_97m --config.draft=embedded:6m
+    fastest target_97m/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(1,2,3,4)' \
+        --config.target=results/target_97m/target_97m --config.draft=embedded:6m --config.dtype=int8
     evaluated demo demo.py:full
     evaluated ladder ladder.py
     evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
         --config.methods="('otm_block','otm_layer')"
-    fastest ladder/fastest_1 1 "${pair[@]}" --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(2,3,4,6)'
+    fastest ladder/fastest_1 1 "${pair[@]}" --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(1,2,3,4)' \
+        --config.dtype=int8
     fastest ladder/fastest_32 32 "${pair[@]}" --config.num_prompts=32 --config.tries=4 --config.draft_lengths='(1,2,3,4)'
     evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.extra_trees="('4,1,1,1,1,1,1,1',)" \
         --config.num_prompts=48
