@@ -3,7 +3,10 @@ the baseline, token for token. With the CPU kernels, the bits are equal."""
 
 import dataclasses
 import importlib.metadata
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -100,3 +103,26 @@ def test_greedy_decoding_in_int8_equals_the_baseline(pair):
     expected = tokens(get_method("baseline"), models[0], None)
     found = {name: tokens(get_method(name, **options), *models) for name, options in METHODS.items()}
     assert [name for name in found if found[name] != expected] == []
+
+
+PROGRAM = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from test_one_model_in_every_call import _load, _logits_in_calls_of, freeze
+model = _load("embedded")
+frozen, tokens = freeze(model), np.random.default_rng(2).integers(0, model.vocab_size, (1, 36))
+alone = _logits_in_calls_of(1, frozen, tokens)
+for width in (9, 36):
+    np.testing.assert_array_equal(_logits_in_calls_of(width, frozen, tokens), alone)
+"""
+
+
+@pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
+def test_nor_in_a_process_whose_programs_are_optimized():
+    """XLA's norms differ between widths only with its own options, which tests/conftest.py replaces."""
+    theirs = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC")
+    environment = {name: value for name, value in os.environ.items() if name not in theirs}
+    program = [sys.executable, "-c", PROGRAM, str(pathlib.Path(__file__).parent)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
