@@ -14,15 +14,17 @@ import pytest
 
 from spectr_jax import decoding, transport
 from spectr_jax.config import auto_config, eval_config, trees_config
-from spectr_jax.decoding.walks import block, layer, multipath, traversal
+from spectr_jax.decoding.verifiers import Block, MultiPath, TokenByToken
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.measure.acceptance import PairAcceptance
+from spectr_jax.testing import methods as checks
 
 ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 METHOD = re.search(r"## How to add a method\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
+VERIFIER = re.search(r"## How to add a verifier\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
 TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
 
 
@@ -77,8 +79,8 @@ def registered(folder, monkeypatch):
 def test_auto(registered, toy, tmp_path):
     """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured on batches: the method
     itself does not draft these."""
-    plan = transport.get("recursive_without_replacement")
-    decoding.register("chains", lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), plan))
+    by_child = TokenByToken(transport.get("recursive_without_replacement"))
+    decoding.register("chains", lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), by_child))
     config = auto_config()
     config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("lazy", "chains")})
     config.update(
@@ -109,27 +111,30 @@ def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     decoding.register("mine", lambda *, tree="2,1": decoding.get_method("otm", tree=tree))
     mine = decoding.get_method("mine")
-    assert mine.name == "mine" and mine.plan.name == "otm"
+    assert mine.name == "mine" and mine.verifier.plan.name == "otm"
     assert decoding.methods.on_tree("mine", mine.tree) == mine
 
 
 def test_whole_paths_need_a_winner():
-    with pytest.raises(UserError, match="method 'bad' decides on whole paths, and its plan 'kseq' names no winner"):
-        decoding.Method("bad", decoding.tree.parse("2,1"), transport.get("kseq"), block.select)
+    with pytest.raises(UserError, match=r"plan='kseq': names no winner among i.i.d. drafts"):
+        Block(transport.get("kseq"))
 
 
-@pytest.mark.parametrize(
-    ("tree", "plan", "walk", "message"),
-    [
-        ("1,2", "greedy_multipath", multipath.select, "chooses one of K chains, and its tree is none"),
-        ("2,1", "race", multipath.select, "has a walk for drafts by 'iid', and its plan 'race' draws them by 'race'"),
-        ("2,2", "recursive_without_replacement", layer.Walk(), "has a walk for drafts by 'iid', and its plan 'recursive_w"),
-        ("2,2", "race", traversal.select, "has a walk for drafts by 'without_replacement', and its plan 'race'"),
-    ],
-)
-def test_walks_refuse_drafts_that_they_are_not_exact_for(tree, plan, walk, message):
-    with pytest.raises(UserError, match=f"method 'bad' {message}"):
-        decoding.Method("bad", decoding.tree.parse(tree), transport.get(plan), walk)
+def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
+    with pytest.raises(UserError, match="method 'bad': it chooses one of K chains, and its tree is not K chains"):
+        decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
+
+
+def test_the_verifier_of_the_guide(monkeypatch):
+    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
+    monkeypatch.setattr(checks, "GENERATIONS", 24_000)
+    exec(textwrap.dedent(VERIFIER), {"__name__": "guide"})
+    assert "one_token" in decoding.methods.METHODS
+
+
+def test_a_plan_is_no_verifier():
+    with pytest.raises(UserError, match="method 'bad': the verifier is a Plan, which must be a `Verifier`"):
+        decoding.Method("bad", decoding.tree.parse("1,2"), transport.get("kseq"))
 
 
 def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):

@@ -1,7 +1,6 @@
 """The public checks: the plan of CONTRIBUTING.md passes them, and what is wrong fails, with the right property named."""
 
 import dataclasses
-import functools
 import pathlib
 import re
 import types
@@ -11,8 +10,9 @@ import numpy as np
 import pytest
 
 from spectr_jax import decoding, testing, transport
-from spectr_jax.decoding import drafting, selection
+from spectr_jax.decoding import drafting
 from spectr_jax.decoding import tree as trees
+from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.errors import UserError
 from spectr_jax.testing import methods as checks
 
@@ -90,9 +90,11 @@ def test_nonsense_is_told_from_drafts():
         testing.check_nonsense(_lazy(("valid & (drafts == token)", "drafts == token")))
 
 
-def _late(key, plan, tree, policy, length, tokens, p, logits):
-    """A walk that reads the logits of the node behind."""
-    return selection.select(key, plan, tree, policy, length, tokens, p, jax.numpy.roll(logits, 1, axis=0))
+class _Late(TokenByToken):
+    """Reads the logits of the node before."""
+
+    def __call__(self, key, scored):
+        return super().__call__(key, dataclasses.replace(scored, logits=jax.numpy.roll(scored.logits, 1, axis=0)))
 
 
 def test_what_is_wrong_with_a_method_is_said(monkeypatch):
@@ -102,8 +104,8 @@ def test_what_is_wrong_with_a_method_is_said(monkeypatch):
         r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
     )
     with pytest.raises(AssertionError, match=message):
-        testing.check_method(decoding.Method("mine", trees.chain(1), plan))
-    method = decoding.Method("mine", trees.chain(1), transport.get("maximal"), _late)
+        testing.check_method(decoding.Method("mine", trees.chain(1), TokenByToken(plan)))
+    method = decoding.Method("mine", trees.chain(1), _Late(transport.get("maximal")))
     with pytest.raises(AssertionError, match="method 'mine': at temperature 0 it does not emit the target's likeliest"):
         testing.check_greedy(method, 0)
 
@@ -145,8 +147,11 @@ def test_what_is_wrong_with_texts_is_said(monkeypatch, check, change, message):
 
 
 def test_a_method_that_is_never_equal_to_itself_is_told():
+    class Unequal(TokenByToken):
+        __eq__, __hash__ = object.__eq__, object.__hash__
+
     def build():
-        return decoding.Method("mine", trees.none(), transport.get("maximal"), functools.partial(selection.select))
+        return decoding.Method("mine", trees.none(), Unequal(transport.get("maximal")))
 
     with pytest.raises(
         AssertionError, match=r"method 'mine': the second call compiled \d+ programs; build the method of parts"
@@ -158,10 +163,10 @@ def test_a_registered_method_is_known_by_its_name():
     _lazy()
 
     def factory(*, draft_length=4, w=0.5):
-        return decoding.Method("lazy", trees.chain(draft_length), transport.get("lazy", w=w))
+        return decoding.Method("lazy", trees.chain(draft_length), TokenByToken(transport.get("lazy", w=w)))
 
     decoding.register("lazy", factory)
-    assert decoding.get_method("lazy", w=0.25).plan == transport.get("lazy", w=0.25)
+    assert decoding.get_method("lazy", w=0.25).verifier.plan == transport.get("lazy", w=0.25)
     with pytest.raises(UserError, match="method 'lazy' has no option 'gamma'; it has draft_length, w"):
         decoding.get_method("lazy", gamma=1.0)
     with pytest.raises(UserError, match="plan 'lazy' has no option 'gamma'; it has w"):

@@ -23,8 +23,9 @@ from spectr_jax import cli
 from spectr_jax.config import eval_config
 from spectr_jax.decoding import Policy
 from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import parse
-from spectr_jax.decoding.walks import layer
+from spectr_jax.decoding.verifiers import layer
 from spectr_jax.errors import UserError
 from spectr_jax.measure import measurement, report
 from spectr_jax.models.frozen import freeze
@@ -84,6 +85,20 @@ class Grown:
     @property
     def inner_rank(self) -> np.ndarray:
         return np.minimum(np.arange(self.size + 1), self.inner[-1])
+
+    @property
+    def paths(self) -> jax.Array:
+        nodes = jnp.arange(self.size + 1)
+        above = [nodes]
+        for _ in range(self.height - 1):
+            above.append(self.parent[above[-1]])
+        # The k-th node on the way to one of depth d is d - k levels above it.
+        index = jnp.asarray(self.depth)[:, None] - 1 - jnp.arange(self.height)
+        return jnp.where(index >= 0, jnp.take_along_axis(jnp.stack(above, axis=1), jnp.maximum(index, 0), axis=1), 0)
+
+    @property
+    def levels(self) -> list[np.ndarray]:
+        return [np.flatnonzero(self.depth == depth) for depth in range(self.height + 1)]
 
     @property
     def level_table(self) -> np.ndarray:
@@ -156,8 +171,9 @@ def outcomes(K: int, L: int, keys, rule, target, draft, temperature, prompt_T, l
         tree, tokens, p, above = grow(draft_key, rule, small, policy, prompt_T, length, K, L)
         positions = length - 1 + jnp.asarray(tree.depth)[None]
         logits, _ = large.extend(tokens[None], positions, above[None], cache)
-        walk = layer.Walk(_COMPETITIONS.value)
-        return jnp.stack(walk.expected(walk_key, tree, policy, length, tokens, p, logits[0]))
+        tree: Any = tree  # It is as good as a `Tree` here.
+        scored = ScoredTree(tree=tree, policy=policy, length=length, tokens=tokens, p=p, logits=logits[0])
+        return jnp.stack(layer.Layer(_COMPETITIONS.value).expected(walk_key, scored))
 
     return jax.lax.map(one, keys)
 

@@ -56,7 +56,7 @@ def measured(name: str, trees: dict[str, Tree], target, draft, prompts, config) 
     """Tokens [prompts] by tree, and calls [prompts], of a method's walks along the calls of one method of its rule."""
     methods = {spec: on_tree(name, tree) for spec, tree in trees.items()}
     replayed = {spec: method for spec, method in methods.items() if method is not None}
-    along = "gsd" if get_method(name).plan.drafts == "without_replacement" else "otm_block"
+    along = "gsd" if get_method(name).verifier.rule == "without_replacement" else "otm_block"
     method = get_method(along, tree=covering(trees.values()))
     policy, own = measurement.policies_of(config, target.tokenizer.eos)
     observe = observe_replays(tuple(replayed.values()))

@@ -61,7 +61,7 @@ def check_request(method: Method, target, draft, prompts, prompt_lengths, max_ne
             if target.layers > 1
             else "the target has one layer, and no earlier one to draft with; give a draft model and another method"
         )
-    if method.plan.drafts != "iid" and method.tree.children_table.shape[1] > target.vocab_size:
+    if method.verifier.rule != "iid" and method.tree.children_table.shape[1] > target.vocab_size:
         raise UserError(
             f"the tree of method {method.name!r} has nodes with {method.tree.children_table.shape[1]} children, and the "
             f"vocabulary {target.vocab_size} distinct tokens; give a narrower tree"

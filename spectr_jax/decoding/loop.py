@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.decoding import drafting, features, scoring, selection
+from spectr_jax.decoding import drafting, features, scoring
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, ends
+from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.cache import Cache
 
@@ -25,24 +27,14 @@ class Call(NamedTuple):
     """What `observe` is given of one call, for one sequence.
 
     Attributes:
-      tree: the draft tree.
-      policy: turns the target's logits into distributions.
       key: for random numbers in `observe`; not used elsewhere.
-      length: [] int32, tokens of the sequence before the call.
-      tokens: [N + 1] by node, the last committed one first.
-      p: [I, V] draft distributions at the inner nodes.
-      logits: [N + 1, V] of the target at each node.
+      scored: the drafts, with the distributions of both models.
       chosen: the tokens, the path and the numbers of drafts.
     """
 
-    tree: Tree
-    policy: Policy
     key: jax.Array
-    length: jax.Array
-    tokens: jax.Array
-    p: jax.Array
-    logits: jax.Array
-    chosen: selection.Selection
+    scored: ScoredTree
+    chosen: Selection
 
 
 class Loop(NamedTuple):
@@ -125,11 +117,12 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
 
 
 def observe_texts(observe, call: Call):
-    def one(*parts):
-        return observe(Call(call.tree, call.policy, *parts))
+    def one(key, arrays, chosen):
+        return observe(Call(key=key, scored=call.scored.with_arrays(*arrays), chosen=chosen))
 
+    observed = jax.vmap(one)(call.key, call.scored.arrays, call.chosen)
     # Sums of truth values are counts.
-    return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, jax.vmap(one)(*call[2:]))
+    return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
 
 def add_observed(loop: Loop, observe, call: Call):
@@ -150,7 +143,7 @@ def call(
     """One serial call of the target, for all sequences; finished ones do not change."""
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    if method.plan.drafts == "race":
+    if method.verifier.rule == "race":
         # A race belongs to a place in the text, not to a call: one decides draft and target, whatever the draft.
         draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
     else:
@@ -162,16 +155,15 @@ def call(
         show = None if loop.seen is None else features.wanted(draft)
         logits, shown, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache, show)
     with jax.named_scope("select"):
-        chosen = selection.for_each_text(method.walk, method.plan, tree, policy)(
-            loop.done, select_keys, loop.lengths, tokens_BxN, p, logits
-        )
+        scored = ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens_BxN, p=p, logits=logits)
+        chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored)
     with jax.named_scope("commit"):
         after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
         if loop.seen is not None and shown is not None:
             added = after.lengths - loop.lengths
             after = after._replace(seen=features.after_call(loop.seen, shown, chosen.path, added))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
-    return after, Call(tree, policy, spare_keys, loop.lengths, tokens_BxN, p, logits, chosen)
+    return after, Call(key=spare_keys, scored=scored, chosen=chosen)
 
 
 def _draft(loop: Loop, method: Method, target, draft, keys_B, policy: Policy):
@@ -182,15 +174,15 @@ def _draft(loop: Loop, method: Method, target, draft, keys_B, policy: Policy):
     cache = loop.draft_cache
     if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
         cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
-    drafts = drafting.draft(keys_B, draft, method.rule, method.tree, policy, loop.text, loop.lengths, cache, loop.seen)
+    drafts = drafting.draft(
+        keys_B, draft, drafting.RULES[method.verifier.rule], method.tree, policy, loop.text, loop.lengths, cache, loop.seen
+    )
     if method.exit_layer:
         return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
 
 
-def _commit(
-    loop: Loop, tree: Tree, chosen: selection.Selection, target_cache, draft, draft_cache, limits_B, policy: Policy
-) -> Loop:
+def _commit(loop: Loop, tree: Tree, chosen: Selection, target_cache, draft, draft_cache, limits_B, policy: Policy) -> Loop:
     """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
     emitted, ended = _cut(chosen, policy, limits_B - loop.lengths)
     emitted = jnp.where(loop.done, 0, emitted)
@@ -213,7 +205,7 @@ def _commit(
     )
 
 
-def _cut(chosen: selection.Selection, policy: Policy, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cut(chosen: Selection, policy: Policy, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
     emitted = jnp.minimum(chosen.emitted, room_B)
     is_eos = ends(chosen.tokens, policy) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])

@@ -1,4 +1,4 @@
-"""Methods: named triples of a draft tree, a transport plan with its drafting rule, and a walk down the tree.
+"""Methods: a draft tree and a verifier, by name.
 
 A new method is a function here with its options as keyword arguments, and a line in `METHODS`; in a program of your own, a
 call of `register`. Where a method drafts `num_drafts` i.i.d. chains of `draft_length` tokens, `tree` gives another shape, as
@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from spectr_jax import transport
-from spectr_jax.decoding import drafting, selection
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.walks import block as block_walk
-from spectr_jax.decoding.walks import layer, multipath, traversal
+from spectr_jax.decoding.verifiers import Block, Layer, MultiPath, TokenByToken, Traversal, Verifier
+from spectr_jax.decoding.verifiers.layer import COMPETITIONS
 from spectr_jax.errors import UserError, unknown
 
 Shape: TypeAlias = Tree | str | None
@@ -30,65 +29,48 @@ class Method:
     Attributes:
       name: as registered.
       tree: the shape that is drafted; empty for none.
-      plan: how one token is chosen among drafts.
-      walk: how the tokens of a call are chosen: `selection.select`, token by token by the plan, or by whole paths
-        `block.select`, `multipath.select`, `layer.Walk()` or `traversal.select`; the last three need of the plan only that
-        its drafting rule is theirs.
-      exit_layer: self-speculation: the draft is so many of the target's first layers; 0 for a draft model.
+      verifier: chooses the tokens that a call emits; its rule says how siblings are drafted.
+      exit_layer: self-speculation: the draft is this number of the target's first layers; 0 for a draft model.
+
+    Raises:
+      UserError: the verifier is not exact on the tree.
     """
 
     name: str
     tree: Tree
-    plan: transport.Plan
-    walk: Callable[..., selection.Selection] = selection.select
+    verifier: Verifier
     exit_layer: int = 0
 
     def __post_init__(self):
-        _check_walk(self)
-
-    @property
-    def rule(self) -> Callable:
-        """How the children of a node are drawn, as the plan demands."""
-        return drafting.RULES[self.plan.drafts]
-
-
-def _check_walk(method: Method) -> None:
-    """Raises `UserError` where the walk is not exact for the plan's drafts or the tree."""
-    plan, tree, walk = method.plan, method.tree, method.walk
-    if walk is block_walk.select and (plan.winner is None or plan.drafts != "iid"):
-        raise UserError(
-            f"method {method.name!r} decides on whole paths, and its plan {plan.name!r} names no winner among i.i.d. "
-            "drafts; give a plan with `win`, such as 'otm'"
-        )
-    rules = {multipath.select: "iid", traversal.select: "without_replacement"}
-    rule = "iid" if isinstance(walk, layer.Walk) else rules.get(walk, plan.drafts)
-    if plan.drafts != rule:
-        raise UserError(
-            f"method {method.name!r} has a walk for drafts by {rule!r}, and its plan {plan.name!r} draws them by "
-            f"{plan.drafts!r}; give a plan of that rule"
-        )
-    if walk is multipath.select and tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
-        raise UserError(f"method {method.name!r} chooses one of K chains, and its tree is none of K chains; give num_drafts")
+        if not isinstance(self.verifier, Verifier):
+            raise UserError(
+                f"method {self.name!r}: the verifier is a {type(self.verifier).__name__}, which must be a `Verifier`; "
+                "give one of `decoding.verifiers`, such as TokenByToken(plan)"
+            )
+        try:
+            self.verifier.check(self.tree)
+        except UserError as error:
+            raise UserError(f"method {self.name!r}: {error}") from None
 
 
 def baseline() -> Method:
     """One token per call, drawn from the target."""
-    return Method("baseline", trees.none(), transport.get("maximal"))
+    return Method("baseline", trees.none(), TokenByToken(transport.get("maximal")))
 
 
 def speculative(*, draft_length: int = 4) -> Method:
     """One chain of L drafts and maximal coupling (Leviathan et al., Chen et al.; SpecTr, Algorithms 1 and 4)."""
-    return Method("speculative", trees.chain(draft_length), transport.get("maximal"))
+    return Method("speculative", trees.chain(draft_length), TokenByToken(transport.get("maximal")))
 
 
 def block(*, draft_length: int = 4) -> Method:
     """One chain of L drafts and block verification (Sun et al., 2024)."""
-    return Method("block", trees.chain(draft_length), transport.get("maximal"), block_walk.select)
+    return Method("block", trees.chain(draft_length), Block(transport.get("maximal")))
 
 
 def spectr(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and K-SEQ at gamma* (SpecTr, Algorithms 2, 3 and 5)."""
-    return _iid("spectr", "kseq", num_drafts, draft_length, tree)
+    return _iid("spectr", TokenByToken(transport.get("kseq")), num_drafts, draft_length, tree)
 
 
 def kseq_gamma(
@@ -99,37 +81,37 @@ def kseq_gamma(
     gamma: float | None = None,
 ) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
-    return _iid("kseq_gamma", "kseq_gamma", num_drafts, draft_length, tree, gamma=gamma)
+    return _iid("kseq_gamma", TokenByToken(transport.get("kseq_gamma", gamma=gamma)), num_drafts, draft_length, tree)
 
 
 def naive(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, and tokens drawn from the target regardless of the drafts: a reference point."""
-    return _iid("naive", "naive", num_drafts, draft_length, tree)
+    return _iid("naive", TokenByToken(transport.get("naive")), num_drafts, draft_length, tree)
 
 
 def recursive(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and recursive rejection (SpecInfer's multi-step verification)."""
-    return _iid("recursive", "recursive", num_drafts, draft_length, tree)
+    return _iid("recursive", TokenByToken(transport.get("recursive")), num_drafts, draft_length, tree)
 
 
 def spectr_plus(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and one iteration of iOPT (SpecTr++, Definition 4)."""
-    return _iid("spectr+", "spectr+", num_drafts, draft_length, tree)
+    return _iid("spectr+", TokenByToken(transport.get("spectr+")), num_drafts, draft_length, tree)
 
 
 def spectr_plus_plus(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts and iOPT until it ends (SpecTr++, Definition 4)."""
-    return _iid("spectr++", "spectr++", num_drafts, draft_length, tree)
+    return _iid("spectr++", TokenByToken(transport.get("spectr++")), num_drafts, draft_length, tree)
 
 
 def otm(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and the exact optimal plan for one token (`transport.otm`)."""
-    return _iid("otm", "otm", num_drafts, draft_length, tree)
+    return _iid("otm", TokenByToken(transport.get("otm")), num_drafts, draft_length, tree)
 
 
 def otm_block(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
-    """As `otm`, with block verification along the path of the plan's winners (`decoding/walks/block.py`)."""
-    return _iid("otm_block", "otm", num_drafts, draft_length, tree, walk=block_walk.select)
+    """As `otm`, with block verification along the path of the plan's winners (`decoding/verifiers/block.py`)."""
+    return _iid("otm_block", Block(transport.get("otm")), num_drafts, draft_length, tree)
 
 
 def otm_layer(
@@ -137,44 +119,43 @@ def otm_layer(
     num_drafts: int | None = None,
     draft_length: int | None = None,
     tree: Shape = None,
-    competitions: int = layer.COMPETITIONS,
+    competitions: int = COMPETITIONS,
 ) -> Method:
-    """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/walks/layer.py`)."""
-    trees.checked(competitions=competitions)
-    return _iid("otm_layer", "otm", num_drafts, draft_length, tree, walk=layer.Walk(competitions))
+    """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/verifiers/layer.py`)."""
+    return _iid("otm_layer", Layer(competitions), num_drafts, draft_length, tree)
 
 
 def gbv(*, num_drafts: int = NUM_DRAFTS, draft_length: int = DRAFT_LENGTH) -> Method:
     """Greedy multi-path block verification of K i.i.d. chains of L drafts (Thomas and Pal, 2026;
-    `decoding/walks/multipath.py`)."""
-    return _iid("gbv", "greedy_multipath", num_drafts, draft_length, None, walk=multipath.select)
+    `decoding/verifiers/multipath.py`)."""
+    return _iid("gbv", MultiPath(), num_drafts, draft_length, None)
 
 
 def gbv_conditional(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
     """As `gbv`, on any prefix tree: the winner's distribution is given how many drafts are live, which that one is not."""
-    return _iid("gbv_conditional", "greedy_multipath", num_drafts, draft_length, tree, walk=block_walk.select)
+    return _iid("gbv_conditional", Block(transport.get("greedy_multipath")), num_drafts, draft_length, tree)
 
 
 def gsd(*, tree: Tree | str = "4,2,1,1") -> Method:
     """Greedy speculative decoding on any tree, drafted without replacement (ERSD, Algorithm 4)."""
-    return Method("gsd", trees.parse(tree), transport.get("recursive_without_replacement"))
+    return Method("gsd", trees.parse(tree), TokenByToken(transport.get("recursive_without_replacement")))
 
 
 def traversal_verification(*, tree: Tree | str = "4,2,1,1") -> Method:
     """Traversal verification (Weng et al., 2025): from the leaves to the root of any tree that is drafted without
     replacement."""
-    return Method("traversal", trees.parse(tree), transport.get("recursive_without_replacement"), traversal.select)
+    return Method("traversal", trees.parse(tree), Traversal())
 
 
 def ersd(*, tree: Tree | str = "4,2,1,1") -> Method:
     """Exponential race speculative decoding on any tree (ERSD, Algorithm 5). Its output does not depend on the draft
     model."""
-    return Method("ersd", trees.parse(tree), transport.get("race"))
+    return Method("ersd", trees.parse(tree), TokenByToken(transport.get("race")))
 
 
 def greedy_drafts(*, tree: Tree | str = "4,2,1,1") -> Method:
     """The likeliest tokens and one draw at each node, and the plan that is optimal for these (Hu et al., 2025)."""
-    return Method("greedy_drafts", trees.parse(tree), transport.get("greedy"))
+    return Method("greedy_drafts", trees.parse(tree), TokenByToken(transport.get("greedy")))
 
 
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
@@ -186,7 +167,7 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
     return dataclasses.replace(get_method(method, **options), name="self_speculative", exit_layer=layers)
 
 
-def _iid(name: str, plan: str, num_drafts, draft_length, tree, walk=selection.select, **options: Any) -> Method:
+def _iid(name: str, verifier: Verifier, num_drafts: int | None, draft_length: int | None, tree: Shape) -> Method:
     if tree is None:
         drafts = NUM_DRAFTS if num_drafts is None else num_drafts
         shape = trees.iid_chains(drafts, DRAFT_LENGTH if draft_length is None else draft_length)
@@ -194,7 +175,7 @@ def _iid(name: str, plan: str, num_drafts, draft_length, tree, walk=selection.se
         shape = trees.parse(tree)
     else:
         raise UserError(f"method {name!r} is given tree={tree!r} and num_drafts or draft_length; give one of them")
-    return Method(name, shape, transport.get(plan, **options), walk)
+    return Method(name, shape, verifier)
 
 
 METHODS: dict[str, Callable[..., Method]] = {

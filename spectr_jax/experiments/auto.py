@@ -14,11 +14,13 @@ import ml_collections
 import numpy as np
 import tqdm
 
+from spectr_jax import transport
 from spectr_jax.config import auto_config, check_fields, check_positive
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.methods import cannot_branch, on_tree, options_for
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.errors import UserError
 from spectr_jax.experiments.call_parts import Times, call_time, counted, measure_times, on_chains
 from spectr_jax.measure import measurement, report
@@ -148,8 +150,10 @@ def _replayed(bench: Bench, name: str) -> dict[str, float]:
         if tree.size <= bench.config.size and (method := on_tree(name, tree)) is not None
     }
     whole = covering(method.tree for method in methods.values())
-    walked = Method(name, whole, get_method(name).plan)
-    program = Program(walked, bench.drafts[0], observe_replays(tuple(methods.values())))
+    # Any plan of the same drafting rule would do: its own verifier may refuse the covering tree.
+    plan = {"iid": "otm", "without_replacement": "recursive_without_replacement"}[get_method(name).verifier.rule]
+    drawn = Method(name, whole, TokenByToken(transport.get(plan)))
+    program = Program(drawn, bench.drafts[0], observe_replays(tuple(methods.values())))
     observed = bench.measured(f"{name} replayed", program, bench.config.seeds[0], batches=1).observed
     return dict(zip(methods, (np.array(observed["emitted"]) / observed["calls"]).tolist(), strict=True))
 

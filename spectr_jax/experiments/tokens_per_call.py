@@ -199,7 +199,7 @@ def _summary(
 
 def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
     """What is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
-    asked = row.draft and config.optimal_acceptance and row.method.plan.drafts == "iid"  # The optimum for such drafts.
+    asked = row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"  # The optimum for such drafts.
     optimum = Program(row.method, row.draft, observe_optimum) if asked else None
     return Program(row.method, row.draft, observe_accepted), optimum
 

@@ -208,7 +208,7 @@ def _shapes(
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
     carriers = acceptance.carriers
-    if carriers and get_method(name).plan.drafts == "iid":
+    if carriers and get_method(name).verifier.rule == "iid":
         length, table = config.draft_length, carriers.get(name, next(iter(carriers.values())))
         given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
         given = [branching for branching in given if below < tree_lib.prefix_tree(*branching).size <= size]
@@ -221,7 +221,7 @@ def _shapes(
         return {name: tree_lib.prefix_tree(*each) for each, name in named.items()}
     if name in acceptance.R:
         shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
-        if get_method(name).plan.drafts != "race":
+        if get_method(name).verifier.rule != "race":
             del shapes["chain"]  # One draft a node: speculative decoding.
         return shapes
     shapes = {"batch": tree_lib.batch(size), "SpecInfer": tree_lib.specinfer(size)}

@@ -5,14 +5,14 @@ Each `observe_*` is given to `generate` as `observe`: a function of one `Call`, 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.decoding import Call, Method
-from spectr_jax.decoding.policy import ends, probabilities
+from spectr_jax.decoding.policy import ends
 from spectr_jax.planning.prediction import RATIOS, WINNERS, ratio_cell, statistic
 from spectr_jax.transport import Plan, otm
 
@@ -73,14 +73,14 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
       nodes: the number of such nodes.
       optimum: the sum of alpha_k*, the largest acceptance that any plan has for i.i.d. drafts from these distributions.
     """
-    (visited, depth), drafts = _visited(call), call.chosen.drafts
-    if not len(call.p):  # No drafts at all.
+    (visited, depth), drafts, scored = _visited(call), call.chosen.drafts, call.scored
+    if not len(scored.p):  # No drafts at all.
         return {"nodes": jnp.sum(visited), "optimum": jnp.zeros(())}
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
-        q = probabilities(call.logits[node], call.policy)
-        return otm.acceptance(call.p[jnp.asarray(call.tree.inner_rank)[node]], q, jnp.maximum(k, 1))
+        p = scored.p[jnp.asarray(scored.tree.inner_rank)[node]]
+        return otm.acceptance(p, scored.q(node), jnp.maximum(k, 1))
 
     best = jax.vmap(optimum)(nodes, drafts)
     return {"nodes": jnp.sum(visited), "optimum": jnp.sum(jnp.where(visited, best, 0))}
@@ -99,13 +99,13 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
       nodes: [N + 1] how often each node was accepted, except after EOS; for the root, the number of calls.
       kl: KL(target, draft) at the root, in bits.
     """
-    chosen, depth = call.chosen, jnp.arange(call.tree.height)
-    is_eos = ends(chosen.tokens[:-1], call.policy)
+    chosen, scored, depth = call.chosen, call.scored, jnp.arange(call.scored.tree.height)
+    is_eos = ends(chosen.tokens[:-1], scored.policy)
     ended = jnp.cumsum(is_eos) - is_eos > 0
     accepted = (depth < chosen.emitted - 1) & ~ended
-    counts = jnp.zeros(call.tree.size + 1).at[chosen.path].add(accepted).at[0].set(1)
-    q = probabilities(call.logits[0], call.policy)
-    return {"nodes": counts, "kl": jnp.sum(jnp.where(q > 0, q * jnp.log2(q / call.p[0]), 0))}
+    counts = jnp.zeros(scored.tree.size + 1).at[chosen.path].add(accepted).at[0].set(1)
+    q = scored.q(0)
+    return {"nodes": counts, "kl": jnp.sum(jnp.where(q > 0, q * jnp.log2(q / scored.p[0]), 0))}
 
 
 @functools.cache
@@ -124,8 +124,8 @@ def observe_drafts(methods: tuple[Method, ...], kind: str | None = None) -> Call
     """
 
     def observe(call: Call) -> dict[str, jax.Array]:
-        drafts = call.tokens[1:]
-        p, q = call.p[0], probabilities(call.logits[0], call.policy)
+        drafts = call.scored.tokens[1:]
+        p, q = call.scored.p[0], call.scored.q(0)
 
         def carriers(plan: Plan, k):
             valid = jnp.arange(len(drafts)) < k
@@ -141,9 +141,10 @@ def observe_drafts(methods: tuple[Method, ...], kind: str | None = None) -> Call
 
         found = {}
         for method in methods:
+            verifier: Any = method.verifier  # It has a statistic, and so a plan.
             count = winners if (kind or statistic(method)) == WINNERS else carriers
             # One k after the other: some plans need much room.
-            found[method.name] = jax.lax.map(functools.partial(count, method.plan), jnp.arange(len(drafts) + 1))
+            found[method.name] = jax.lax.map(functools.partial(count, verifier.plan), jnp.arange(len(drafts) + 1))
         return found
 
     return observe

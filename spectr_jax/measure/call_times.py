@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from spectr_jax.decoding import Method, Policy, drafting, scoring, selection
+from spectr_jax.decoding import Method, Policy, drafting, scoring
 from spectr_jax.decoding.loop import call, prefill
+from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.verifiers.base import for_each_sequence
 from spectr_jax.measure.compilation import side_by_side
 from spectr_jax.measure.journal import Journal
 from spectr_jax.models.base import Model
@@ -195,7 +197,16 @@ def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) 
 def _draft_phase(method: Method, keys_B, text_BxT, lengths_B) -> Callable:
     def phase(step, fixed, drafts):
         (model, seen), cache = fixed, drafts.cache
-        arguments = model.merge(), method.rule, method.tree, Policy(), text_BxT, lengths_B, cache, seen
+        arguments = (
+            model.merge(),
+            drafting.RULES[method.verifier.rule],
+            method.tree,
+            Policy(),
+            text_BxT,
+            lengths_B,
+            cache,
+            seen,
+        )
         drafts = drafting.draft(_fold(keys_B, step), *arguments)
         return drafts._replace(cache=_at(drafts.cache, cache.lengths))
 
@@ -213,8 +224,9 @@ def _score_phase(tree: Tree, lengths_B) -> Callable:
 
 def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
     def phase(step, fixed, _):
-        walk = selection.for_each_text(method.walk, method.plan, method.tree, Policy())
-        return walk(jnp.zeros(len(lengths_B), bool), _fold(keys_B, step), lengths_B, *fixed)
+        tokens, p, logits = fixed
+        scored = ScoredTree(tree=method.tree, policy=Policy(), length=lengths_B, tokens=tokens, p=p, logits=logits)
+        return for_each_sequence(method.verifier, jnp.zeros(len(lengths_B), bool), _fold(keys_B, step), scored)
 
     return phase
 

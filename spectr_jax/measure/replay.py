@@ -40,7 +40,7 @@ def part_of(whole: Tree, part: Tree) -> np.ndarray:
 
 def can_be_replayed(method: Method) -> bool:
     """Whether parts of its drafted trees are drafted trees: of a draft model, i.i.d. or without replacement."""
-    return bool(method.tree.size) and not method.exit_layer and method.plan.drafts in ("iid", "without_replacement")
+    return bool(method.tree.size) and not method.exit_layer and method.verifier.rule in ("iid", "without_replacement")
 
 
 @functools.cache
@@ -57,19 +57,16 @@ def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, j
       UserError: a method whose drafts are not drawn so that the first of them are drafts.
     """
     for method in methods:
-        if not can_be_replayed(method) or method.plan.drafts != methods[0].plan.drafts:
+        if not can_be_replayed(method) or method.verifier.rule != methods[0].verifier.rule:
             raise UserError(
-                f"method {method.name!r} drafts by the rule {method.plan.drafts!r}; replay methods that draft, all "
+                f"method {method.name!r} drafts by the rule {method.verifier.rule!r}; replay methods that draft, all "
                 "with i.i.d. drafts or all without replacement"
             )
 
     def emitted(call: Call, method: Method, key: jax.Array) -> jax.Array:
-        tree = method.tree
-        nodes = part_of(call.tree, tree)
-        p = call.p[call.tree.inner_rank[nodes[tree.inner]]]
-        given = call.length, call.tokens[nodes], p, call.logits[nodes]
-        chosen = method.walk(key, method.plan, tree, call.policy, *given)
-        is_eos = ends(chosen.tokens, call.policy) & (jnp.arange(len(chosen.tokens)) < chosen.emitted)
+        scored = call.scored.part(method.tree, part_of(call.scored.tree, method.tree))
+        chosen = method.verifier(key, scored)
+        is_eos = ends(chosen.tokens, scored.policy) & (jnp.arange(len(chosen.tokens)) < chosen.emitted)
         return jnp.where(jnp.any(is_eos), jnp.argmax(is_eos) + 1, chosen.emitted).astype(jnp.int32)
 
     def observe(call: Call) -> dict[str, jax.Array]:

@@ -57,24 +57,26 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
     def record(call: Call) -> dict[str, jax.Array]:
         # What `observe` returns is summed over the calls; no two start at the same length.
-        return {name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.length].set(x) for name, x in seen(call).items()}
+        return {
+            name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.scored.length].set(x) for name, x in seen(call).items()
+        }
 
     return record
 
 
 def seen(call: Call) -> dict[str, jax.Array]:
     """What `read_call` needs of one call: an `observe` for `stream`."""
-    parent = jnp.asarray(call.tree.parent)
+    scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
     made = {
-        "tokens": call.tokens,
-        "q": probabilities(call.logits, call.policy)[parent, call.tokens],
-        "p": jnp.ones(call.tokens.shape),
+        "tokens": scored.tokens,
+        "q": probabilities(scored.logits, scored.policy)[parent, scored.tokens],
+        "p": jnp.ones(scored.tokens.shape),
         "path": call.chosen.path,
         "chosen": call.chosen.tokens,
         "emitted": call.chosen.emitted,
     }
-    if call.tree.size:
-        made["p"] = call.p[jnp.asarray(call.tree.inner_rank)[parent], call.tokens]
+    if scored.tree.size:
+        made["p"] = scored.p[jnp.asarray(scored.tree.inner_rank)[parent], scored.tokens]
     return made
 
 

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.decoding import selection
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.walks import block
 from spectr_jax.errors import UserError
 from spectr_jax.planning import tree_search
 
@@ -36,20 +34,14 @@ CARRIERS, WINNERS, CHILDREN = "carriers", "winners", "children"
 def statistic(method: Method) -> str | None:
     """What has to be observed of a method's drafts to predict it, or None where nothing would do.
 
-    For i.i.d. drafts `CARRIERS`, how many of k carry the token, or, for a walk that decides on whole paths, `WINNERS`, the
-    ratio of the winner too. For distinct drafts, drawn one after the other, `CHILDREN`, the acceptance by child index.
-    Nothing where the first k of many drafts are not k drafts, for other walks (`measure.replay` compares them), without
-    drafts, and where the target drafts for itself.
+    It is the verifier's `statistic`. For i.i.d. drafts this is `CARRIERS`, how many of k carry the token, or, for block
+    verification, `WINNERS`, the ratio of the winner too. For distinct drafts, drawn one after the other, it is `CHILDREN`,
+    the acceptance by child index. Methods without drafts, and those whose target drafts for itself, have none;
+    `measure.replay` compares the others.
     """
     if not method.tree.size or method.exit_layer:
         return None
-    kinds = {
-        ("iid", selection.select): CARRIERS,
-        ("iid", block.select): WINNERS,
-        ("without_replacement", selection.select): CHILDREN,
-        ("race", selection.select): CHILDREN,
-    }
-    return kinds.get((method.plan.drafts, method.walk))
+    return method.verifier.statistic
 
 
 def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:

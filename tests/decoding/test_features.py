@@ -98,7 +98,7 @@ def expected_law(target, draft, drafted, tokens_T, length):
 
 
 def _seen(call):
-    return call.tokens, call.p, call.length
+    return call.scored.tokens, call.scored.p, call.scored.length
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, parse
-from spectr_jax.decoding.walks import layer
+from spectr_jax.decoding.verifiers import layer
 from spectr_jax.models.table import perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import otm
@@ -143,7 +144,7 @@ def _walks(method, keys, tokens, p, logits):
     """One program for all tokens on a tree."""
 
     def one(key):
-        return method.walk(key, method.plan, method.tree, Policy(), 7, tokens, p, logits)
+        return method.verifier(key, _scored(method, tokens, p, logits))
 
     return jax.lax.map(one, keys, batch_size=500)
 
@@ -151,7 +152,11 @@ def _walks(method, keys, tokens, p, logits):
 @functools.partial(jax.jit, static_argnums=0)
 def _expected(method, keys, tokens, p, logits):
     """Expected number of emitted tokens, for each key."""
-    return jax.vmap(lambda key: method.walk.expected(key, method.tree, Policy(), 7, tokens, p, logits)[0])(keys)
+    return jax.vmap(lambda key: method.verifier.expected(key, _scored(method, tokens, p, logits))[0])(keys)
+
+
+def _scored(method, tokens, p, logits):
+    return ScoredTree(tree=method.tree, policy=Policy(), length=jnp.int32(7), tokens=tokens, p=p, logits=logits)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, generate, get_method, selection
+from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.methods import on_tree
-from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.tree import Tree, chain
+from spectr_jax.decoding.verifiers import base
 from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -152,12 +152,12 @@ def test_a_row_alone_is_a_row_of_a_batch():
 
 @pytest.mark.parametrize("case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"])
 def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
-    """A processor walks down one tree after the other, an accelerator down all at once (`selection.for_each_text`)."""
+    """A processor walks down one tree after the other, an accelerator down all at once (`verifiers.base.in_turn`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
     texts, in_turn, lax_map = {}, [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *args, **options: in_turn.append(args) or lax_map(*args, **options))
     for small in (0, VOCAB):
-        monkeypatch.setattr(selection, "SMALL_VOCABULARY", small)
+        monkeypatch.setattr(base, "SMALL_VOCABULARY", small)
         in_turn.clear()
         seen = {"observe": lambda call: {}}  # A function that jit has not seen: it traces anew.
         texts[small] = generate(jax.random.key(3), _method(case), *_models(), prompts, lengths, 9, Policy(eos=EOS), **seen)
@@ -172,7 +172,10 @@ def test_drafts_have_a_policy_of_their_own():
     prompts, lengths = _ragged_prompts(5, rows=64)
 
     def drafted(call):
-        return {"entropy": -jax.numpy.sum(jax.scipy.special.xlogy(call.p[0], call.p[0])), "q": call.policy.temperature}
+        return {
+            "entropy": -jax.numpy.sum(jax.scipy.special.xlogy(call.scored.p[0], call.scored.p[0])),
+            "q": call.scored.policy.temperature,
+        }
 
     def run(policy, own):
         made = generate(jax.random.key(3), method, *models, prompts, lengths, 9, policy, observe=drafted, draft_policy=own)
@@ -245,8 +248,7 @@ def test_the_cache_of_the_draft_follows_the_path_where_one_twin_only_has_childre
     method = get_method(name, tree=Tree(tree))
 
     def apart(call):
-        q = probabilities(call.logits[0], call.policy)
-        return {"calls": jnp.max(jnp.abs(call.p[0] - q)) > 1e-5}
+        return {"calls": jnp.max(jnp.abs(call.scored.p[0] - call.scored.q(0))) > 1e-5}
 
     prompts, lengths = np.tile([1, 2], (50, 1)), np.full(50, 2)
     result = generate(jax.random.key(0), method, model, model, prompts, lengths, 20, observe=apart)

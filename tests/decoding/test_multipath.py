@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.decoding.walks import multipath
+from spectr_jax.decoding.verifiers import multipath
 from spectr_jax.testing.methods import DRAFT, TARGET
 
 VOCAB, LENGTH = 3, 2
@@ -30,6 +30,10 @@ def _chosen(chains):
     return max(chains, key=ranks)
 
 
+def _winner(p, q, beta, chains):
+    return multipath.winner_law(multipath.ranked_by_ratio(p, q), beta, chains)
+
+
 @pytest.mark.parametrize("chains", [1, 2, 4])
 def test_the_chosen_chain_has_its_law(chains):
     paths = list(itertools.product(range(VOCAB), repeat=LENGTH))
@@ -39,10 +43,10 @@ def test_the_chosen_chain_has_its_law(chains):
         exact[_chosen(drawn)] += np.prod([chance[path] for path in drawn])
 
     computed = np.zeros((VOCAB, VOCAB))
-    _, first, below, upto = multipath.ranked_winner(*map(jnp.float32, _laws(())), jnp.float32(0), chains)
+    first, below, upto = _winner(*map(jnp.float32, _laws(())), jnp.float32(0), chains)
     for token in range(VOCAB):
         beta = below[token] / upto[token]
-        computed[token] = first[token] * multipath.ranked_winner(*map(jnp.float32, _laws((token,))), beta, chains)[1]
+        computed[token] = first[token] * _winner(*map(jnp.float32, _laws((token,))), beta, chains)[0]
     np.testing.assert_allclose(computed, exact, rtol=1e-5)
 
 
@@ -51,8 +55,14 @@ def test_the_chosen_chain_has_its_law(chains):
 def test_it_is_a_distribution_at_the_edges(beta, chains):
     p = jnp.float32([0.5, 0, 1e-30, 0.5 - 1e-6, 1e-6])
     q = jnp.float32([0, 0.25, 0.5, 1e-9, 0.25])
-    rank, g, below, upto = multipath.ranked_winner(p, q, jnp.float32(beta), chains)
-    assert list(rank) == [0, 4, 3, 1, 2]  # Tokens that are never drafted come last, and never win.
+    g, below, upto = _winner(p, q, jnp.float32(beta), chains)
+    assert list(multipath.ranked_by_ratio(p, q).rank) == [
+        0,
+        4,
+        3,
+        1,
+        2,
+    ]  # Tokens that are never drafted come last, and never win.
     assert g[1] == 0 and np.all(g >= 0) and np.sum(g) == pytest.approx(1, abs=chains * 1e-7)
     assert np.all(below <= upto)
     if beta == 1:  # All others rank below: the path has but one chain.
@@ -61,6 +71,6 @@ def test_it_is_a_distribution_at_the_edges(beta, chains):
 
 def test_ties_are_ranked_by_token():
     law = jax.nn.softmax(jnp.arange(6.0))
-    rank, g, _, _ = multipath.ranked_winner(law, law, jnp.float32(0), 3)
-    np.testing.assert_array_equal(rank, np.arange(6))
+    g, _, _ = _winner(law, law, jnp.float32(0), 3)
+    np.testing.assert_array_equal(multipath.ranked_by_ratio(law, law).rank, np.arange(6))
     np.testing.assert_allclose(np.cumsum(g), np.cumsum(law) ** 3, rtol=1e-5)

@@ -22,7 +22,7 @@ def test_steps_are_what_generate_emits_at_once(name, options, count_compilations
     method = get_method(name, **options)
 
     def calls(call):
-        return {"length": call.length}
+        return {"length": call.scored.length}
 
     for seed, eos in ((0, -1), (1, -1), (2, 3), (3, 3), (4, (5, 9))):
         key, policy = jax.random.key(seed), Policy(eos=eos)

@@ -168,7 +168,7 @@ def test_carriers_of_iid_drafts():
     methods = tuple(map(get_method, ("spectr", "otm", "gbv_conditional")))
     counts = _observed("otm", batch(3), observe_drafts(methods, "carriers"))
     assert observe_drafts(methods, "carriers") is observe_drafts(methods, "carriers")
-    counts = {method.plan.name: counts[method.name] for method in methods}
+    counts = {method.verifier.plan.name: counts[method.name] for method in methods}
     for name, k in itertools.product(counts, range(4)):
         exact = np.zeros(4)
         for drafts in np.ndindex(*[4] * k):

@@ -86,14 +86,13 @@ def test_drafts_that_were_not_measured_are_refused(winners):
 
 
 def test_what_predicts_a_method_follows_from_what_it_is():
-    """Its drafts and its walk, whatever its name."""
+    """Its verifier, whatever its name."""
     kinds = {name: prediction.statistic(get_method(name)) for name in METHODS}
     unknown = {"baseline", "greedy_drafts", "self_speculative", "otm_layer", "traversal", "gbv"}
     assert {name for name, kind in kinds.items() if kind is None} == unknown
     assert {name for name, kind in kinds.items() if kind == "winners"} == {"block", "otm_block", "gbv_conditional"}
     assert {name for name, kind in kinds.items() if kind == "children"} == {"gsd", "ersd"}
-    other = Method("other", batch(2), get_method("otm").plan, lambda *_: None)
-    assert prediction.statistic(other) is None
+    assert prediction.statistic(Method("other", batch(2), get_method("otm").verifier)) == "carriers"
 
 
 def test_predictors_of_known_tables():

@@ -1,0 +1,86 @@
+"""A drafted and scored tree: everything that a verifier sees of one call, for one sequence.
+
+Shape names: nodes N + 1 (the root is node 0), inner I, vocab V.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.decoding.policy import Policy, probabilities
+from spectr_jax.decoding.tree import Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoredTree:
+    """The drafts of one call, with the distributions of both models at the nodes.
+
+    Attributes:
+      tree: static, N drafted nodes.
+      policy: turns the target's logits into q.
+      length: [] int32, committed tokens of the sequence before the call.
+      tokens: [N + 1] int32 by node; the root's is the last committed one.
+      p: [I, V] draft distributions at the inner nodes.
+      logits: [N + 1, V] of the target at each node.
+    """
+
+    tree: Tree = dataclasses.field(metadata={"static": True})
+    policy: Policy
+    length: jax.Array
+    tokens: jax.Array
+    p: jax.Array
+    logits: jax.Array
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """What differs between sequences: the length, the tokens, p and the logits."""
+        return self.length, self.tokens, self.p, self.logits
+
+    def with_arrays(self, length: jax.Array, tokens: jax.Array, p: jax.Array, logits: jax.Array) -> "ScoredTree":
+        """Returns the same tree and policy with other `arrays`."""
+        return dataclasses.replace(self, length=length, tokens=tokens, p=p, logits=logits)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.logits.shape[-1]
+
+    def q(self, node: jax.Array | int) -> jax.Array:
+        """Returns the target distribution [V] of the token after `node`."""
+        return probabilities(self.logits[node], self.policy)
+
+    def p_and_q(self, node: jax.Array, child: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
+
+        The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be
+        leaves, where the draft model did not run. It is undefined if `child` is the root.
+        """
+        q = self.q(node)
+        return (self.p[self._rank_above(child)] if len(self.tree.inner) else q), q
+
+    def spelled_alike(self) -> jax.Array:
+        """Returns [N + 1, N + 1] bool; entry (i, j) says that nodes i and j spell the same tokens."""
+        spelled = self.tokens[jnp.asarray(self.tree.paths)]
+        depth = jnp.asarray(self.tree.depth)
+        return jnp.all(spelled[:, None] == spelled, axis=-1) & (depth[:, None] == depth)
+
+    def drawable(self) -> jax.Array:
+        """Returns [N + 1] bool: whether each node's token has a positive probability at its parent.
+
+        None has where the draft distribution is undefined, as for logits that are NaN.
+        """
+        if not self.tree.size:
+            return jnp.ones(1, bool)
+        rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
+        return jnp.concatenate([jnp.ones(1, bool), self.p[rows, self.tokens[1:]] > 0])
+
+    def part(self, tree: Tree, nodes: np.ndarray) -> "ScoredTree":
+        """Returns what would have been drafted and scored on `tree`, whose nodes are `nodes` [N' + 1] of this one."""
+        p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
+        return dataclasses.replace(self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes])
+
+    def _rank_above(self, node: jax.Array) -> jax.Array:
+        return jnp.asarray(self.tree.inner_rank)[jnp.asarray(self.tree.parent)[node]]

@@ -1,0 +1,200 @@
+"""Phase 3 of a call (select): what a verifier is, what it returns, and how the walks of verifiers are run.
+
+A walk goes down the tree one level after another. On an accelerator the number of kernels and the stops of the host
+decide how long it takes: everything of the size of the vocabulary is computed at all nodes at once, and the number of
+levels is static. On a CPU the work decides: nodes are visited only when the walk comes to them.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.decoding.scored import ScoredTree
+from spectr_jax.decoding.tree import Tree
+from spectr_jax.models.layers import cpu
+from spectr_jax.transport.base import draw
+
+SMALL_VOCABULARY = 64
+"""The largest vocabulary for which a CPU takes as long to start an operation as to compute it."""
+
+UNROLLED = 16
+"""The largest number of steps of a walk that are compiled one by one, so that small operations are fused across them."""
+
+State = TypeVar("State")
+Result = TypeVar("Result")
+
+
+class Selection(NamedTuple):
+    """The tokens that one call emits for one sequence.
+
+    Attributes:
+      tokens: [height + 1] int32; entries from `emitted` on are unused.
+      emitted: [] int32, the number of emitted tokens: the accepted drafts and one more, a correction or a bonus.
+      path: [height] int32, the node of each accepted draft.
+      drafts: [height + 1] int32, how many drafts there were for each token; 0 for a bonus.
+    """
+
+    tokens: jax.Array
+    emitted: jax.Array
+    path: jax.Array
+    drafts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier(abc.ABC):
+    """Chooses the tokens that one call emits, so that they follow the target's distribution.
+
+    A verifier is a frozen dataclass: equal ones must hash alike, or `generate` compiles again.
+
+    Attributes:
+      statistic: what has to be observed of its drafts to predict its tokens per call (`planning.prediction`): "carriers",
+        "winners" or "children", and then it has an attribute `plan`; None if nothing of these predicts them.
+    """
+
+    statistic: ClassVar[str | None] = None
+
+    @property
+    @abc.abstractmethod
+    def rule(self) -> str:
+        """How siblings must be drafted: one of `drafting.RULES`."""
+
+    def check(self, tree: Tree) -> None:  # noqa: B027
+        """Raises `UserError` if this verifier is not exact on `tree`. The default accepts every tree."""
+
+    @abc.abstractmethod
+    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+        """Returns the tokens that one call emits, for one sequence; consumes `key`."""
+
+
+def for_each_sequence(verifier: Verifier, done_B: jax.Array, keys_B: jax.Array, scored_B: ScoredTree) -> Selection:
+    """Runs `verifier` on each sequence of a batch; consumes `keys_B`. The result for a finished sequence is unused.
+
+    A CPU takes the sequences in turn, so that none waits for a longer path of another. An accelerator, and a CPU with a
+    small vocabulary, takes all at once.
+
+    Args:
+      verifier: of the method.
+      done_B: [B] bool, sequences that are finished.
+      keys_B: [B] typed keys.
+      scored_B: its arrays have a leading B, except those of the policy.
+    """
+
+    def one(key: jax.Array, *arrays: jax.Array) -> Selection:
+        return verifier(key, scored_B.with_arrays(*arrays))
+
+    return for_each_row(scored_B, ~done_B, one, keys_B, *scored_B.arrays)
+
+
+def in_turn(vocab_size: int) -> bool:
+    """Returns whether sequences, and nodes, are best taken one after another: on a CPU, unless the vocabulary is small."""
+    return cpu.on_cpu() and vocab_size > SMALL_VOCABULARY
+
+
+def at_nodes(scored: ScoredTree, function: Callable[[jax.Array], Result]) -> Callable[[jax.Array], Result]:
+    """Returns `function`, which takes a node: on an accelerator as a lookup in its results at all nodes at once."""
+    if in_turn(scored.vocab_size):
+        return function
+    table = jax.vmap(function)(jnp.arange(scored.tree.size + 1))
+    return lambda node: jax.tree.map(lambda leaf: leaf[node], table)
+
+
+def for_each_row(scored: ScoredTree, wanted: jax.Array, function: Callable[..., Result], *arrays: jax.Array) -> Result:
+    """Returns `function` of each row of `arrays`; the result of a row that is not `wanted` is unused."""
+    if not in_turn(scored.vocab_size):
+        return jax.vmap(function)(*arrays)
+    nothing = zeros_like_output(function, *(array[0] for array in arrays))
+    return jax.lax.map(lambda row: jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: nothing), (wanted, *arrays))
+
+
+def repeat(
+    scored: ScoredTree, times: int, alive: Callable[[State], jax.Array], step: Callable[[State], State], state: State
+) -> State:
+    """Applies `step` to `state` while it is `alive`, which it is at most `times` times.
+
+    An accelerator takes all steps, so that the host need not ask whether to continue; a state that is not alive stays.
+    """
+    if in_turn(scored.vocab_size):
+        return jax.lax.while_loop(alive, step, state)
+
+    def step_if_alive(_, state: State) -> State:
+        going = alive(state)
+        return jax.tree.map(lambda new, old: jnp.where(going, new, old), step(state), state)
+
+    return jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
+
+
+def zeros_like_output(function: Callable[..., Result], *arguments) -> Result:
+    """Returns what `function(*arguments)` returns, with zeros in place of the values and without computing them."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments))
+
+
+class Candidates(NamedTuple):
+    """The drafts for the token after a node, in the order in which they were drawn.
+
+    Attributes:
+      nodes: [k] int32; the children of all nodes that spell the same tokens.
+      tokens: [k] int32.
+      valid: [k] bool; the others are padding.
+    """
+
+    nodes: jax.Array
+    tokens: jax.Array
+    valid: jax.Array
+
+    def first(self) -> jax.Array:
+        """Returns the first valid node."""
+        return self.nodes[jnp.argmax(self.valid)]
+
+    def carrying(self, tree: Tree, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the node at which the walk continues if `token` was chosen, and whether there is one.
+
+        Of several it is one with children, if there is one: the draft model ran on nodes with children only, so the path
+        goes through these, and the draft's cache keeps their rows.
+        """
+        carried = self.valid & (self.tokens == token)
+        inner = jnp.asarray(np.isin(np.arange(tree.size + 1), tree.inner))
+        return self.nodes[jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))], jnp.any(carried)
+
+
+def candidates(scored: ScoredTree, rule: str) -> Callable[[jax.Array], Candidates]:
+    """Returns a function of a node that returns its `Candidates`.
+
+    I.i.d. drafts below all nodes that spell the same tokens are i.i.d. drafts of one distribution. Drafts by other rules
+    are distinct among siblings, so that no two nodes spell the same tokens.
+    """
+    tree = scored.tree
+    if rule != "iid":
+        table = jnp.asarray(tree.children_table)
+        return lambda node: Candidates(nodes=table[node], tokens=scored.tokens[table[node]], valid=table[node] >= 0)
+    alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
+    levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
+
+    def below(node: jax.Array) -> Candidates:
+        children = levels[depth[node] + 1]
+        valid = (children >= 0) & alike[node, parent[children]] & drawable[children]
+        return Candidates(nodes=children, tokens=scored.tokens[children], valid=valid)
+
+    return below
+
+
+def ending_at(scored: ScoredTree, node: jax.Array, token: jax.Array, drafts: jax.Array) -> Selection:
+    """Returns what a call emits that ends at `node`: the path to it and `token`; `drafts` [N + 1] are those of each node."""
+    tree = scored.tree
+    depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]
+    above = jnp.concatenate([jnp.zeros(1, jnp.int32), path])
+    return Selection(
+        tokens=jnp.append(scored.tokens[path], 0).at[depth].set(token),
+        emitted=depth + 1,
+        path=path,
+        drafts=jnp.where(jnp.arange(tree.height + 1) <= depth, drafts[above], 0),
+    )
+
+
+def last_token(key: jax.Array, weights: jax.Array) -> jax.Array:
+    """Draws a token from `weights` [V], or returns -1 where none is positive, as for logits that are NaN; consumes `key`."""
+    return jnp.where(jnp.any(weights > 0), draw(key, weights), -1)

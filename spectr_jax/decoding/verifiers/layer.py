@@ -1,0 +1,368 @@
+r"""Phase 3 of a call (select): all drafts of a layer compete, and any path of the tree can be the accepted one.
+
+`otm_block` follows one path, that of the winners, and the rest of the tree is lost. Here each node v of a layer, with all
+that spell the same tokens taken as one, has a score w_v in [0, 1], the probability that the output passes through it. The
+root has 1. From the root down, with q and p the distributions at v, k_v its drafts and b_v = w_v / sum of w its budget:
+
+1. v runs the optimal plan (`transport.otm`) for kappa_v = k_v / b_v drafts, a real number, with the winner's distribution
+   g_v. Each draft takes its cell as there, a uniform place U in it (within the cumulative sum of p), and competes with
+   U^kappa_v. The highest of the whole layer wins: it is v's token t with probability b_v g_v(t).
+2. Let pi(v, t) be the probability of that given the drafts. The node of t below v gets the score
+
+$$w_{vt} = \pi(v, t) \min\left(1, \frac{w_v q_v(t)}{b_v g_v(t)}\right), \qquad R_v(x) = (w_v q_v(x) - b_v g_v(x))_+$$
+
+   and R_v is what is left to v (at a leaf all of w_v q_v). In the mean over drafts w_vt is w_v q_v(t) - R_v(t).
+
+Then, from the deepest layer up, with S the sum of w and r that of all R of a layer: stop there with probability
+r / (r + 1 - S), at a node drawn by the sum of its R, and emit the path to it and a token drawn from R. The sweep is that of
+layer verification (Cha et al., 2026); the competition is ours. The proof is in docs/otm_layer.md.
+
+pi is the mean of `competitions` drawn competitions: exact for any number of them, since the mean of a share is right and the
+shares sum to 1. With one chain this is block verification (Sun et al., 2024), on one level it accepts as `otm` does.
+
+Shape suffixes: N drafted nodes, W nodes of a layer, D drafts of a layer (the nodes of the next), M competitions, C cells.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.decoding.scored import ScoredTree
+from spectr_jax.decoding.tree import Tree, checked
+from spectr_jax.decoding.verifiers.base import (
+    Selection,
+    Verifier,
+    at_nodes,
+    candidates,
+    ending_at,
+    for_each_row,
+    last_token,
+    repeat,
+    zeros_like_output,
+)
+from spectr_jax.transport import otm
+from spectr_jax.transport.base import draw, or_else
+
+COMPETITIONS = 64
+"""Drawn for a layer by default."""
+MOST = 64
+"""Ratios q / p above this share a cell of a large vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer(Verifier):
+    """Verifies any path of the tree: all i.i.d. drafts of a layer compete.
+
+    Attributes:
+      competitions: drawn for each layer; more of them make the scores less noisy, and the sequences no more exact.
+    """
+
+    rule = "iid"
+    competitions: int = COMPETITIONS
+
+    def __post_init__(self):
+        checked(competitions=self.competitions)
+
+    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+        """See `Verifier`. Consumes `key`."""
+        classes = _classes(scored)
+        scores = _scores(key, scored, classes, self.competitions)
+        return _sweep(jax.random.fold_in(key, scored.length + scored.tree.height + 1), scored, classes, scores)
+
+    def expected(self, key: jax.Array, scored: ScoredTree) -> tuple[jax.Array, jax.Array]:
+        """Returns the expected number of emitted tokens given the drafts and the competitions of `key`, which it consumes;
+        and one more than the sum of all scores, which has the same mean over drafted trees."""
+        scores = _scores(key, scored, _classes(scored), self.competitions)
+        residual_L, score_L = _of_layers(scored.tree, scores)
+        open_L = residual_L + jnp.maximum(1 - score_L, 0)
+        continues_L = 1 - jnp.where(residual_L > 0, residual_L / jnp.where(residual_L > 0, open_L, 1), 0)
+        reaches_L = 1 - jnp.cumprod(continues_L[::-1])[::-1]  # The sweep stops there or deeper.
+        return 1 + jnp.sum(reaches_L[1:]), jnp.sum(score_L)
+
+
+class _Classes(NamedTuple):
+    """Which nodes spell the same tokens, [N + 1] each: the first of them stands for all.
+
+    Attributes:
+      first: the first node that spells the same tokens.
+      child: a draft below them, or 0 if there is none.
+      drafts: k, the number of drafts below them.
+    """
+
+    first: jax.Array
+    child: jax.Array
+    drafts: jax.Array
+
+
+class _Scores(NamedTuple):
+    """Of nodes [N + 1]; 0 for nodes for which another stands.
+
+    Attributes:
+      score: w.
+      budget: b.
+      residual: the sum of R.
+    """
+
+    score: jax.Array
+    budget: jax.Array
+    residual: jax.Array
+
+
+class _Contest(NamedTuple):
+    """How the D drafts of a layer compete, if they belong to this node.
+
+    Attributes:
+      matching: of the cells that exchange drafts.
+      below: [C] mass of p before each cell.
+      above: [C] mass of p after each cell.
+      mass: [C] of each cell.
+      cell: [D] of each draft, before it moves.
+      rho: [D] g / p of each draft.
+    """
+
+    matching: otm.Matching
+    below: jax.Array
+    above: jax.Array
+    mass: jax.Array
+    cell: jax.Array
+    rho: jax.Array
+
+
+class _Plan(NamedTuple):
+    """The optimal plan at a node, for the D drafts of the layer.
+
+    Attributes:
+      contest: of those of this node.
+      ratio: [D] w q / (b g) of each draft.
+      residual: [] the sum of R.
+    """
+
+    contest: _Contest
+    ratio: jax.Array
+    residual: jax.Array
+
+
+class _Cells(NamedTuple):
+    """The distributions [V] at a node, and their cells."""
+
+    p: jax.Array
+    q: jax.Array
+    cells: otm.Cells
+
+
+def _classes(scored: ScoredTree) -> _Classes:
+    first = jnp.argmax(scored.spelled_alike() & scored.drawable(), axis=1).astype(jnp.int32)
+    below = candidates(scored, "iid")
+
+    def of_drafts(node: jax.Array) -> tuple[jax.Array, jax.Array]:
+        drafts = below(node)
+        return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(drafts.valid, dtype=jnp.int32)
+
+    child, drafts = jax.vmap(of_drafts)(jnp.arange(scored.tree.size + 1))
+    return _Classes(first=first, child=child, drafts=drafts)
+
+
+def _laws(scored: ScoredTree, child_N: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """p and q [V] at a node; p is 0 where it is undefined."""
+    p, q = scored.p_and_q(node, child_N[node])
+    return jnp.where(p > 0, p, 0), q
+
+
+def _scores(key: jax.Array, scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
+    """The scores of all nodes, from the root down. Consumes `key`."""
+    depths = jnp.asarray(scored.tree.depth)
+    laws_at = at_nodes(scored, functools.partial(_laws, scored, classes.child))
+
+    def cells(node: jax.Array) -> _Cells:
+        p, q = laws_at(node)
+        return _Cells(p=p, q=q, cells=otm.cells_of(p, q, MOST))
+
+    cells_at = at_nodes(scored, cells)
+
+    def plan_at(tokens_D, node, k, score, budget) -> _Plan:
+        """The plan at a node, for drafts with these tokens."""
+
+        def several():
+            p, q, cells = cells_at(node)
+            contest, g = _contest(p, q, cells, k, budget, tokens_D)
+            return _plan(contest, p, q, g, score, budget, tokens_D)
+
+        def alone():
+            p, q = laws_at(node)
+            return _plan(zeros_like_output(several).contest, p, q, p, score, budget, tokens_D)
+
+        return jax.lax.cond(_is_alone(k, budget), alone, several)
+
+    def alive(carry: tuple[jax.Array, _Scores]) -> jax.Array:
+        depth, scores = carry
+        return jnp.any((scores.score > 0) & (depths == depth))
+
+    def step(carry: tuple[jax.Array, _Scores]) -> tuple[jax.Array, _Scores]:
+        depth, scores = carry
+        own_key = jax.random.fold_in(key, scored.length + depth)
+        return depth + 1, _compete(own_key, scored, classes, plan_at, depth, scores, competitions)
+
+    none = jnp.zeros(scored.tree.size + 1, scored.p.dtype)
+    start = jnp.int32(0), _Scores(score=none.at[0].set(1), budget=none, residual=none)
+    return repeat(scored, scored.tree.height + 1, alive, step, start)[1]
+
+
+def _compete(key, scored: ScoredTree, classes: _Classes, plan_at, depth, scores: _Scores, competitions: int) -> _Scores:
+    """The drafts below the layer at `depth` compete: the scores of the next layer, and all else of this one. Consumes
+    `key`."""
+    tree = scored.tree
+    levels, parent = jnp.asarray(tree.level_table, jnp.int32), jnp.asarray(tree.parent, jnp.int32)
+    nodes_W, drafts_D = levels[depth], levels[depth + 1]
+    owner_D, first_D, tokens_D = classes.first[parent[drafts_D]], classes.first[drafts_D], scored.tokens[drafts_D]
+    stands_W = (nodes_W >= 0) & (classes.first[nodes_W] == nodes_W)
+    score_W, k_W = jnp.where(stands_W, scores.score[nodes_W], 0), classes.drafts[nodes_W]
+    competing_W = jnp.where(k_W > 0, score_W, 0)
+    budget_W = competing_W / jnp.maximum(jnp.sum(competing_W), jnp.finfo(score_W.dtype).tiny)
+    plan_of = functools.partial(plan_at, tokens_D)
+    plans_W = for_each_row(scored, score_W > 0, plan_of, nodes_W, k_W, score_W, budget_W)
+
+    belongs_WxD = (owner_D == nodes_W[:, None]) & (score_W > 0)[:, None]
+    competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & scored.drawable()[drafts_D]
+    node_D = jnp.argmax(belongs_WxD, axis=0)
+    share_D = _shares(key, plans_W.contest, _kappa(k_W, budget_W), node_D, competes_D, competitions)
+    ratio_D = jnp.take_along_axis(plans_W.ratio, node_D[None], axis=0)[0]
+    won_D = jnp.sum(jnp.where(first_D[:, None] == first_D, share_D, 0), axis=1)
+    below_D = jnp.where(competes_D & (first_D == drafts_D), won_D * jnp.minimum(ratio_D, 1), 0)
+    return _Scores(
+        score=_at_level(tree, depth + 1, below_D, scores.score),
+        budget=_at_level(tree, depth, budget_W, scores.budget),
+        residual=_at_level(tree, depth, jnp.where(score_W > 0, plans_W.residual, 0), scores.residual),
+    )
+
+
+def _at_level(tree: Tree, depth, values_W: jax.Array, of_nodes: jax.Array) -> jax.Array:
+    """`of_nodes` [N + 1] with the values of the nodes of one level."""
+    rank = np.concatenate([np.arange(len(nodes)) for nodes in tree.levels])
+    return jnp.where(jnp.asarray(tree.depth) == depth, values_W[rank], of_nodes)
+
+
+def _contest(p, q, cells: otm.Cells, k, budget, tokens_D) -> tuple[_Contest, jax.Array]:
+    """How drafts with these tokens compete, and the winner's distribution g [V]."""
+    winner, shared = _winner(cells, k, budget)
+    rho = otm.token_ratios(p, q, cells.of_token, shared)
+    contest = _Contest(
+        matching=otm.matched(cells, winner),
+        below=otm.cumulative(jnp, cells.p) - cells.p,
+        above=otm.cumulative(jnp, cells.p[::-1])[::-1] - cells.p,
+        mass=cells.p,
+        cell=cells.of_token[tokens_D],
+        rho=rho[tokens_D],
+    )
+    return contest, p * rho
+
+
+def _plan(contest: _Contest, p, q, g, score, budget, tokens_D) -> _Plan:
+    won_D = budget * g[tokens_D]
+    ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny), 0)
+    return _Plan(contest=contest, ratio=ratio_D, residual=jnp.sum(jnp.maximum(score * q - budget * g, 0)))
+
+
+def _winner(cells: otm.Cells, k, budget) -> tuple[otm.WinnerLaw, jax.Array]:
+    """The winner's distribution by cell, and the ratios that tokens share [C], for kappa drafts."""
+    winner = otm.winner_law(cells.p, cells.q, _kappa(k, budget))
+    return winner, otm.shared_ratios(cells, winner)
+
+
+def _winner_law(p, q, k, budget) -> jax.Array:
+    """g [V]."""
+
+    def several():
+        cells = otm.cells_of(p, q, MOST)
+        return cells.of_token, _winner(cells, k, budget)[1]
+
+    def alone():
+        of_token, shared = jax.eval_shape(several)
+        return jnp.zeros(of_token.shape, of_token.dtype), jnp.ones(shared.shape, shared.dtype)
+
+    # Looked up outside, or XLA on a CPU computes what a cell shares again for each of its tokens.
+    return p * otm.token_ratios(p, q, *jax.lax.cond(_is_alone(k, budget), alone, several))
+
+
+def _is_alone(k, budget) -> jax.Array:
+    """Whether the layer has one draft and no other: it wins, and g is p."""
+    return (k == 1) & (budget == 1)
+
+
+def _kappa(k, budget) -> jax.Array:
+    """k / b, and finite: a node of such a small budget as 1e-30 is never seen."""
+    return jnp.maximum(k / jnp.clip(budget, 1e-30, 1), 1)
+
+
+def _shares(key, contests_W: _Contest, kappa_W, node_D, competes_D, competitions: int) -> jax.Array:
+    """How many of the competitions each draft of the layer wins [D], as a share; consumes `key`."""
+    alone_D = competes_D.astype(kappa_W.dtype)
+    D = len(competes_D)
+    if D == 1:
+        return alone_D
+
+    uniforms_Dx3xM = _uniforms(key, D, competitions)
+
+    def drawn():
+        places = jax.vmap(functools.partial(_places, contests_W, kappa_W))
+        places_DxM = places(uniforms_Dx3xM, node_D, jnp.arange(D))
+        winner_M = jnp.argmax(jnp.where(competes_D[:, None], places_DxM, -jnp.inf), axis=0)
+        return jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1) * jnp.asarray(1 / competitions, kappa_W.dtype)
+
+    return jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
+
+
+def _places(contests_W: _Contest, kappa_W, uniforms_3xM, node, draft) -> jax.Array:
+    """kappa log U of one draft, in each competition [M]; near 1 it is precise, as large kappa want it."""
+    contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
+    level, move, place = uniforms_3xM
+    cell = otm.moved(contest.matching, contest.cell[draft], contest.rho[draft], level, move)
+    below = contest.below[cell] + place * contest.mass[cell]
+    above = contest.above[cell] + (1 - place) * contest.mass[cell]
+    tiny = jnp.finfo(below.dtype).tiny
+    return kappa_W[node] * jnp.where(above < 0.5, jnp.log1p(-jnp.minimum(above, 0.75)), jnp.log(jnp.maximum(below, tiny)))
+
+
+def _uniforms(key, D: int, M: int) -> jax.Array:
+    """Uniforms [D, 3, M], independent for each competition, and evenly spread over the competitions: a lattice that is
+    shifted at random (Cranley and Patterson, 1976). Consumes `key`."""
+    steps = np.sqrt(_primes(3 * D)).reshape(D, 3, 1) * np.arange(M) % 1
+    return (jax.random.uniform(key, (D, 3, 1)) + steps.astype(np.float32)) % 1
+
+
+def _primes(count: int) -> np.ndarray:
+    """The first ones."""
+    limit = 20 + int(1.5 * count * np.log(count + 2))
+    sieve = np.ones(limit, bool)
+    sieve[:2] = False
+    for factor in range(2, int(limit**0.5) + 1):
+        sieve[factor * factor :: factor] = False
+    return np.flatnonzero(sieve)[:count]
+
+
+def _of_layers(tree: Tree, scores: _Scores) -> jax.Array:
+    """r and S, [2, height + 1]."""
+    sums = jnp.zeros((2, tree.height + 1), scores.score.dtype)
+    return sums.at[:, jnp.asarray(tree.depth)].add(jnp.stack([scores.residual, scores.score]))
+
+
+def _sweep(key, scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
+    """Stops at a node, from the deepest layer up, and emits the path to it and one more token; consumes `key`."""
+    tree = scored.tree
+    layer_key, node_key, token_key = jax.random.split(key, 3)
+    depth = jnp.asarray(tree.depth)
+    residual_L, score_L = _of_layers(tree, scores)
+    uniform_L = jax.random.uniform(layer_key, (tree.height + 1,))
+    stops_L = (uniform_L * (residual_L + jnp.maximum(1 - score_L, 0)) < residual_L).at[0].set(True)
+    last = (tree.height - jnp.argmax(stops_L[::-1])).astype(jnp.int32)
+    is_root = jnp.arange(tree.size + 1) == 0
+    weights = jnp.where(depth == last, scores.residual, 0)
+    node = draw(node_key, or_else(weights, is_root.astype(weights.dtype)))  # By rounding alone none is left.
+
+    p, q = _laws(scored, classes.child, node)
+    g = _winner_law(p, q, classes.drafts[node], scores.budget[node])
+    left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
+    return ending_at(scored, node, last_token(token_key, or_else(left, q)), classes.drafts[classes.first])

@@ -1,0 +1,84 @@
+"""Token by token: a plan chooses at a node, and the walk continues at the drafts that carry its token.
+
+This is SpecTr's Algorithm 3, and ERSD's Algorithms 4 and 5.
+
+The candidates at a node are the children of all nodes that spell the same tokens. Their number is the k of the plan's
+choice. At a leaf there is none, and a plan without drafts draws from q: that is the bonus token.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.decoding.scored import ScoredTree
+from spectr_jax.decoding.verifiers.base import Selection, Verifier, at_nodes, candidates, repeat
+from spectr_jax.transport.base import Plan
+
+
+class _Chosen(NamedTuple):
+    token: jax.Array
+    next: jax.Array  # The node that carries it.
+    accepted: jax.Array  # Whether there is one.
+    drafts: jax.Array
+
+
+class _Walk(NamedTuple):
+    depth: jax.Array
+    node: jax.Array
+    alive: jax.Array
+    tokens: jax.Array  # [height + 1], as the next two.
+    path: jax.Array
+    drafts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenByToken(Verifier):
+    """Verifies by one choice of a plan at each node, from the root down.
+
+    Attributes:
+      plan: any transport plan; its drafting rule is the verifier's.
+    """
+
+    plan: Plan
+
+    @property
+    def rule(self) -> str:
+        return self.plan.drafts
+
+    @property
+    def statistic(self) -> str | None:  # type: ignore[override]
+        return {"iid": "carriers", "without_replacement": "children", "race": "children"}.get(self.rule)
+
+    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+        """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
+        tree, depth = scored.tree, jnp.asarray(scored.tree.depth)
+        below = candidates(scored, self.rule)
+
+        def choose(node: jax.Array) -> _Chosen:
+            drafts = below(node)
+            p, q = scored.p_and_q(node, drafts.first())
+            own_key = jax.random.fold_in(key, scored.length + depth[node])
+            token = self.plan.select(own_key, p, q, drafts.tokens, drafts.valid).token
+            next_node, accepted = drafts.carrying(tree, token)
+            return _Chosen(token=token, next=next_node, accepted=accepted, drafts=jnp.sum(drafts.valid))
+
+        chosen_at = at_nodes(scored, choose)
+
+        def step(walk: _Walk) -> _Walk:
+            chosen = chosen_at(walk.node)
+            return _Walk(
+                depth=walk.depth + 1,
+                node=chosen.next,
+                alive=chosen.accepted,
+                tokens=walk.tokens.at[walk.depth].set(chosen.token),
+                path=walk.path.at[walk.depth].set(chosen.next),
+                drafts=walk.drafts.at[walk.depth].set(chosen.drafts),
+            )
+
+        zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros(tree.height + 1, jnp.int32)
+        start = _Walk(depth=zero, node=zero, alive=jnp.ones((), bool), tokens=by_depth, path=by_depth, drafts=by_depth)
+        end = repeat(scored, tree.height + 1, lambda walk: walk.alive, step, start)
+        # The last token is never a node.
+        return Selection(tokens=end.tokens, emitted=end.depth, path=end.path[: tree.height], drafts=end.drafts)
