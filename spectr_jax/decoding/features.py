@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import feature_layers, features_seen, features_shown
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.layers import cpu
 
 RECALLED = 2
 """Tokens that open each call. The draft never ran on the last accepted leaf, so it runs on the last two committed ones."""
@@ -33,13 +34,30 @@ def wanted(draft: Any) -> tuple[int, ...] | None:
 
 
 def extend(
-    model: Any, *arguments, features_BxNxE=None, show: tuple[int, ...] | None = None, only_B=None
+    model: Any,
+    tokens_BxN: jax.Array,
+    positions_BxN: jax.Array,
+    visible_BxNxM: jax.Array,
+    cache: Cache,
+    pending: int = 0,
+    *,
+    features_BxNxE: jax.Array | None = None,
+    show: tuple[int, ...] | None = None,
+    only_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     """`Model.extend`, and the last hidden states [B, N, E] of a model that sees features, or that shall `show` its own.
 
     With layers in `show`, their outputs follow the last hidden states: [B, N, F]. With `only_B`, logits [B, 1, V] and
     features [B, 1, E] are those of one new token of each sequence.
     """
+    if tokens_BxN.size == 1 and not cpu.on_cpu():
+        # XLA's kernels for GPUs write every product of a weight and a single row to memory; for two rows they do not.
+        # The second token is a copy that nothing sees, and the next call overwrites its cache row.
+        tokens_BxN, positions_BxN = jnp.repeat(tokens_BxN, 2, axis=1), jnp.repeat(positions_BxN, 2, axis=1)
+        features_BxNxE = None if features_BxNxE is None else jnp.repeat(features_BxNxE, 2, axis=1)
+        visible_BxNxM = jnp.pad(jnp.repeat(visible_BxNxM, 2, axis=1), ((0, 0), (0, 0), (0, 1)))
+        only_B = jnp.zeros(1, jnp.int32)
+    arguments = tokens_BxN, positions_BxN, visible_BxNxM, cache, pending
     if features_BxNxE is not None:
         hidden, cache = model.hidden(*arguments, features_BxNxE=features_BxNxE)
     elif show is not None:

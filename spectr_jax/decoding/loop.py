@@ -4,6 +4,7 @@ Shape suffixes: B sequences, T tokens of a sequence.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -90,17 +91,15 @@ def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=N
     width = T if pieces == 1 else PIECE
     cache = model.init_cache(B, max(capacity, pieces * width))
     visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
-    padded = [
-        None if part is None else jnp.pad(part, ((0, 0), (0, pieces * width - T), *[(0, 0)] * (part.ndim - 2)))
-        for part in (prompts_BxT, before_BxTxE)
-    ]
+    padding = (0, 0), (0, pieces * width - T)
+    padded_BxT = jnp.pad(prompts_BxT, padding)
+    padded_BxTxE = None if before_BxTxE is None else jnp.pad(before_BxTxE, (*padding, (0, 0)))
 
     def extend(number, carry):
         cache, shown = carry
         first = number * width
-        tokens, before = (
-            None if part is None else jax.lax.dynamic_slice_in_dim(part, first, width, axis=1) for part in padded
-        )
+        piece = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=width, axis=1)
+        tokens, before = piece(padded_BxT), None if padded_BxTxE is None else piece(padded_BxTxE)
         cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
         positions = jnp.broadcast_to(first + jnp.arange(width), (B, width))
         _, hidden, cache = features.extend(model, tokens, positions, visible, cache, features_BxNxE=before, show=show)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.errors import UserError
+from spectr_jax.models.layers import cpu
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +53,10 @@ def ends(tokens: jax.Array, policy: Policy) -> jax.Array:
 def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
     """The distribution [..., V] float32 that `policy` makes of `logits` [..., V]."""
     temperature = jnp.asarray(policy.temperature, jnp.float32)
-    return jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
+    if cpu.on_cpu():
+        return jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
+    # A conditional would make the host of an accelerator wait for the temperature.
+    return jnp.where(temperature > 0, _softened(logits, temperature, policy), _greedy(logits))
 
 
 def _softened(logits: jax.Array, temperature: jax.Array, policy: Policy) -> jax.Array:

@@ -69,8 +69,10 @@ def _written(buffer_BT, rows_BN, starts_B):
         two = jax.lax.dynamic_slice_in_dim(buffer, first, 2, axis=0)
         return write_one(buffer, write_one(two, rows, start - first), first)
 
+    if len(buffer_BT) == 1 and not cpu.on_cpu():  # Under `vmap` it is a scatter, which takes two kernels on a GPU.
+        return jax.lax.dynamic_update_slice_in_dim(buffer_BT, rows_BN, starts_B[0], axis=1)
     # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies of it, one of each shape.
-    alone = rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
+    alone = cpu.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
@@ -107,11 +109,13 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
     if not path_BxD.shape[1]:
         return dataclasses.replace(cache, lengths=lengths_B)
 
-    def keep_in(buffer_BT):
-        def gather_one(buffer, length, path):
-            return buffer.at[length + path].get(mode="clip")
+    def gather_one(buffer, length, path):
+        return buffer.at[length + path].get(mode="clip")
 
-        rows_BD = jax.vmap(gather_one)(buffer_BT, cache.lengths, path_BxD)
-        return write(buffer_BT, rows_BD, cache.lengths + settled)
-
-    return Cache(jax.tree.map(keep_in, cache.rows), lengths_B)
+    buffers, structure = jax.tree.flatten(cache.rows)
+    kept = [jax.vmap(gather_one)(buffer_BT, cache.lengths, path_BxD) for buffer_BT in buffers]
+    if not cpu.on_cpu() and len({(rows.shape, rows.dtype) for rows in kept}) == 1:
+        # One kernel on a GPU for all layers, which would take one each.
+        kept = list(jax.lax.optimization_barrier(jnp.stack(kept)))
+    written = [write(*both, cache.lengths + settled) for both in zip(buffers, kept, strict=True)]
+    return Cache(jax.tree.unflatten(structure, written), lengths_B)

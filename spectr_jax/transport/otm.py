@@ -193,7 +193,8 @@ def moved(matching: Matching, own, rho, level, move) -> jax.Array:
     gives = surplus >= 0  # A surplus meets a deficit, and the other way round.
     given, taken = matching.sums
     mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
-    search = functools.partial(jnp.searchsorted, method="scan_unrolled")  # On a GPU one kernel, and not several a step.
+    # One comparison with all cells is one kernel on a GPU; a CPU has less to do in a binary search.
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled" if jax.default_backend() == "cpu" else "compare_all")
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
     phi = matching.phi.at[partner].get(mode="fill", fill_value=jnp.nan)  # Rounding may leave a surplus without a partner.
     toward = (rho - matching.phi[own]) / (phi - matching.phi[own])
@@ -272,6 +273,6 @@ def cumulative(xp, x):
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)
     rows = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % width)]).reshape(*x.shape[:-1], -1, width)
-    within = product(rows, xp.triu(xp.ones((width, width), x.dtype)))
+    within = product(rows, jnp.asarray(np.triu(np.ones((width, width), x.dtype))))
     before = xp.cumsum(within[..., -1], axis=-1) - within[..., -1]
     return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :n]

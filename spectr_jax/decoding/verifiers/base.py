@@ -112,16 +112,24 @@ def for_each_row(scored: ScoredTree, wanted: jax.Array, function: Callable[..., 
 
 
 def repeat(
-    scored: ScoredTree, times: int, alive: Callable[[State], jax.Array], step: Callable[[State], State], state: State
+    scored: ScoredTree,
+    times: int,
+    alive: Callable[[State], jax.Array],
+    step: Callable[[State], State],
+    state: State,
+    settles: bool = False,
 ) -> State:
     """Applies `step` to `state` while it is `alive`, which it is at most `times` times.
 
-    An accelerator takes all steps, so that the host need not ask whether to continue; a state that is not alive stays.
+    An accelerator takes all steps, so that the host need not ask whether to continue. A state that is not alive is kept,
+    which takes time; `settles` says that a step does not change it anyway.
     """
     if in_turn(scored.vocab_size):
         return jax.lax.while_loop(alive, step, state)
 
     def step_if_alive(_, state: State) -> State:
+        if settles:
+            return step(state)
         going = alive(state)
         return jax.tree.map(lambda new, old: jnp.where(going, new, old), step(state), state)
 

@@ -208,7 +208,7 @@ def _scores(key: jax.Array, scored: ScoredTree, classes: _Classes, competitions:
 
     none = jnp.zeros(scored.tree.size + 1, scored.p.dtype)
     start = jnp.int32(0), _Scores(score=none.at[0].set(1), budget=none, residual=none)
-    return repeat(scored, scored.tree.height + 1, alive, step, start)[1]
+    return repeat(scored, scored.tree.height + 1, alive, step, start, settles=True)[1]
 
 
 def _compete(key, scored: ScoredTree, classes: _Classes, plan_at, depth, scores: _Scores, competitions: int) -> _Scores:
