@@ -2,12 +2,14 @@
 
     pip install libtpu                                                  # for a TPU
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
-    python scripts/dev/compile_for.py --device=v5e [--only=otm,train] [--workdir=runs/compiled]
+    python scripts/dev/compile_for.py --device=v5e [--only=otm,train,calls] [--workdir=runs/compiled]
 
 The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its default options with a target
 of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
-mesh of four devices. That tells whether they compile, how long it takes here, and what memory they will take there. Nothing
-runs, no weights are made, and kernels are not tuned as they would be on the device.
+mesh of four devices. That tells whether they compile, how long it takes here, and what memory they will take there. For a
+GPU it also counts the kernels of one call of the target and the stops of the host in it, which decide the latency of one
+sequence: `calls` are methods on one sequence. Nothing runs, no weights are made, and kernels are not tuned as they would be
+on the device.
 """
 
 import contextlib
@@ -37,7 +39,7 @@ from spectr_jax.decoding.generate import lower
 from spectr_jax.decoding.methods import METHODS
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.files import write_json, write_whole
-from spectr_jax.measure import acceptance, report
+from spectr_jax.measure import acceptance, kernels, report
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer
@@ -45,9 +47,15 @@ from spectr_jax.training.programs import make_programs
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/compiled", "Where the table goes: Markdown and JSON.")
 _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
-_ONLY = flags.DEFINE_list("only", [], "Methods, `train` for the training steps, `mesh` for several devices; empty for all.")
+_ONLY = flags.DEFINE_list("only", [], "Methods, or groups: train, mesh (several devices), calls (one sequence).")
 _TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 256, "Rows of 128 tokens of a training step.", lower_bound=1)
+
+GROUPS = ("train", *METHODS, "calls", "mesh")
+PHASES = ("draft", "score", "select", "commit")
+CALLS = (("baseline", {}), ("speculative", {"draft_length": 4}), ("spectr", {"tree": "8x4"}), ("otm", {"tree": "8x4"}))
+CALLS += (("otm_block", {"tree": "8x4"}), ("otm_layer", {"tree": "8x4"}), ("otm_layer", {"tree": "8x8"}))
+"""Methods whose kernels are counted for one sequence."""
 
 H100 = """
 platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3" dnn_version_info { major: 9 minor: 10 }
@@ -87,8 +95,8 @@ def main():
     if _DEVICE.value not in DEVICES:
         raise unknown("--device", _DEVICE.value, DEVICES)
     for name in _ONLY.value:
-        if name not in (*METHODS, "train", "mesh"):
-            raise unknown("--only", name, (*METHODS, "train", "mesh"))
+        if name not in GROUPS:
+            raise unknown("--only", name, GROUPS)
     device = DEVICES[_DEVICE.value]
     places = accelerators(device)
     rows = []
@@ -119,7 +127,7 @@ def accelerators(device: Device) -> list[jax.Device]:
 
 def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """What is to be compiled, by name: for the first of `places`, and for all of them; the methods in bfloat16."""
-    wanted = _ONLY.value or ["train", *METHODS, "mesh"]
+    wanted = _ONLY.value or GROUPS
     one, several = sharding.make_mesh(devices=places[:1]), len(places)
     recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
     found: dict[str, Callable[[], jax.stages.Lowered]] = {}
@@ -134,6 +142,9 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
         found["`otm`, acceptance at its nodes"] = functools.partial(
             decoding, "otm", "bfloat16", one, acceptance.observe_optimum
         )
+    for method, options in CALLS if "calls" in wanted else ():
+        shape = f" {next(iter(options.values()))}" if options else ""
+        found[f"`{method}`{shape}, one sequence"] = functools.partial(decoding, method, "bfloat16", one, texts=1, **options)
     if "mesh" in wanted:
         for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
             name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"
@@ -152,11 +163,14 @@ def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.L
     return step.lower(made.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
 
 
-def decoding(name: str, dtype: str, mesh: Mesh, observe=None) -> jax.stages.Lowered:
-    prompts, lengths = np.ones((_TEXTS.value, 16), np.int32), np.full(_TEXTS.value, 9)
+def decoding(name: str, dtype: str, mesh: Mesh, observe=None, texts: int | None = None, **options) -> jax.stages.Lowered:
+    texts = texts or _TEXTS.value
+    prompts, lengths = np.ones((texts, 16), np.int32), np.full(texts, 9)
     target, draft = (weights(model, dtype, mesh) for model in ("target_97m", "draft_6m"))
     several = mesh if mesh.size > 1 else None
-    return lower(jax.random.key(0), get_method(name), target, draft, prompts, lengths, 64, observe=observe, mesh=several)
+    return lower(
+        jax.random.key(0), get_method(name, **options), target, draft, prompts, lengths, 64, observe=observe, mesh=several
+    )
 
 
 def weights(name: str, dtype: str, mesh: Mesh) -> Frozen:
@@ -175,15 +189,19 @@ def weights(name: str, dtype: str, mesh: Mesh) -> Frozen:
     return dataclasses.replace(frozen, leaves=leaves)
 
 
-def compiled(program: Callable[[], jax.stages.Lowered]) -> dict[str, Any]:
+def compiled(make: Callable[[], jax.stages.Lowered]) -> dict[str, Any]:
     started = time.process_time()  # Of the processor: what else the machine does is not counted.
-    lowered = program()
+    lowered = make()
     between = time.process_time()
     try:
-        memory: Any = lowered.compile().memory_analysis()
+        program = lowered.compile()
+        memory: Any = program.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).splitlines()[0]}
+    counts = kernels.count(program.as_text() or "", PHASES)
     return {
+        "kernels": dict(counts.kernels),
+        "stops": counts.stops.total(),
         "lowering_seconds": between - started,
         "compilation_seconds": time.process_time() - between,
         "argument_bytes": memory.argument_size_in_bytes,
@@ -193,25 +211,29 @@ def compiled(program: Callable[[], jax.stages.Lowered]) -> dict[str, Any]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     if "error" in row:
-        return [row["program"], "-", f"fails: {row['error'][:80]}", "-", "-"]
+        return [row["program"], "-", f"fails: {row['error'][:80]}", *["-"] * (len(PHASES) + 5)]
     return [
         row["program"],
         f"{row['lowering_seconds']:.1f}",
         f"{row['compilation_seconds']:.1f}",
         f"{row['argument_bytes'] / 1e9:.2f}",
         f"{row['temporary_bytes'] / 1e9:.2f}",
+        *([str(sum(row["kernels"].values())), *(str(row["kernels"].get(phase, 0)) for phase in (*PHASES, ""))]),
+        str(row["stops"]),
     ]
 
 
 def markdown(result: dict[str, Any]) -> str:
     header = ["Program", "Lowering, s", "Compilation, s", "Arguments, GB", "Temporary, GB"]
+    header += ["Kernels/call", *(phase.capitalize() for phase in PHASES), "Other", "Host stops/call"]
     return (
         f"# Compiled for {result['device']}, without one\n\n"
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
         f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in configs/lm1b, Muon as in "
         "configs/open_text.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
-        f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is one device's. Nothing ran, and "
-        "kernels were not tuned.\n\n"
+        f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is one device's. Kernels "
+        "and stops of the host are those of one turn of the outermost loop, a call of the target. Nothing ran, and kernels "
+        "were not tuned.\n\n"
         f"{report.made_by(result)}\n"
     )
 

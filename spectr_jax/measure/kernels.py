@@ -52,17 +52,18 @@ class _Operation:
 
 
 def count(hlo: str, phases: tuple[str, ...]) -> Counts:
-    """Counts one turn of the outermost loop of a program; a phase is a `jax.named_scope` within it, "" is none of them.
+    """Counts one turn of the outermost loop of unknown length; nothing, if there is none.
 
     Args:
       hlo: of `compiled.as_text()`.
-      phases: names of scopes.
+      phases: each is the name of a `jax.named_scope` within the loop; the phase "" is none of them.
     """
     computations = dict(_computations(hlo))
     entry = next(name for name in computations if name.startswith("ENTRY"))
-    loops = [each for name in _reached(computations, entry) for each in computations[name] if each.kind == "while"]
-    counted = [_count(computations, body, phases) for loop in loops if loop.trips is None for body in loop.calls[1:2]]
-    return max(counted, key=lambda each: each.kernels.total())
+    operations = [each for name in _reached(computations, entry) for each in computations[name]]
+    bodies = [each.calls[1] for each in operations if each.kind == "while" and each.trips is None]
+    counts = [_count(computations, body, phases) for body in bodies]
+    return max(counts, key=lambda each: each.kernels.total(), default=Counts(Counter(), Counter()))
 
 
 def _computations(hlo: str) -> Iterator[tuple[str, list[_Operation]]]:
