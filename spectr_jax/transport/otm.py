@@ -273,6 +273,6 @@ def cumulative(xp, x):
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)
     rows = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % width)]).reshape(*x.shape[:-1], -1, width)
-    within = product(rows, jnp.asarray(np.triu(np.ones((width, width), x.dtype))))
+    within = product(rows, xp.triu(xp.ones((width, width), x.dtype)))
     before = xp.cumsum(within[..., -1], axis=-1) - within[..., -1]
     return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :n]

@@ -95,20 +95,26 @@ def in_turn(vocab_size: int) -> bool:
     return cpu.on_cpu() and vocab_size > SMALL_VOCABULARY
 
 
-def at_nodes(scored: ScoredTree, function: Callable[[jax.Array], Result]) -> Callable[[jax.Array], Result]:
-    """Returns `function`, which takes a node: on an accelerator as a lookup in its results at all nodes at once."""
+def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns `function`, which takes a node: on an accelerator as a lookup in its results at all nodes at once.
+
+    What else the returned function is given, a CPU passes on: values at the node that are known already.
+    """
     if in_turn(scored.vocab_size):
         return function
     table = jax.vmap(function)(jnp.arange(scored.tree.size + 1))
-    return lambda node: jax.tree.map(lambda leaf: leaf[node], table)
+    return lambda node, *known: jax.tree.map(lambda leaf: leaf[node], table)
 
 
 def for_each_row(scored: ScoredTree, wanted: jax.Array, function: Callable[..., Result], *arrays: jax.Array) -> Result:
     """Returns `function` of each row of `arrays`; the result of a row that is not `wanted` is unused."""
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
-    nothing = zeros_like_output(function, *(array[0] for array in arrays))
-    return jax.lax.map(lambda row: jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: nothing), (wanted, *arrays))
+
+    def of_row(row):
+        return jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:]))
+
+    return jax.lax.map(of_row, (wanted, *arrays))
 
 
 def repeat(

@@ -91,11 +91,13 @@ class _Classes(NamedTuple):
       first: the first node that spells the same tokens.
       child: a draft below them, or 0 if there is none.
       drafts: k, the number of drafts below them.
+      drawable: whether it is a draft (`ScoredTree.drawable`).
     """
 
     first: jax.Array
     child: jax.Array
     drafts: jax.Array
+    drawable: jax.Array
 
 
 class _Scores(NamedTuple):
@@ -146,16 +148,9 @@ class _Plan(NamedTuple):
     residual: jax.Array
 
 
-class _Cells(NamedTuple):
-    """The distributions [V] at a node, and their cells."""
-
-    p: jax.Array
-    q: jax.Array
-    cells: otm.Cells
-
-
 def _classes(scored: ScoredTree) -> _Classes:
-    first = jnp.argmax(scored.spelled_alike() & scored.drawable(), axis=1).astype(jnp.int32)
+    drawable = scored.drawable()
+    first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
     below = candidates(scored, "iid")
 
     def of_drafts(node: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +158,7 @@ def _classes(scored: ScoredTree) -> _Classes:
         return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(drafts.valid, dtype=jnp.int32)
 
     child, drafts = jax.vmap(of_drafts)(jnp.arange(scored.tree.size + 1))
-    return _Classes(first=first, child=child, drafts=drafts)
+    return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
 def _laws(scored: ScoredTree, child_N: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -177,25 +172,25 @@ def _scores(key: jax.Array, scored: ScoredTree, classes: _Classes, competitions:
     depths = jnp.asarray(scored.tree.depth)
     laws_at = at_nodes(scored, functools.partial(_laws, scored, classes.child))
 
-    def cells(node: jax.Array) -> _Cells:
-        p, q = laws_at(node)
-        return _Cells(p=p, q=q, cells=otm.cells_of(p, q, MOST))
+    def cells_of(node: jax.Array, p: jax.Array | None = None, q: jax.Array | None = None) -> otm.Cells:
+        if p is None or q is None:
+            p, q = laws_at(node)
+        return otm.cells_of(p, q, MOST)
 
-    cells_at = at_nodes(scored, cells)
+    cells_at = at_nodes(scored, cells_of)
 
     def plan_at(tokens_D, node, k, score, budget) -> _Plan:
         """The plan at a node, for drafts with these tokens."""
 
+        p, q = laws_at(node)
+
         def several():
-            p, q, cells = cells_at(node)
-            contest, g = _contest(p, q, cells, k, budget, tokens_D)
-            return _plan(contest, p, q, g, score, budget, tokens_D)
+            return _contest(p, q, cells_at(node, p, q), k, budget, tokens_D)
 
-        def alone():
-            p, q = laws_at(node)
-            return _plan(zeros_like_output(several).contest, p, q, p, score, budget, tokens_D)
-
-        return jax.lax.cond(_is_alone(k, budget), alone, several)
+        contest, g = jax.lax.cond(_is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several)
+        won_D = budget * g[tokens_D]
+        ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny), 0)
+        return _Plan(contest=contest, ratio=ratio_D, residual=jnp.sum(jnp.maximum(score * q - budget * g, 0)))
 
     def alive(carry: tuple[jax.Array, _Scores]) -> jax.Array:
         depth, scores = carry
@@ -226,7 +221,7 @@ def _compete(key, scored: ScoredTree, classes: _Classes, plan_at, depth, scores:
     plans_W = for_each_row(scored, score_W > 0, plan_of, nodes_W, k_W, score_W, budget_W)
 
     belongs_WxD = (owner_D == nodes_W[:, None]) & (score_W > 0)[:, None]
-    competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & scored.drawable()[drafts_D]
+    competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & classes.drawable[drafts_D]
     node_D = jnp.argmax(belongs_WxD, axis=0)
     share_D = _shares(key, plans_W.contest, _kappa(k_W, budget_W), node_D, competes_D, competitions)
     ratio_D = jnp.take_along_axis(plans_W.ratio, node_D[None], axis=0)[0]
@@ -258,12 +253,6 @@ def _contest(p, q, cells: otm.Cells, k, budget, tokens_D) -> tuple[_Contest, jax
         rho=rho[tokens_D],
     )
     return contest, p * rho
-
-
-def _plan(contest: _Contest, p, q, g, score, budget, tokens_D) -> _Plan:
-    won_D = budget * g[tokens_D]
-    ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny), 0)
-    return _Plan(contest=contest, ratio=ratio_D, residual=jnp.sum(jnp.maximum(score * q - budget * g, 0)))
 
 
 def _winner(cells: otm.Cells, k, budget) -> tuple[otm.WinnerLaw, jax.Array]:
