@@ -4,7 +4,7 @@ from g.
 $$P(\text{accept the winner } y) = \min\left(1, \frac{q(y)}{g(y)}\right), \qquad \text{else a draw from } (q - g)_+$$
 
 Such a plan is exact for any g that can be realised, and it has a function `win` from which its `select` follows. Block
-verification needs `win` too: it decides on a whole path of winners at once (`decoding/walks/block.py`).
+verification needs `win` too: it decides on a whole path of winners at once (`decoding/verifiers/block.py`).
 """
 
 from collections.abc import Callable
