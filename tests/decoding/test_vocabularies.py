@@ -21,20 +21,16 @@ from spectr_jax.testing import chi_square
 from spectr_jax.transport.base import draw
 
 CALLS, CONTEXTS = {1_024: 200_000, 8_192: 20_000}, 2
-SLOW = {"otm_block", "gbv_conditional", "otm_layer", "gbv"}
+SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal"}
 """These get a quarter of the calls."""
 HEAD = 100
 """Tokens that are counted one by one; the others are counted by what kind of token they are."""
 VERIFIERS = {
     "otm": (TokenByToken(transport.get("otm")), "2x1"),
     "spectr": (TokenByToken(transport.get("kseq")), "2x1"),
-    "spectr+": (TokenByToken(transport.get("spectr+")), "2x1"),
-    "recursive": (TokenByToken(transport.get("recursive")), "2x1"),
     "gsd": (TokenByToken(transport.get("recursive_without_replacement")), "2"),
     "ersd": (TokenByToken(transport.get("race")), "2"),
-    "greedy_drafts": (TokenByToken(transport.get("greedy")), "2"),
     "otm_block": (Block(transport.get("otm")), "2x2"),
-    "gbv_conditional": (Block(transport.get("greedy_multipath")), "2x2"),
     "otm_layer": (Layer(16), "2x2"),
     "gbv": (MultiPath(), "2x2"),
     "traversal": (Traversal(), "2,1"),
