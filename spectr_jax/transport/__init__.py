@@ -2,9 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, Protocol, runtime_checkable
 
 from spectr_jax.errors import UserError, unknown
 from spectr_jax.transport import (
@@ -25,6 +23,7 @@ from spectr_jax.transport import (
 )
 from spectr_jax.transport.base import Choice, Plan
 from spectr_jax.transport.bounds import harmonic_bound, optimal_acceptance, theorem_1_bound, total_variation
+from spectr_jax.transport.types import ExactLaw
 
 __all__ = [
     "PLANS",
@@ -44,6 +43,7 @@ RULES = ("iid", "without_replacement", "race", "greedy")
 """How drafts can be drawn; see `Plan.drafts`."""
 
 
+@runtime_checkable
 class PlanFunctions(Protocol):
     """What defines a plan: a module, or any object, with these functions; see the methods of `Plan` of the same names.
 
@@ -55,7 +55,7 @@ class PlanFunctions(Protocol):
     def select(self) -> Callable[..., Choice]: ...
 
     @property
-    def law(self) -> Callable[..., np.ndarray]: ...
+    def law(self) -> Callable[..., ExactLaw]: ...
 
     @property
     def acceptance(self) -> Callable[..., float]: ...

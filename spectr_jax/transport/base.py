@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+from numpy.typing import ArrayLike
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import checks
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
 
 
 class Choice(NamedTuple):
@@ -30,8 +33,8 @@ class Choice(NamedTuple):
       accepted: [] bool, whether it is one of the valid drafts (also when a draw from the residual hits one by chance).
     """
 
-    token: jax.Array
-    accepted: jax.Array
+    token: IntScalar
+    accepted: BoolScalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +52,11 @@ class Plan:
 
     name: str
     options: tuple[tuple[str, Any], ...]
-    functions: tuple[Callable, Callable, Callable]
+    functions: tuple[Callable[..., Choice], Callable[..., ExactLaw], Callable[..., float]]
     drafts: str = "iid"
-    winner: Callable | None = None
+    winner: Callable[..., Any] | None = None
 
-    def select(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Choice:
+    def select(self, key: PRNGKeyArray, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> Choice:
         """Chooses a token with distribution q.
 
         Jittable and vmappable; the number of drafts is the traced sum of `valid`. No token with q = 0 is ever chosen.
@@ -81,7 +84,7 @@ class Plan:
         possible = jnp.any(q > 0)
         return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
 
-    def win(self, key: jax.Array, p: jax.Array, q: jax.Array, drafts: jax.Array, valid: jax.Array) -> Any:
+    def win(self, key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Any:
         """The winner among the drafts and its distribution, a `transport.winner.Winner`; arguments as for `select`
         under jit.
 
@@ -93,7 +96,7 @@ class Plan:
         p, q, valid = _usable(p, q, drafts, valid)
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
-    def law(self, p: np.ndarray, q: np.ndarray, drafts: Sequence[int]) -> np.ndarray:
+    def law(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactLaw:
         """The exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
 
         Raises:
@@ -102,7 +105,7 @@ class Plan:
         p, q = checks.check_laws(p, q)
         return self.functions[1](p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options))
 
-    def acceptance(self, p: np.ndarray, q: np.ndarray, k: int) -> float:
+    def acceptance(self, p: ArrayLike, q: ArrayLike, k: int | float) -> float:
         """The exact probability that the token is among k drafts, in float64.
 
         Raises:
@@ -112,29 +115,29 @@ class Plan:
         return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))
 
 
-def _dtypes(p, q, drafts, valid):
+def _dtypes(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> tuple[tuple[ArrayLike, Any], ...]:
     return (p, jnp.float32), (q, jnp.float32), (drafts, jnp.int32), (valid, bool)
 
 
-def _usable(p, q, drafts, valid):
+def _usable(p: Law, q: Law, drafts: Drafts, valid: Valid) -> tuple[Law, Law, Valid]:
     """The arguments of `Plan.select` under jit, made valid."""
     p, q = _normalised(p), _normalised(q)
     return p, q, valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0)
 
 
-def _normalised(law: jax.Array) -> jax.Array:
+def _normalised(law: Law) -> Law:
     positive = jnp.where(law > 0, law, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
 
 
-def select_by_law(law: Callable, key, p, q, drafts, valid) -> Choice:
+def select_by_law(law: Callable[..., ExactLaw], key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """A `select` for plans for analysis only: the host computes `law(p, q, drafts)`, and a token is drawn from it.
 
     For small vocabularies and for tests: it runs inside jit through a callback, one host call a choice. Consumes `key`.
     """
 
-    def on_host(p, q, drafts, valid):
+    def on_host(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> Float[np.ndarray, " vocab"]:
         p, q, drafts, valid = (np.asarray(x) for x in (p, q, drafts, valid))
         p, q = p.astype(np.float64), q.astype(np.float64)
         if not (valid.any() and q.any()):
@@ -147,7 +150,7 @@ def select_by_law(law: Callable, key, p, q, drafts, valid) -> Choice:
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
+def draw(key: PRNGKeyArray, weights: Law, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
     """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative sum; consumes `key`.
 
     One uniform a token, where the Gumbel trick needs V. The sum is inverted in two stages, a block of tokens and a token
@@ -163,7 +166,7 @@ def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax
     sums = jnp.sum(blocks, axis=1)
     before = jnp.concatenate([jnp.zeros(1, weights.dtype), jnp.cumsum(sums)])
 
-    def draw_one(bits):
+    def draw_one(bits: UInt[Array, ""]) -> IntScalar:
         level, refined = (bits >> 9) * before[-1] * 2.0**-23, (bits & 511) * before[-1] * 2.0**-32
         block = _invert(before[1:], sums, level)
         token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block] + refined)
@@ -173,7 +176,7 @@ def draw(key: jax.Array, weights: jax.Array, shape: tuple[int, ...] = ()) -> jax
     return jax.vmap(draw_one)(bits.reshape(-1)).reshape(shape)
 
 
-def _invert(cumulative: jax.Array, weights: jax.Array, level: jax.Array) -> jax.Array:
+def _invert(cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar) -> IntScalar:
     """The first index of positive weight whose cumulative sum exceeds `level`; rounded past the end, the last such."""
     positive = weights > 0
     reached = positive & (cumulative > level)
@@ -181,12 +184,12 @@ def _invert(cumulative: jax.Array, weights: jax.Array, level: jax.Array) -> jax.
     return jnp.where(jnp.any(reached), jnp.argmax(reached), last)
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
+def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
     """`a @ b` in full float32: by default TPUs and GPUs round the factors to 8 or 11 bits, too few for an exact
     distribution."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def or_else(weights: jax.Array, fallback: jax.Array) -> jax.Array:
+def or_else(weights: Law, fallback: Law) -> Law:
     """`weights` [V] if any is positive, else `fallback`: the limit of a residual 0/0, reached only by rounding."""
     return jnp.where(jnp.any(weights > 0), weights, fallback)

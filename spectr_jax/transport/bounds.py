@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import checks, otm
@@ -12,7 +13,7 @@ LARGEST = 5_000_000
 """Terms that `theorem_1_bound` may have."""
 
 
-def total_variation(p, q) -> float:
+def total_variation(p: ArrayLike, q: ArrayLike) -> float:
     """TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section 4).
 
     Args:
@@ -25,7 +26,7 @@ def total_variation(p, q) -> float:
     return float(np.abs(p - q).sum() / 2)
 
 
-def optimal_acceptance(p, q, k: int) -> float:
+def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     """alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, at any V in O(V log V) (see `otm`).
 
     Args:
@@ -39,7 +40,7 @@ def optimal_acceptance(p, q, k: int) -> float:
     return float(otm.acceptance(p, q, checks.check_number(k)))
 
 
-def harmonic_bound(p, q) -> float:
+def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
     """ERSD, Lemma 3.1: sum p q / (p + q), a lower bound on the acceptance of one exponential race.
 
     Args:
@@ -53,7 +54,7 @@ def harmonic_bound(p, q) -> float:
     return float(np.sum(np.divide(p * q, both, out=np.zeros(len(p)), where=both > 0)))
 
 
-def theorem_1_bound(p, q, k: int) -> float:
+def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     r"""SpecTr, Theorem 1: the bound on alpha_k, minimised over all subsets Omega_0, for small vocabularies.
 
     $$\alpha_k \le \min_{\Omega_0} \left[\sum_{y \in \Omega_0} \min\left(q(y), 1 - (1 - p(y))^k\right) +

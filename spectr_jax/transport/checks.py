@@ -1,20 +1,25 @@
 """What the arguments of a plan must be; each error names the value and the remedy."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
+from jaxtyping import Int
+from numpy.typing import ArrayLike
 
 from spectr_jax.errors import UserError
+from spectr_jax.transport.types import ExactLaw
 
 TOLERANCE = 1e-3
 """How far the sum of a distribution may be from 1; float32 sums over large vocabularies are that rough."""
 
 
-def known(*arrays) -> bool:
+def known(*arrays: object) -> bool:
     """Whether all values are concrete, not traced by JAX."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
-def check_laws(p, q) -> tuple[np.ndarray, np.ndarray]:
+def check_laws(p: ArrayLike, q: ArrayLike) -> tuple[ExactLaw, ExactLaw]:
     """p [V] and q [V] in float64, normalised; raises `UserError` unless both are distributions on one vocabulary."""
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for name, law in (("p", p), ("q", q)):
@@ -30,14 +35,14 @@ def check_laws(p, q) -> tuple[np.ndarray, np.ndarray]:
     return p / p.sum(), q / q.sum()
 
 
-def check_number(k) -> int:
+def check_number(k: int | float) -> int:
     """The number of drafts; raises `UserError` unless it is at least 1."""
     if isinstance(k, bool) or int(k) != k or k < 1:
         raise UserError(f"k={k} drafts; give a whole number of at least 1")
     return int(k)
 
 
-def check_drafts(p, drafts, rule: str) -> tuple[int, ...]:
+def check_drafts(p: ExactLaw, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str) -> tuple[int, ...]:
     """The drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
     drafts = tuple(int(draft) for draft in drafts)
     if not drafts:

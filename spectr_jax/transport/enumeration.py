@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spectr_jax.transport.base import Plan
+from spectr_jax.transport.types import ExactLaw
 
 
-def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
+def draft_tuples(p: ExactLaw, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
     """Every sequence of k drafts that `rule` can draw from p [V], with its probability; shorter where the support is.
 
     Args:
@@ -33,7 +34,7 @@ def draft_tuples(p: np.ndarray, k: int, rule: str) -> Iterator[tuple[tuple[int, 
         raise ValueError(f"unknown drafting rule {rule!r}")
 
 
-def probability_in_order(p: np.ndarray, drafts: Sequence[int]) -> float:
+def probability_in_order(p: ExactLaw, drafts: Sequence[int]) -> float:
     """The probability that distinct `drafts` are drawn from p [V] without replacement, in this order."""
     rest, probability = p.copy(), 1.0
     for draft in drafts:
@@ -42,7 +43,7 @@ def probability_in_order(p: np.ndarray, drafts: Sequence[int]) -> float:
     return float(probability)
 
 
-def emitted_law(plan: Plan, p: np.ndarray, q: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+def emitted_law(plan: Plan, p: ExactLaw, q: ExactLaw, k: int) -> tuple[ExactLaw, float]:
     """The distribution [V] of the plan's token over all drafts, and the probability that it is among them."""
     emitted, accepted = np.zeros(len(q)), 0.0
     for drafts, probability in draft_tuples(np.asarray(p, float), k, plan.drafts):

@@ -10,13 +10,15 @@ $$\alpha = q(H) + \sum_x \min(p'(x), q(x)).$$
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 DRAFTS = "greedy"
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`; the last valid draft is the random one. Runs in the jitted sampler."""
     accept_key, residual_key = jax.random.split(key)
     index = jnp.arange(len(drafts))
@@ -31,22 +33,23 @@ def select(key, p, q, drafts, valid) -> Choice:
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     rest = _rest(p, drafts[:-1])
     residual = np.maximum(q - rest, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     accept = min(1.0, q[drafts[-1]] / rest[drafts[-1]])
-    return accept * np.eye(len(p))[drafts[-1]] + (1 - accept) * residual
+    result: ExactLaw = accept * np.eye(len(p))[drafts[-1]] + (1 - accept) * residual
+    return result
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`."""
     likeliest = np.argsort(-p, kind="stable")[: k - 1]
-    return np.minimum(_rest(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum()
+    return float(np.minimum(_rest(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum())
 
 
-def _rest(p, likeliest) -> np.ndarray:
+def _rest(p: ExactLaw, likeliest: tuple[int, ...] | Int[np.ndarray, " likeliest"]) -> ExactLaw:
     rest = p.copy()
     rest[list(likeliest)] = 0
     return rest / rest.sum() if rest.sum() > 0 else rest

@@ -11,18 +11,20 @@ verification along the path of winners (`gbv_conditional`; `gbv` at the root).
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import Choice
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
-def win(key, p, q, drafts, valid) -> Winner:
+def win(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Winner:
     """See `Plan.win`; ties, and at large V ratios that agree to six bits, are broken at random."""
     cells = otm.cells_of(p, q, len(drafts))
     phi = otm.winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
@@ -31,14 +33,14 @@ def win(key, p, q, drafts, valid) -> Winner:
     return Winner(jnp.argmax(jnp.where(height == jnp.max(height), tie, -1)), p * phi[cells.of_token])
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     cells = otm.exact_cells(p, q)
     wins = highest_wins(np.eye(len(cells.p))[cells.of_token[list(drafts)]])
     return winner_accepted_law(q, _winner_law(p, q, cells, len(drafts)), drafts, wins)
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`: the residual may hit a draft of a lower ratio than the winner's."""
     cells = otm.exact_cells(p, q)
     g = _winner_law(p, q, cells, k)
@@ -58,5 +60,6 @@ def acceptance(p, q, k) -> float:
     return float(np.minimum(g, q).sum() + hit)
 
 
-def _winner_law(p, q, cells: otm.Cells, k: int) -> np.ndarray:
-    return p * otm.winner_law(cells.p, cells.q, k).phi[cells.of_token]
+def _winner_law(p: ExactLaw, q: ExactLaw, cells: otm.Cells, k: int) -> ExactLaw:
+    g: ExactLaw = p * otm.winner_law(cells.p, cells.q, k).phi[cells.of_token]
+    return g

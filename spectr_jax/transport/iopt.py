@@ -14,12 +14,19 @@ for analysis, and the oracle for what `spectr_plus_plus` solves on the device.
 The paper excludes empty subsets with u_i = u_(i-1); everything is accepted there, so u_i = 0, and that is used here.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from jaxtyping import Bool, Float
+
+from spectr_jax.transport.types import ExactLaw
 
 NEGLIGIBLE = 1e-12
 """Subsets with less mass of q than this keep alpha = 0."""
+
+
+ExactLaws: TypeAlias = Float[np.ndarray, "k vocab"]
+Subsets: TypeAlias = Bool[np.ndarray, "k vocab"]
 
 
 class Stages(NamedTuple):
@@ -30,11 +37,11 @@ class Stages(NamedTuple):
       subsets: [k, V] bool, the Omega_i.
     """
 
-    alphas: np.ndarray
-    subsets: np.ndarray
+    alphas: Float[np.ndarray, " k"]
+    subsets: Subsets
 
 
-def iopt(ps: np.ndarray, q: np.ndarray, subsets: np.ndarray, iterations: int | None = None) -> Stages:
+def iopt(ps: ExactLaws, q: ExactLaw, subsets: Subsets, iterations: int | None = None) -> Stages:
     """Algorithm 2: alternates between the best alphas and smaller subsets until nothing changes (Theorem 3).
 
     Args:
@@ -53,7 +60,7 @@ def iopt(ps: np.ndarray, q: np.ndarray, subsets: np.ndarray, iterations: int | N
         subsets = smaller
 
 
-def saturated_subsets(ps: np.ndarray, q: np.ndarray) -> np.ndarray:
+def saturated_subsets(ps: ExactLaws, q: ExactLaw) -> Subsets:
     """Definition 3, the start of SpecTr++, [k, V] bool: {p_i >= alpha q}, alpha the constant of K-SEQ.
 
     For drafts of different laws alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where the laws are the same.
@@ -67,7 +74,7 @@ def saturated_subsets(ps: np.ndarray, q: np.ndarray) -> np.ndarray:
     return ps >= low * q * (1 - 1e-12)
 
 
-def best_alphas(ps: np.ndarray, q: np.ndarray, subsets: np.ndarray) -> np.ndarray:
+def best_alphas(ps: ExactLaws, q: ExactLaw, subsets: Subsets) -> Float[np.ndarray, " k"]:
     """The alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in the variables u_i = P(the first i drafts are rejected)."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
 
@@ -104,10 +111,11 @@ def best_alphas(ps: np.ndarray, q: np.ndarray, subsets: np.ndarray) -> np.ndarra
     u = np.append(1.0, np.maximum(result.x, 0))
     ratio = np.divide(u[1:], u[:-1], out=np.zeros(k), where=u[:-1] > 0)
     alphas = np.divide(inside_p - ratio, inside_q, out=np.zeros(k), where=usable & (u[:-1] > 0))
-    return np.clip(alphas, 0, most)
+    clipped: Float[np.ndarray, " k"] = np.clip(alphas, 0, most)
+    return clipped
 
 
-def law(ps: np.ndarray, q: np.ndarray, drafts: tuple[int, ...], stages: Stages) -> np.ndarray:
+def law(ps: ExactLaws, q: ExactLaw, drafts: tuple[int, ...], stages: Stages) -> ExactLaw:
     """The distribution [V] of Algorithm 1's token given the drafts."""
     accepted, _, residual = _masses(ps, q, stages)
     result, none_before = np.zeros(len(q)), 1.0
@@ -118,7 +126,7 @@ def law(ps: np.ndarray, q: np.ndarray, drafts: tuple[int, ...], stages: Stages) 
     return result + none_before * residual
 
 
-def acceptance(ps: np.ndarray, q: np.ndarray, stages: Stages) -> float:
+def acceptance(ps: ExactLaws, q: ExactLaw, stages: Stages) -> float:
     """The probability that Algorithm 1's token is among the drafts: one passes, or the residual hits a rejected one."""
     accepted, rejected, residual = _masses(ps, q, stages)
     none = np.prod(rejected)
@@ -126,12 +134,12 @@ def acceptance(ps: np.ndarray, q: np.ndarray, stages: Stages) -> float:
     return float(1 - none + np.sum(residual * (none - none_without)))
 
 
-def accept_probability(ps: np.ndarray, q: np.ndarray, stages: Stages) -> float:
+def accept_probability(ps: ExactLaws, q: ExactLaw, stages: Stages) -> float:
     """One less the transport cost (2): the probability that a draft passes its test."""
     return float(1 - np.prod(_masses(ps, q, stages)[1]))
 
 
-def _masses(ps, q, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _masses(ps: ExactLaws, q: ExactLaw, stages: Stages) -> tuple[ExactLaws, Float[np.ndarray, " k"], ExactLaw]:
     """Mass [k, V] that each draft is accepted with, the chance [k] that it is not, and the normalised residual [V]."""
     accepted = np.where(stages.subsets, np.minimum(ps, stages.alphas[:, None] * q), ps)
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)

@@ -15,39 +15,43 @@ Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last bit
 gamma = k. `kseq_gamma` is the same plan at another gamma.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.types import Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
 
 STEPS = 12
 """Of Newton's method, each a pass over the vocabulary: on 1,500 laws of many kinds, 10 left |f| < 4e-6 and 12 no more; with
 one dominant token and p close to q, 2e-5 at k = 8 and 9e-4 at k = 64, which `sequential` makes good."""
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return sequential(key, p, q, drafts, valid, optimal_gamma(p, q, jnp.sum(valid), len(drafts)))
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     return sequential_law(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
     return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
 
 
-def accept_probability(p, q, k: int) -> float:
+def accept_probability(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
     p, q = np.asarray(p, float), np.asarray(q, float)
     return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
 
 
-def sequential(key, p, q, drafts, valid, gamma) -> Choice:
+def sequential(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, gamma: float | FloatScalar) -> Choice:
     """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`.
 
     Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it, one coin of
@@ -64,7 +68,7 @@ def sequential(key, p, q, drafts, valid, gamma) -> Choice:
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def sequential_law(p, q, drafts, gamma: float) -> np.ndarray:
+def sequential_law(p: ExactLaw, q: ExactLaw, drafts: Sequence[int], gamma: float) -> ExactLaw:
     """The distribution [V] of Algorithm 2's token given the drafts, in float64."""
     _, residual = _shared_and_residual(p, q, len(drafts), gamma)
     result, none_before = np.zeros(len(p)), 1.0
@@ -75,22 +79,24 @@ def sequential_law(p, q, drafts, gamma: float) -> np.ndarray:
     return result + none_before * residual
 
 
-def sequential_acceptance(p, q, k: int, gamma: float) -> float:
+def sequential_acceptance(p: ExactLaw, q: ExactLaw, k: int, gamma: float) -> float:
     """The probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
     shared, residual = _shared_and_residual(p, q, k, gamma)
     rejected = 1 - shared.sum()
     rejected_without = np.maximum(rejected - (p - shared), 0) ** k  # All rejected, and none of them is x.
-    return 1 - rejected**k + np.sum(residual * (rejected**k - rejected_without))
+    return float(1 - rejected**k + np.sum(residual * (rejected**k - rejected_without)))
 
 
-def optimal_gamma(p, q, k, most: int) -> jax.Array:
+def optimal_gamma(p: Law, q: Law, k: IntScalar, most: int) -> FloatScalar:
     """gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma)), f(gamma) = 0 in Lemma 3.
 
     Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and gamma*: each step moves an
     end of the bracket there, and a step that would leave the bracket goes to its middle.
     """
 
-    def step(_, carry):
+    def step(
+        _: IntScalar, carry: tuple[FloatScalar, FloatScalar, FloatScalar]
+    ) -> tuple[FloatScalar, FloatScalar, FloatScalar]:
         gamma, low, high = carry
         total, slope = _geometric_sum(jnp.sum(jnp.minimum(p, q / gamma)), k, most)
         f = total - gamma
@@ -100,10 +106,12 @@ def optimal_gamma(p, q, k, most: int) -> jax.Array:
         return jnp.where((newton >= low) & (newton <= high), newton, (low + high) / 2), low, high
 
     one = jnp.ones((), p.dtype)
-    return jax.lax.fori_loop(0, STEPS, step, (one, one, jnp.maximum(k.astype(p.dtype), one)))[0]
+    start = one, one, jnp.maximum(k.astype(p.dtype), one)
+    found: FloatScalar = jax.lax.fori_loop(0, STEPS, step, start)[0]
+    return found
 
 
-def optimal_gamma_exact(p, q, k: int) -> float:
+def optimal_gamma_exact(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """gamma* in float64, by bisection."""
     low, high = 1.0, float(k)
     for _ in range(100):
@@ -115,7 +123,7 @@ def optimal_gamma_exact(p, q, k: int) -> float:
     return high
 
 
-def _geometric_sum(beta, k, most: int) -> tuple[jax.Array, jax.Array]:
+def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatScalar, FloatScalar]:
     """S_k(beta) and -dS_k/dbeta for a traced `k <= most`; both 0 for k = 0."""
     index = jnp.arange(most)
     powers = jnp.where(index < k, (1 - beta) ** index.astype(beta.dtype), 0)
@@ -123,7 +131,7 @@ def _geometric_sum(beta, k, most: int) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(powers), jnp.sum(derivatives)
 
 
-def _shared_and_residual(p, q, k: int, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+def _shared_and_residual(p: ExactLaw, q: ExactLaw, k: int, gamma: float) -> tuple[ExactLaw, ExactLaw]:
     """min(p, q / gamma) and the normalised residual, in float64."""
     shared = np.minimum(p, q / gamma)
     residual = np.maximum(q - shared * np.sum((1 - shared.sum()) ** np.arange(k)), 0)

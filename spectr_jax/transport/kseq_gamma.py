@@ -6,13 +6,15 @@ one is given, gamma* is used.
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import kseq
 from spectr_jax.transport.base import Choice
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 
-def select(key, p, q, drafts, valid, *, gamma: float | None = None) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, *, gamma: float | None = None) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     k = jnp.sum(valid)
     if gamma is None:
@@ -22,17 +24,17 @@ def select(key, p, q, drafts, valid, *, gamma: float | None = None) -> Choice:
     return kseq.sequential(key, p, q, drafts, valid, used)
 
 
-def law(p, q, drafts, *, gamma: float | None = None) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...], *, gamma: float | None = None) -> ExactLaw:
     """See `Plan.law`."""
     return kseq.sequential_law(p, q, drafts, _gamma(p, q, len(drafts), gamma))
 
 
-def acceptance(p, q, k, *, gamma: float | None = None) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int, *, gamma: float | None = None) -> float:
     """See `Plan.acceptance`."""
     return kseq.sequential_acceptance(p, q, k, _gamma(p, q, k, gamma))
 
 
-def _gamma(p, q, k: int, gamma: float | None) -> float:
+def _gamma(p: ExactLaw, q: ExactLaw, k: int, gamma: float | None) -> float:
     return float(k) if gamma is None else max(_checked(gamma), kseq.optimal_gamma_exact(p, q, k))
 
 

@@ -7,21 +7,23 @@ Repeated drafts do not help, and the token does not depend on the drafts: every 
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     token = draw(key, q)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`: q, whatever the drafts."""
     return q
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`."""
-    return np.sum(q * -np.expm1(k * np.log1p(-np.minimum(p, 1 - 1e-16))))
+    return float(np.sum(q * -np.expm1(k * np.log1p(-np.minimum(p, 1 - 1e-16)))))

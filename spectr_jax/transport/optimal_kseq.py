@@ -9,23 +9,26 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterator
 
 import numpy as np
+from jaxtyping import Bool, PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import iopt
 from spectr_jax.transport.base import Choice, select_by_law
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 LARGEST = 40
 """Binary variables, V * k, that the search may have: more take hours."""
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Searches on the host: for tiny vocabularies."""
     return select_by_law(law, key, p, q, drafts, valid)
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`.
 
     Raises:
@@ -35,7 +38,7 @@ def law(p, q, drafts) -> np.ndarray:
     return iopt.law(np.tile(p, (k, 1)), q, drafts, _search(p.tobytes(), q.tobytes(), k))
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`.
 
     Raises:
@@ -60,7 +63,7 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
     return max(found, start, key=lambda stages: iopt.accept_probability(ps, q, stages))
 
 
-def _branch_and_bound(p, q, k: int) -> np.ndarray:
+def _branch_and_bound(p: ExactLaw, q: ExactLaw, k: int) -> Bool[np.ndarray, "k vocab"]:
     """The best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k, V] and inside z [k, V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse
@@ -100,11 +103,12 @@ def _branch_and_bound(p, q, k: int) -> np.ndarray:
         )
     if result.x is None:
         raise RuntimeError(f"HiGHS did not search the subsets: {result.message}")
-    return result.x[-k * V :].reshape(k, V) > 0.5
+    inside: Bool[np.ndarray, "k vocab"] = result.x[-k * V :].reshape(k, V) > 0.5
+    return inside
 
 
 @contextlib.contextmanager
-def _silenced():
+def _silenced() -> Iterator[None]:
     """HiGHS prints a line of debugging now and then, whatever its options, below the level of sys.stdout."""
     sys.stdout.flush()
     saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -29,13 +29,16 @@ they share one rho, which costs 1e-6 of the acceptance (mean over 72 cases with 
 """
 
 import functools
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, product
+from spectr_jax.transport.types import AnyArray, Drafts, ExactLaw, IntScalar, Law, Number, Valid
 from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
 
 SORTED = 256
@@ -57,11 +60,11 @@ class Cells(NamedTuple):
       of_token: [V] int, the cell of each token.
     """
 
-    p: Any
-    q: Any
-    bottom: Any
-    top: Any
-    of_token: Any
+    p: Float[AnyArray, " cells"]
+    q: Float[AnyArray, " cells"]
+    bottom: Float[AnyArray, " cells"]
+    top: Float[AnyArray, " cells"]
+    of_token: Int[AnyArray, " vocab"]
 
 
 class WinnerLaw(NamedTuple):
@@ -75,11 +78,11 @@ class WinnerLaw(NamedTuple):
       rejection: [] D, the least rejection probability.
     """
 
-    rho: Any
-    phi: Any
-    low: Any
-    high: Any
-    rejection: Any
+    rho: Float[AnyArray, " cells"]
+    phi: Float[AnyArray, " cells"]
+    low: Float[AnyArray, ""]
+    high: Float[AnyArray, ""]
+    rejection: Float[AnyArray, ""]
 
 
 class Matching(NamedTuple):
@@ -91,17 +94,17 @@ class Matching(NamedTuple):
       phi: [C] as in `WinnerLaw`.
     """
 
-    surplus: Any
-    sums: Any
-    phi: Any
+    surplus: Float[Array, " cells"]
+    sums: Float[Array, "2 cells"]
+    phi: Float[Array, " cells"]
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
-def win(key, p, q, drafts, valid) -> Winner:
+def win(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Winner:
     """See `Plan.win`: steps 1 to 3."""
     cells = cells_of(p, q, len(drafts))
     law = winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
@@ -109,14 +112,14 @@ def win(key, p, q, drafts, valid) -> Winner:
     return Winner(winning_draft(key, p, drafts, valid, cells, law, rho), p * rho)
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     cells, winner, moves = _exact(p, q, len(drafts))
     wins = highest_wins(moves[cells.of_token[list(drafts)]])
     return winner_accepted_law(q, p * winner.rho[cells.of_token], drafts, wins)
 
 
-def acceptance(p, q, k):
+def acceptance(p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number) -> Float[AnyArray, ""]:
     """See `Plan.acceptance`: alpha_k = 1 - D, the largest of all plans.
 
     Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at most `MOST`, and a little
@@ -127,7 +130,7 @@ def acceptance(p, q, k):
     return alpha * (alpha > 0)  # Rounding may leave a little less than 0.
 
 
-def winner_law(p, q, k) -> WinnerLaw:
+def winner_law(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Number) -> WinnerLaw:
     """Step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q / p, and k >= 1 drafts.
 
     Written once, for float64 NumPy and for JAX. Sums of the head and of the tail are kept apart, and no neighbouring
@@ -158,20 +161,22 @@ def winner_law(p, q, k) -> WinnerLaw:
     return WinnerLaw(rho, xp.where(drawn, phi, 0), low, high, rejection)
 
 
-def shared_ratios(cells: Cells, winner: WinnerLaw) -> jax.Array:
+def shared_ratios(cells: Cells, winner: WinnerLaw) -> Float[Array, " cells"]:
     """rho [C] that the tokens of a cell share; -1 where it is on one side of low, high and phi, and each has its own."""
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
     return jnp.where(own, -1, winner.rho)
 
 
-def token_ratios(p, q, of_token, shared) -> jax.Array:
+def token_ratios(p: Law, q: Law, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]) -> Law:
     """rho [V] of each token: its cell's `shared` ratio, or its own."""
     of_cell = shared[of_token]
     return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
 
 
-def winning_draft(key, p, drafts, valid, cells: Cells, winner: WinnerLaw, rho) -> jax.Array:
+def winning_draft(
+    key: PRNGKeyArray, p: Law, drafts: Drafts, valid: Valid, cells: Cells, winner: WinnerLaw, rho: Law
+) -> IntScalar:
     """Steps 2 and 3 of the plan: the index of the draft that wins, of law p * rho; consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
     final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
@@ -186,7 +191,13 @@ def matched(cells: Cells, winner: WinnerLaw) -> Matching:
     return Matching(surplus, sums, winner.phi)
 
 
-def moved(matching: Matching, own, rho, level, move) -> jax.Array:
+def moved(
+    matching: Matching,
+    own: Int[Array, "*#drafts"],
+    rho: Float[Array, "*#drafts"],
+    level: Float[Array, "*#drafts"],
+    move: float | Float[Array, "*#drafts"],
+) -> Int[Array, "..."]:
     """Step 2: the cell to which a draft moves, from its `own` one or none. `level` and `move` are uniform; all may be arrays
     of one shape."""
     surplus = matching.surplus[own]
@@ -201,12 +212,12 @@ def moved(matching: Matching, own, rho, level, move) -> jax.Array:
     return jnp.where(move < toward, partner, own)  # Never for the NaN of a cell that has no partner, or itself.
 
 
-def cells_of(p, q, most: int) -> Cells:
+def cells_of(p: Law, q: Law, most: int) -> Cells:
     """The cells of p [V] and q [V] for at most `most` drafts."""
     return _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, most)
 
 
-def _sorted_cells(p, q) -> Cells:
+def _sorted_cells(p: Law, q: Law) -> Cells:
     """A cell for each ratio; the cells after the last one are empty."""
     ratio = jnp.where(p > 0, q / p, jnp.inf)
     order = jnp.argsort(ratio)
@@ -218,7 +229,7 @@ def _sorted_cells(p, q) -> Cells:
     return Cells(mass_p, mass_q, levels, levels, of_token)
 
 
-def _ratio_cells(p, q, most: int) -> Cells:
+def _ratio_cells(p: Law, q: Law, most: int) -> Cells:
     """Cells by the leading bits of the ratio, which order as ratios do. Those above `most`, the k, are clipped anyway."""
     highest = jnp.float32(1 << (most - 1).bit_length())
     first = _bits(highest) - (OCTAVES << BITS)
@@ -230,11 +241,11 @@ def _ratio_cells(p, q, most: int) -> Cells:
     return Cells(mass_p, mass_q, bottom, top, of_token)
 
 
-def _bits(ratio) -> jax.Array:
+def _bits(ratio: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(ratio, jnp.int32) >> (23 - BITS)
 
 
-def _masses(p, q, of_token, count: int) -> jax.Array:
+def _masses(p: Law, q: Law, of_token: Int[Array, " vocab"], count: int) -> Float[Array, "2 {count}"]:
     """Masses [2, count] of the cells. Adding more than a thousand equal masses one by one loses precision in float32,
     so they are added in parts, and what rounding adds to their sum is taken off."""
     parts = -(-len(p) // 1024)
@@ -245,13 +256,13 @@ def _masses(p, q, of_token, count: int) -> jax.Array:
     return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
 
 
-def exact_cells(p, q) -> Cells:
+def exact_cells(p: ExactLaw, q: ExactLaw) -> Cells:
     ratio = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
     levels, of_token = np.unique(ratio, return_inverse=True)
     return Cells(np.bincount(of_token, p), np.bincount(of_token, q), levels, levels, of_token)
 
 
-def _exact(p, q, k: int) -> tuple[Cells, WinnerLaw, np.ndarray]:
+def _exact(p: ExactLaw, q: ExactLaw, k: int | float) -> tuple[Cells, WinnerLaw, Float[np.ndarray, "cells cells"]]:
     """Cells, winner law, and the law [C, C] of a draft's cell after its move, by its own cell."""
     cells = exact_cells(p, q)
     winner = winner_law(cells.p, cells.q, k)
@@ -267,7 +278,7 @@ def _exact(p, q, k: int) -> tuple[Cells, WinnerLaw, np.ndarray]:
     return cells, winner, moves + np.diag(1 - moves.sum(axis=1))
 
 
-def cumulative(xp, x):
+def cumulative(xp: ModuleType, x: Float[AnyArray, "*rows n"]) -> Float[AnyArray, "*rows n"]:
     """The cumulative sum along the last axis; for JAX on long rows in two stages, as it scans slowly."""
     width, n = 64, x.shape[-1]
     if xp is np or n <= width:

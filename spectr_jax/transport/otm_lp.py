@@ -13,20 +13,22 @@ import functools
 import math
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice, select_by_law
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 LARGEST = 1_000_000
 """Flow variables that the program may have: more take minutes and gigabytes."""
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Solves on the host: for small vocabularies."""
     return select_by_law(law, key, p, q, drafts, valid)
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`.
 
     Raises:
@@ -34,10 +36,11 @@ def law(p, q, drafts) -> np.ndarray:
     """
     _, laws, residual = _solve(p.tobytes(), q.tobytes(), len(drafts))
     accepted = laws[frozenset(drafts)]
-    return accepted + (1 - accepted.sum()) * residual
+    result: ExactLaw = accepted + (1 - accepted.sum()) * residual
+    return result
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`: the value of the program. (A residual that could hit a draft would raise it.)
 
     Raises:
@@ -46,7 +49,7 @@ def acceptance(p, q, k) -> float:
     return _solve(p.tobytes(), q.tobytes(), k)[0]
 
 
-def set_probabilities(p: np.ndarray, k: int) -> dict[frozenset[int], float]:
+def set_probabilities(p: ExactLaw, k: int) -> dict[frozenset[int], float]:
     """The probability of each set of tokens that k i.i.d. drafts from p [V] can show."""
     support = np.flatnonzero(p).tolist()
     sets: dict[frozenset[int], float] = {frozenset(): 1.0}
@@ -61,7 +64,7 @@ def set_probabilities(p: np.ndarray, k: int) -> dict[frozenset[int], float]:
 
 
 @functools.lru_cache(maxsize=64)
-def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], np.ndarray], np.ndarray]:
+def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], ExactLaw], ExactLaw]:
     """The largest acceptance, for each set the accepted part [V] of the token's law, and the law [V] of a rejection."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse

@@ -19,10 +19,12 @@ of p at rate p_i, while y arrives at r_y u; and u is Exp(1).
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.enumeration import probability_in_order
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 DRAFTS = "race"
 LARGEST = 1_000
@@ -33,31 +35,32 @@ WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)
 """Double exponential quadrature of functions of u ~ Exp(1), to 1e-12 for sums of exponentials."""
 
 
-def scores(key: jax.Array, law: jax.Array) -> jax.Array:
+def scores(key: PRNGKeyArray, law: Law) -> Law:
     """[V] minus the logarithms of arrival times in the race of `law`, -inf for never; the same key is the same clocks."""
     # Rare tokens win by tiny clocks. The usual uniforms step by 2^-24, too coarse for tokens below 1e-7, which can hold
     # 1e-3 of the mass.
     return jax.random.gumbel(key, law.shape, law.dtype, mode="high") + jnp.log(law)
 
 
-def arrivals(key: jax.Array, p: jax.Array, count: int) -> jax.Array:
+def arrivals(key: PRNGKeyArray, p: Law, count: int) -> Int[Array, " {count}"]:
     """The first `count` tokens in the race of p [V], in order; the key is `select`'s."""
     return jax.lax.top_k(scores(key, p), count)[1].astype(jnp.int32)
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`; `key` is the one that drew the drafts. Runs in the jitted sampler."""
     token = jnp.argmax(scores(key, q)).astype(jnp.int32)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`; `drafts` in order of arrival."""
     order = np.array(drafts)
-    return q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
+    result: ExactLaw = q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
+    return result
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`; by `index_law`.
 
     Raises:
@@ -66,7 +69,7 @@ def acceptance(p, q, k) -> float:
     return float(index_law(p, q, k).sum())
 
 
-def index_law(p, q, k: int) -> np.ndarray:
+def index_law(p: ExactLaw, q: ExactLaw, k: int) -> Float[np.ndarray, " {k}"]:
     """R [k]: the probability that the token is the first, second, ..., k-th draft (ERSD, eq. (3)), in float64.
 
     Given the clock of the winner, the other tokens are ahead of it in the race of p independently of each other; the number
@@ -92,7 +95,7 @@ def index_law(p, q, k: int) -> np.ndarray:
     return result
 
 
-def _drafts_given_winner(p, q, order: np.ndarray) -> np.ndarray:
+def _drafts_given_winner(p: ExactLaw, q: ExactLaw, order: Int[np.ndarray, " k"]) -> Float[np.ndarray, "vocab times"]:
     """The probability [V, U] of these drafts in this order, if token y wins the race of q at each of the U TIMES."""
     k, winners = len(order), np.arange(len(p))
     starts = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
@@ -110,7 +113,12 @@ def _drafts_given_winner(p, q, order: np.ndarray) -> np.ndarray:
     return state[:, :, k]
 
 
-def _advance(state, rates, order, duration: float) -> np.ndarray:
+def _advance(
+    state: Float[np.ndarray, "vocab times states"],
+    rates: Float[np.ndarray, "vocab vocab"],
+    order: Int[np.ndarray, " k"],
+    duration: float,
+) -> Float[np.ndarray, "vocab times states"]:
     """Drafts arrive in `order` at `rates` [V, V] for `duration`, in units of TIMES; any other arrival is the end."""
     k, step = len(order), rates[:, order]
     # The rate at which any token arrives when m drafts have; nothing matters when all have.

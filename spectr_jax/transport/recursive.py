@@ -7,26 +7,28 @@ so on. With $q_1 = q$ and N for normalising, draft i is accepted with probabilit
 $$\min\left(1, \frac{q_i(x_i)}{p(x_i)}\right), \qquad q_{i+1} = N (q_i - p)_+.$$
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p)
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     return law_in_turn(p, q, drafts, lambda p, draft: p)
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`. A rejected draft has no residual, so nothing is accepted by chance."""
     none, left = 1.0, q
     for _ in range(k):
@@ -35,12 +37,16 @@ def acceptance(p, q, k) -> float:
     return 1 - none
 
 
-def reject_in_turn(key, p, q, drafts, valid, next_law: Callable) -> Choice:
+def reject_in_turn(
+    key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, next_law: Callable[[Law, IntScalar], Law]
+) -> Choice:
     """Recursive rejection, where `next_law(p, draft)` is proportional to the distribution of the next draft; consumes
     `key`."""
     accept_key, residual_key = jax.random.split(key)
 
-    def attempt(carry, this):
+    def attempt(
+        carry: tuple[Law, Law, IntScalar], this: tuple[IntScalar, BoolScalar, FloatScalar]
+    ) -> tuple[tuple[Law, Law, IntScalar], None]:
         law, left, chosen = carry
         draft, usable, uniform = this
         # Normalised first: a product of what little is left and of another mass may be 0 in float32.
@@ -59,7 +65,7 @@ def reject_in_turn(key, p, q, drafts, valid, next_law: Callable) -> Choice:
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law_in_turn(p, q, drafts, next_law: Callable) -> np.ndarray:
+def law_in_turn(p: ExactLaw, q: ExactLaw, drafts: Sequence[int], next_law: Callable[[ExactLaw, int], ExactLaw]) -> ExactLaw:
     """The law [V] of recursive rejection given the drafts, in float64; `next_law(p, draft)` is a law."""
     result, none_before, left = np.zeros(len(p)), 1.0, q
     for draft in drafts:
@@ -70,7 +76,7 @@ def law_in_turn(p, q, drafts, next_law: Callable) -> np.ndarray:
     return result + none_before * left
 
 
-def residual(p, q) -> np.ndarray:
+def residual(p: ExactLaw, q: ExactLaw) -> ExactLaw:
     """(q - p)+ [V], normalised, in float64; q itself where nothing is left."""
     rest = np.maximum(q - p, 0)
     return rest / rest.sum() if rest.sum() > 0 else q

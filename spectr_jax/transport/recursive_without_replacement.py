@@ -8,27 +8,29 @@ p_{i+1}(x) = \frac{p_i(x)}{1 - p_i(x_i)} \text{ for } x \ne x_i.$$
 """
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.recursive import law_in_turn, reject_in_turn, residual
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 DRAFTS = "without_replacement"
 LARGEST = 10_000_000
 """The most draft sequences that `acceptance` enumerates."""
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`; drafts in the order in which they were drawn. Runs in the jitted sampler."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p.at[draft].set(0))
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     return law_in_turn(p, q, drafts, without)
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`: over all sequences of k - 1 drafts, so for small vocabularies.
 
     Raises:
@@ -43,17 +45,19 @@ def acceptance(p, q, k) -> float:
     return _acceptance(p, q, k)
 
 
-def _acceptance(p, q, k: int) -> float:
+def _acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     if k == 0 or not p.any():
         return 0.0
-    overlap, left = np.minimum(p, q).sum(), residual(p, q)
+    overlap, left = float(np.minimum(p, q).sum()), residual(p, q)
     if k == 1:
         return overlap
     rejected = np.maximum(p - q, 0)
-    return overlap + sum(rejected[x] * _acceptance(without(p, x), left, k - 1) for x in np.flatnonzero(rejected).tolist())
+    return float(
+        overlap + sum(rejected[x] * _acceptance(without(p, x), left, k - 1) for x in np.flatnonzero(rejected).tolist())
+    )
 
 
-def without(p, token: int) -> np.ndarray:
+def without(p: ExactLaw, token: int) -> ExactLaw:
     """p [V] without a token, renormalised; all 0 where nothing is left."""
     rest = np.where(np.arange(len(p)) == token, 0, p)
     return rest / rest.sum() if rest.sum() > 0 else rest

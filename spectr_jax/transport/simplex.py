@@ -4,19 +4,27 @@ JAX has no linear programming, and a host call a node would cost more than the p
 dozen constraints a tableau of floats and one rank-one update a pivot is all there is to do.
 """
 
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spectr_jax.transport.types import BoolScalar, IntScalar
 
 PIVOTS = 100
 """At most; programs with 16 variables take about 10 to 30."""
 
+_Carry: TypeAlias = tuple[Float[Array, "rows columns"], Int[Array, " m"], Int[Array, " n"], IntScalar]
 
-def tolerance(dtype) -> float:
+
+def tolerance(dtype: Any) -> float:
     """What counts as 0: 1e-11 in float64, 1e-5 in float32."""
-    return float(jnp.finfo(dtype).eps) ** 0.7
+    small: float = float(jnp.finfo(dtype).eps) ** 0.7
+    return small
 
 
-def maximise(gain: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
+def maximise(gain: Float[Array, " n"], rows: Float[Array, "m n"], bounds: Float[Array, " m"]) -> Float[Array, " n"]:
     """The x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
     Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the limit on steps ends
@@ -33,11 +41,11 @@ def maximise(gain: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
     table = jnp.block([[rows, bounds[:, None]], [-gain[None, :], jnp.zeros((1, 1), rows.dtype)]])
     small = tolerance(rows.dtype)  # A pivot on less would be one on rounding errors.
 
-    def improvable(carry):
+    def improvable(carry: _Carry) -> BoolScalar:
         table, _, _, steps = carry
         return jnp.any(table[-1, :-1] < -small) & (steps < PIVOTS)
 
-    def pivot(carry):
+    def pivot(carry: _Carry) -> _Carry:
         table, basic, free, steps = carry
         column = jnp.argmin(table[-1, :-1])
         slopes = table[:-1, column]

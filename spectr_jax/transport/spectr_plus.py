@@ -1,21 +1,22 @@
 """SpecTr+ (Ahn et al., 2023, Definition 4): one iteration of Algorithm 2, K-SEQ's subset with the best alphas for it."""
 
-import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.spectr_plus_plus import improved, improved_acceptance, improved_law
+from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return improved(key, p, q, drafts, valid, iterations=1)
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     return improved_law(p, q, drafts, iterations=1)
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`."""
     return improved_acceptance(p, q, k, iterations=1)

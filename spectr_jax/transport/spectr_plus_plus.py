@@ -21,10 +21,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from spectr_jax.transport import iopt, simplex
 from spectr_jax.transport.base import Choice, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
 
 ITERATIONS = 32
 """The most iterations of Algorithm 2; it usually stops by itself after 2 to 6."""
@@ -33,26 +35,26 @@ LARGEST_ALPHA = 1e3
 
 
 class _Stages(NamedTuple):
-    alphas: jax.Array  # [K]
-    thresholds: jax.Array  # [K]
+    alphas: Float[Array, " stages"]
+    thresholds: Float[Array, " stages"]
 
 
-def select(key, p, q, drafts, valid) -> Choice:
+def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return improved(key, p, q, drafts, valid, ITERATIONS)
 
 
-def law(p, q, drafts) -> np.ndarray:
+def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
     """See `Plan.law`."""
     return improved_law(p, q, drafts, ITERATIONS)
 
 
-def acceptance(p, q, k) -> float:
+def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     """See `Plan.acceptance`."""
     return improved_acceptance(p, q, k, ITERATIONS)
 
 
-def improved(key, p, q, drafts, valid, iterations: int) -> Choice:
+def improved(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, iterations: int) -> Choice:
     """Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
     accept_key, residual_key = jax.random.split(key)
     k, most = jnp.sum(valid), len(drafts)
@@ -63,7 +65,7 @@ def improved(key, p, q, drafts, valid, iterations: int) -> Choice:
     outside = p[drafts] <= thresholds[stage] * q[drafts]
     passes = valid & (q[drafts] > 0) & (outside | (uniforms * p[drafts] < alphas[stage] * q[drafts]))
 
-    def accept(i, carry):
+    def accept(i: IntScalar, carry: tuple[Law, FloatScalar]) -> tuple[Law, FloatScalar]:
         left, reached = carry
         accepted = jnp.where(p <= thresholds[i] * q, p, jnp.minimum(p, alphas[i] * q)) * (i < k)
         return left - reached * accepted, reached * jnp.maximum(1 - jnp.sum(accepted), 0)
@@ -74,17 +76,17 @@ def improved(key, p, q, drafts, valid, iterations: int) -> Choice:
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def improved_law(p, q, drafts, iterations: int) -> np.ndarray:
+def improved_law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...], iterations: int) -> ExactLaw:
     """The distribution [V] of Algorithm 1's token given the drafts, in float64."""
     return iopt.law(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
 
 
-def improved_acceptance(p, q, k: int, iterations: int) -> float:
+def improved_acceptance(p: ExactLaw, q: ExactLaw, k: int, iterations: int) -> float:
     """The probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
     return iopt.acceptance(np.tile(p, (k, 1)), q, stages(p, q, k, iterations))
 
 
-def stages(p: np.ndarray, q: np.ndarray, k: int, iterations: int) -> iopt.Stages:
+def stages(p: ExactLaw, q: ExactLaw, k: int, iterations: int) -> iopt.Stages:
     """The plan that `select` uses, computed in float64 by the same code."""
     return _stages(p.tobytes(), q.tobytes(), k, iterations)
 
@@ -100,16 +102,16 @@ def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Sta
     return iopt.Stages(alphas, p > thresholds[:, None] * q)
 
 
-def _iopt(p, q, gamma, k, most: int, iterations: int) -> _Stages:
+def _iopt(p: Law, q: Law, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar) -> _Stages:
     """Algorithm 2 for a traced `k <= most`; from k on a stage does nothing."""
     tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), jnp.inf)
 
-    def unfinished(carry):
+    def unfinished(carry: tuple[_Stages, BoolScalar, IntScalar]) -> BoolScalar:
         return carry[1] & (carry[2] < iterations)
 
-    def improve(carry):
+    def improve(carry: tuple[_Stages, BoolScalar, IntScalar]) -> tuple[_Stages, BoolScalar, IntScalar]:
         stages, _, done = carry
         alphas = _best_alphas(p, q, ratio, stages, active)
         thresholds = jnp.where(active, jnp.maximum(stages.thresholds, alphas * (1 + tolerance)), -jnp.inf)
@@ -126,7 +128,7 @@ def _iopt(p, q, gamma, k, most: int, iterations: int) -> _Stages:
 _jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
 
 
-def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
+def _best_alphas(p: Law, q: Law, ratio: Law, stages: _Stages, active: Bool[Array, " stages"]) -> Float[Array, " stages"]:
     """The alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas."""
     inside = ratio > stages.thresholds[:, None]
     inside_p = jnp.where(active, jnp.sum(jnp.where(inside, p, 0), axis=1), 1)
@@ -149,7 +151,7 @@ def _best_alphas(p, q, ratio, stages: _Stages, active) -> jax.Array:
     sum_bound = jnp.where(above_all, 1, LARGEST_ALPHA)
     bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), sum_bound[None]])
 
-    def y_of(alphas):
+    def y_of(alphas: Float[Array, " stages"]) -> Float[Array, " stages"]:
         ys, u = [], jnp.ones((), p.dtype)
         for i in range(K):
             ys.append(alphas[i] * u)

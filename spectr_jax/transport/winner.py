@@ -7,14 +7,16 @@ Such a plan is exact for any g that can be realised, and it has a function `win`
 verification needs `win` too: it decides on a whole path of winners at once (`decoding/verifiers/block.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.types import Drafts, ExactLaw, IntScalar, Law, Valid
 
 
 class Winner(NamedTuple):
@@ -25,11 +27,11 @@ class Winner(NamedTuple):
       law: [V] g, the distribution of its token for that number of drafts; undefined if there are none.
     """
 
-    draft: jax.Array
-    law: jax.Array
+    draft: IntScalar
+    law: Law
 
 
-def select_winner(win: Callable[..., Winner], key, p, q, drafts, valid) -> Choice:
+def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
     """Accepts the winner y with probability min(1, q(y) / g(y)), else draws from (q - g)+; consumes `key`."""
     accept_key, residual_key, win_key = jax.random.split(key, 3)
     first, g = win(win_key, p, q, drafts, valid)
@@ -42,7 +44,7 @@ def select_winner(win: Callable[..., Winner], key, p, q, drafts, valid) -> Choic
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def winner_accepted_law(q, g, drafts, wins) -> np.ndarray:
+def winner_accepted_law(q: ExactLaw, g: ExactLaw, drafts: Sequence[int], wins: Float[np.ndarray, " k"]) -> ExactLaw:
     """The law [V] of the token in float64, if each of `drafts` wins with the probability in `wins`."""
     residual = np.maximum(q - g, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
@@ -54,7 +56,7 @@ def winner_accepted_law(q, g, drafts, wins) -> np.ndarray:
     return result
 
 
-def highest_wins(final) -> np.ndarray:
+def highest_wins(final: Float[np.ndarray, "k cells"]) -> Float[np.ndarray, " k"]:
     """The probability [k] that each draft is highest, ties broken uniformly; `final` [k, C]: the law of each one's cell."""
     k = len(final)
     below = np.cumsum(final, axis=1) - final
@@ -63,4 +65,5 @@ def highest_wins(final) -> np.ndarray:
     nodes, weights = np.polynomial.legendre.leggauss(k // 2 + 1)
     beaten = below[:, :, None] + final[:, :, None] * (nodes + 1) / 2
     others = np.stack([np.prod(np.delete(beaten, i, axis=0), axis=0) for i in range(k)])
-    return np.einsum("kc,kcn,n->k", final, others, weights / 2)
+    wins: Float[np.ndarray, " k"] = np.einsum("kc,kcn,n->k", final, others, weights / 2)
+    return wins

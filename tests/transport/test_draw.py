@@ -38,5 +38,6 @@ def test_all_bits_of_the_uniform_count(monkeypatch):
     weights[0], weights[4:8] = 1, 2.0**-25
     last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
-    drawn = jax.jit(lambda weights: base.draw(None, weights, (512,)))(weights)  # A function that jit has not seen.
+    key = jax.random.key(0)
+    drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(weights)  # A function that jit has not seen.
     np.testing.assert_allclose(np.bincount(drawn)[4:8], 128, atol=1)  # One more or less by rounding.

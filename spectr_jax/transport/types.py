@@ -1,0 +1,21 @@
+"""The types of arrays: `Law` and `Drafts` of JAX, concrete or traced, and `ExactLaw` of NumPy in float64."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+Law: TypeAlias = Float[Array, " vocab"]
+Drafts: TypeAlias = Int[Array, " k"]
+Valid: TypeAlias = Bool[Array, " k"]
+
+ExactLaw: TypeAlias = Float[np.ndarray, " vocab"]
+
+BoolScalar: TypeAlias = Bool[Array, ""]
+FloatScalar: TypeAlias = Float[Array, ""]
+IntScalar: TypeAlias = Int[Array, ""]
+Number: TypeAlias = int | float | IntScalar | FloatScalar
+"""Of Python or NumPy, or traced."""
+
+AnyArray: TypeAlias = Any
+"""An array of NumPy or of JAX, in code that is written once for both."""
