@@ -1,15 +1,18 @@
 """What `generate` refuses, before anything takes long."""
 
 import numbers
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from spectr_jax.decoding.methods import Method
 from spectr_jax.errors import UserError
+from spectr_jax.models.frozen import Frozen
 
 
-def check_key(key, texts: int) -> None:
+def check_key(key: Any, texts: int) -> None:
     """Raises `UserError` unless `key` is a typed key, or one for each of the sequences."""
     if not jax.numpy.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in (
         (),
@@ -19,14 +22,14 @@ def check_key(key, texts: int) -> None:
         raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} typed keys, one per sequence")
 
 
-def check_method(method) -> None:
+def check_method(method: object) -> None:
     """Raises `UserError` for a name in the place of a method."""
     if not isinstance(method, Method):
         raise UserError(f"method={method!r} is no Method; give one of `get_method`, such as get_method('speculative')")
 
 
-def checked_prompts(prompts, prompt_lengths) -> tuple[np.ndarray, np.ndarray]:
-    """Both as int32; raises `UserError` unless they are whole numbers, and rows of one length."""
+def checked_prompts(prompts: Any, prompt_lengths: Any) -> tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]:
+    """Returns both as int32; raises `UserError` unless they are whole numbers, and rows of one length."""
     arrays = []
     for name, given in (("prompts", prompts), ("prompt_lengths", prompt_lengths)):
         try:
@@ -39,7 +42,14 @@ def checked_prompts(prompts, prompt_lengths) -> tuple[np.ndarray, np.ndarray]:
     return arrays[0], arrays[1]
 
 
-def check_request(method: Method, target, draft, prompts, prompt_lengths, max_new_tokens: int) -> None:
+def check_request(
+    method: Method,
+    target: Frozen,
+    draft: Frozen | None,
+    prompts: Int[np.ndarray, "..."],
+    prompt_lengths: Int[np.ndarray, "..."],
+    max_new_tokens: int,
+) -> None:
     """Raises `UserError` for prompts, models or a method that do not go together."""
     if not isinstance(max_new_tokens, numbers.Integral):
         raise UserError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give one of at least 1")

@@ -6,11 +6,12 @@ Shape suffixes: B sequences, N drafted nodes, I inner nodes (the root among them
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from spectr_jax.decoding import features
 from spectr_jax.decoding.policy import Policy, probabilities
@@ -31,19 +32,23 @@ class Drafts(NamedTuple):
       cache: the draft model's KV cache, with the inner nodes pending.
     """
 
-    tokens: jax.Array
-    p: jax.Array
+    tokens: Int[Array, "batch nodes"]
+    p: Float[Array, "batch inner vocab"]
     cache: Cache
 
 
-def iid(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """Independent draws [W, C] from each distribution in p [W, V]; consumes `key`."""
+def iid(
+    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+) -> Int[Array, "width children"]:
+    """Returns independent draws from each distribution in p; consumes `key`."""
     return _each(key, p, lambda k, law: draw(k, law, (counts.max(),)))
 
 
-def without_replacement(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """C distinct tokens per node, [W, C], drawn from p [W, V] without replacement by one race per node (Gumbel top-k);
-    consumes `key`.
+def without_replacement(
+    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+) -> Int[Array, "width children"]:
+    """Returns distinct tokens for each node, drawn from p without replacement by one race per node (Gumbel top-k); consumes
+    `key`.
 
     They follow the Plackett-Luce distribution: each is drawn from p without those before it. Once the support of p is
     exhausted, distinct tokens with p = 0 follow.
@@ -51,16 +56,22 @@ def without_replacement(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax
     return _each(key, p, lambda k, law: race_plan.arrivals(k, law, counts.max()))
 
 
-def race(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """As `without_replacement`, with the same race for all nodes of the level, which `transport.race` uses too."""
+def race(
+    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+) -> Int[Array, "width children"]:
+    """Returns what `without_replacement` does, with one race for all nodes of the level, which `transport.race` uses too."""
     return jax.vmap(lambda law: race_plan.arrivals(key, law, counts.max()))(p)
 
 
-def greedy(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
-    """All but the last child of a node are the likeliest tokens of p [W, V], the last is a draw from the others (Hu et al.,
-    2025); consumes `key`."""
+def greedy(
+    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+) -> Int[Array, "width children"]:
+    """Returns for each node the likeliest tokens of p, and as its last child a draw from the others (Hu et al., 2025);
+    consumes `key`."""
 
-    def likeliest_and_one(key, law, count):
+    def likeliest_and_one(
+        key: Key[Array, ""], law: Float[Array, " vocab"], count: Int[Array, ""]
+    ) -> Int[Array, " children"]:
         likeliest = jax.lax.top_k(law, counts.max() - 1)[1]
         is_likeliest = jnp.arange(counts.max()) < count - 1
         one = draw(key, law.at[jnp.where(is_likeliest[:-1], likeliest, len(law))].set(0, mode="drop"))
@@ -69,7 +80,11 @@ def greedy(key: jax.Array, p: jax.Array, counts: np.ndarray) -> jax.Array:
     return _each(key, p, likeliest_and_one, jnp.asarray(counts))
 
 
-RULES: dict[str, Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]] = {
+Rule: TypeAlias = Callable[
+    [Key[Array, ""], Float[Array, "width vocab"], Int[np.ndarray, " width"]], Int[Array, "width children"]
+]
+
+RULES: dict[str, Rule] = {
     "iid": iid,
     "without_replacement": without_replacement,
     "race": race,
@@ -77,27 +92,26 @@ RULES: dict[str, Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]] = {
 }
 """How the children of the W inner nodes of a level are drawn, by the name in `Plan.drafts`.
 
-Each is a function of a key, the distributions p [W, V] and `counts` [W], the number of children of each node. It
-returns [W, C]
-tokens, C the largest count; entries at and beyond a node's count are unused.
+Each is a function of a key, the distributions p [W, V] and `counts` [W], the number of children of each node. It returns
+[W, C] tokens, C the largest count; entries at and beyond a node's count are unused.
 """
 
 
-def committed_length(lengths_B: jax.Array, recalled: int = features.RECALLED) -> jax.Array:
-    """The number of tokens that the draft's cache holds between calls, for sequences of these lengths."""
+def committed_length(lengths_B: Int[Array, " batch"], recalled: int = features.RECALLED) -> Int[Array, " batch"]:
+    """Returns the number of tokens that the draft's cache holds between calls, for sequences of these lengths."""
     return jnp.maximum(lengths_B - recalled, 0)
 
 
 def draft(
-    keys_B: jax.Array,
+    keys_B: Key[Array, " batch"],
     model: Model,
-    rule,
+    rule: Rule,
     tree: Tree,
     policy: Policy,
-    text_BxT: jax.Array,
-    lengths_B: jax.Array,
+    text_BxT: Int[Array, "batch time"],
+    lengths_B: Int[Array, " batch"],
     cache: Cache,
-    seen_BxRxE: jax.Array | None = None,
+    seen_BxRxE: Float[Array, "batch recalled features"] | None = None,
 ) -> Drafts:
     """Draws the tokens of the tree.
 
@@ -112,68 +126,117 @@ def draft(
       cache: of length `committed_length(lengths_B, R)`, R as `features.recalled` says.
       seen_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
     """
-    B, R = lengths_B.shape[0], features.recalled(model, tree)
     # A text shorter than R: then the root is an earlier one of the recalled slots, and those behind it are nobody's.
     root_B = lengths_B - 1 - cache.lengths
-    sees_recalled_Bx1xR = (jnp.arange(R) <= root_B[:, None])[:, None, :]
-    logits_BxWxV, own_BxWxE, cache = _recall(model, R, text_BxT, root_B, cache, seen_BxRxE)
-    tokens = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)]
-    laws, parent_ranks = [], np.zeros(1, int)
+    ran = _recall(model, features.recalled(model, tree), text_BxT, root_B, cache, seen_BxRxE)
+    tokens, laws = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)], []
     for depth, nodes in enumerate(tree.levels[1:]):
-        laws.append(probabilities(logits_BxWxV, policy))
+        laws.append(probabilities(ran.logits, policy))
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
         tokens.append(_children(level_keys_B, rule, tree, nodes, laws[-1]))
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
-            first, ranks = nodes[0], tree.inner_rank[inner]
-            pending = R + ranks[0] - 1
-            among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : ranks[-1] + 1])]
-            visible = jnp.concatenate(
-                [
-                    jnp.broadcast_to(sees_recalled_Bx1xR, (B, len(inner), R)),
-                    jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
-                ],
-                axis=-1,
-            )
-            positions = jnp.broadcast_to(lengths_B[:, None] + depth, (B, len(inner)))
-            parents = tree.inner_rank[tree.parent[inner]]
-            logits_BxWxV, own_BxWxE, cache = features.extend(
-                model,
-                tokens[-1][:, inner - first],
-                positions,
-                visible,
-                cache,
-                int(pending),
-                features_BxNxE=None if own_BxWxE is None else own_BxWxE[:, parents - parent_ranks[0]],
-            )
-            parent_ranks = ranks
-    return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(laws, axis=1), cache)
+            positions_B = lengths_B + depth
+            ran = _run_on_level(model, tree, inner, tokens[-1][:, inner - nodes[0]], positions_B, root_B, ran)
+    return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(laws, axis=1), ran.cache)
 
 
-def _recall(model: Model, R: int, text_BxT, root_B, cache: Cache, seen_BxRxE):
-    """Runs the draft on the last R committed tokens; logits [B, 1, V] and features [B, 1, E] of the root, and the cache."""
+class _Ran(NamedTuple):
+    """What the draft model returned for the root, or for the inner nodes of a level.
+
+    Attributes:
+      logits: of the token after each node.
+      own: its own features of each node; None for a draft that sees none.
+      cache: with these nodes, and those above them, pending.
+    """
+
+    logits: Float[Array, "batch width vocab"]
+    own: Float[Array, "batch width features"] | None
+    cache: Cache
+
+
+def _recall(
+    model: Model,
+    R: int,
+    text_BxT: Int[Array, "batch time"],
+    root_B: Int[Array, " batch"],
+    cache: Cache,
+    seen_BxRxE: Float[Array, "batch recalled features"] | None,
+) -> _Ran:
+    """Runs the draft on the last R committed tokens; returns what it says of the root."""
     recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
     if seen_BxRxE is not None:
         shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
         seen_BxRxE = jnp.take_along_axis(seen_BxRxE, shifted_BxR[..., None], axis=1)
-    return features.extend(
-        model,
-        jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
-        recalled_BxR,
-        jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
-        cache,
-        features_BxNxE=seen_BxRxE,
-        only_B=root_B,
+    return _Ran(
+        *features.extend(
+            model,
+            jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
+            recalled_BxR,
+            jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
+            cache,
+            features_BxNxE=seen_BxRxE,
+            only_B=root_B,
+        )
     )
+
+
+def _run_on_level(
+    model: Model,
+    tree: Tree,
+    inner: Int[np.ndarray, " width"],
+    tokens_BxW: Int[Array, "batch width"],
+    positions_B: Int[Array, " batch"],
+    root_B: Int[Array, " batch"],
+    above: _Ran,
+) -> _Ran:
+    """Runs the draft on the `inner` nodes of a level; `above` is what it returned for the inner nodes of the one above."""
+    R = features.recalled(model, tree)
+    first_rank = int(tree.inner_rank[inner[0]])
+    return _Ran(
+        *features.extend(
+            model,
+            tokens_BxW,
+            jnp.broadcast_to(positions_B[:, None], tokens_BxW.shape),
+            _visible(tree, inner, R, root_B),
+            above.cache,
+            R + first_rank - 1,
+            features_BxNxE=None if above.own is None else above.own[:, _parent_rank_in_level(tree, inner)],
+        )
+    )
+
+
+def _visible(
+    tree: Tree, inner: Int[np.ndarray, " width"], R: int, root_B: Int[Array, " batch"]
+) -> Bool[Array, "batch width seen"]:
+    """Returns which of the R recalled tokens and of the inner nodes so far, their own level's included, nodes see."""
+    B, W = len(root_B), len(inner)
+    sees_recalled_BxR = jnp.arange(R) <= root_B[:, None]
+    among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : tree.inner_rank[inner[-1]] + 1])]
+    return jnp.concatenate(
+        [
+            jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)),
+            jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
+        ],
+        axis=-1,
+    )
+
+
+def _parent_rank_in_level(tree: Tree, inner: Int[np.ndarray, " width"]) -> Int[np.ndarray, " width"]:
+    """Returns which of the inner nodes of the level above is the parent of each of the `inner` nodes of one level."""
+    parents = tree.parent[inner]
+    level_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
+    rank: Int[np.ndarray, " width"] = np.searchsorted(level_above, parents)
+    return rank
 
 
 def commit(
     model: Model | Frozen,
     cache: Cache,
     tree: Tree,
-    path_BxD: jax.Array,
-    old_lengths_B: jax.Array,
-    new_lengths_B: jax.Array,
+    path_BxD: Int[Array, "batch height"],
+    old_lengths_B: Int[Array, " batch"],
+    new_lengths_B: Int[Array, " batch"],
 ) -> Cache:
     """Keeps the accepted path in the draft's cache, except its last node, which may be a leaf and is run again.
 
@@ -197,13 +260,25 @@ def commit(
     return keep(cache, pending, committed_length(new_lengths_B), settled=1)
 
 
-def _children(keys_B, rule, tree: Tree, nodes: np.ndarray, p_BxWxV: jax.Array) -> jax.Array:
-    """Tokens [B, W'] of the `nodes` of a level, drawn from their parents' distributions `p_BxWxV`."""
+def _children(
+    keys_B: Key[Array, " batch"],
+    rule: Rule,
+    tree: Tree,
+    nodes: Int[np.ndarray, " level"],
+    p_BxWxV: Float[Array, "batch width vocab"],
+) -> Int[Array, "batch level"]:
+    """Returns the tokens of the `nodes` of a level, drawn from their parents' distributions `p_BxWxV`."""
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     parents = parents - parents.min()
     counts = np.bincount(parents)
     return jax.vmap(lambda key, p_WxV: rule(key, p_WxV, counts)[parents, ranks])(keys_B, p_BxWxV)
 
 
-def _each(key, p_WxV, draw_children, *of_each) -> jax.Array:
+def _each(
+    key: Key[Array, ""],
+    p_WxV: Float[Array, "width vocab"],
+    draw_children: Callable[..., Int[Array, " children"]],
+    *of_each: Shaped[Array, "width ..."],
+) -> Int[Array, "width children"]:
+    """Returns what `draw_children` draws for each node with a key of its own; consumes `key`."""
     return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV, *of_each)

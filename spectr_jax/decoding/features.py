@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import feature_layers, features_seen, features_shown
@@ -24,28 +25,29 @@ RECALLED = 2
 
 
 def recalled(draft: Any, tree: Tree) -> int:
-    """Tokens on which the draft runs first in each call: all that a call can add, if it sees their features."""
+    """Returns how many tokens the draft runs on first in each call: all that a call can add, if it sees their features."""
     return tree.height + 1 if features_seen(draft) else RECALLED
 
 
 def wanted(draft: Any) -> tuple[int, ...] | None:
-    """The layers that a target must show besides its last hidden state; None for a draft that sees no features."""
+    """Returns the layers that a target must show besides its last hidden state; None for a draft that sees no features."""
     return feature_layers(draft) if features_seen(draft) else None
 
 
 def extend(
     model: Any,
-    tokens_BxN: jax.Array,
-    positions_BxN: jax.Array,
-    visible_BxNxM: jax.Array,
+    tokens_BxN: Int[Array, "batch new"],
+    positions_BxN: Int[Array, "batch new"],
+    visible_BxNxM: Bool[Array, "batch new seen"],
     cache: Cache,
     pending: int = 0,
     *,
-    features_BxNxE: jax.Array | None = None,
+    features_BxNxE: Float[Array, "batch new given_features"] | None = None,
     show: tuple[int, ...] | None = None,
-    only_B: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None, Cache]:
-    """`Model.extend`, and the last hidden states [B, N, E] of a model that sees features, or that shall `show` its own.
+    only_B: Int[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "batch scored vocab"], Float[Array, "batch scored features"] | None, Cache]:
+    """Runs `Model.extend`; returns what it does, and the last hidden states [B, N, E] of a model that sees features, or that
+    shall `show` its own.
 
     With layers in `show`, their outputs follow the last hidden states: [B, N, F]. With `only_B`, logits [B, 1, V] and
     features [B, 1, E] are those of one new token of each sequence.
@@ -70,24 +72,34 @@ def extend(
     return model.scored(last), hidden, cache
 
 
-def _one(x_BxNxC: jax.Array, only_B: jax.Array | None) -> jax.Array:
+def _one(
+    x_BxNxC: Float[Array, "batch new channels"], only_B: Int[Array, " batch"] | None
+) -> Float[Array, "batch scored channels"]:
+    """Returns the entries of one new token of each sequence, or all of them for None."""
     return x_BxNxC if only_B is None else jnp.take_along_axis(x_BxNxC, only_B[:, None, None], axis=1)
 
 
-def before(hidden_BxTxE: jax.Array) -> jax.Array:
-    """The features of the token before each; zeros at the first."""
+def before(hidden_BxTxE: Float[Array, "batch time features"]) -> Float[Array, "batch time features"]:
+    """Returns the features of the token before each; zeros at the first."""
     return jnp.pad(hidden_BxTxE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
-def at_end(hidden_BxTxE: jax.Array, lengths_B: jax.Array, count: int) -> jax.Array:
-    """The features [B, R, E] that come with the last `count` tokens of prompts; zeros before their beginning."""
+def at_end(
+    hidden_BxTxE: Float[Array, "batch time features"], lengths_B: Int[Array, " batch"], count: int
+) -> Float[Array, "batch recalled features"]:
+    """Returns the features [B, R, E] that come with the last `count` tokens of prompts; zeros before their beginning."""
     index_BxR = lengths_B[:, None] - 1 - count + jnp.arange(count)
     found = jnp.take_along_axis(hidden_BxTxE, jnp.maximum(index_BxR, 0)[..., None], axis=1)
     return jnp.where(index_BxR[..., None] < 0, 0, found)
 
 
-def after_call(seen_BxRxE: jax.Array, hidden_BxNxE: jax.Array, path_BxD: jax.Array, emitted_B: jax.Array) -> jax.Array:
-    """The features that come with the last R tokens once a call has added `emitted_B` of them.
+def after_call(
+    seen_BxRxE: Float[Array, "batch recalled features"],
+    hidden_BxNxE: Float[Array, "batch nodes features"],
+    path_BxD: Int[Array, "batch height"],
+    emitted_B: Int[Array, " batch"],
+) -> Float[Array, "batch recalled features"]:
+    """Returns the features that come with the last R tokens once a call has added `emitted_B` of them.
 
     Args:
       seen_BxRxE: those before the call.
@@ -98,4 +110,5 @@ def after_call(seen_BxRxE: jax.Array, hidden_BxNxE: jax.Array, path_BxD: jax.Arr
     nodes = jnp.pad(path_BxD, ((0, 0), (1, 0)))  # The root comes first.
     of_path = jnp.take_along_axis(hidden_BxNxE, jnp.maximum(nodes, 0)[..., None], axis=1)
     both = jnp.concatenate([seen_BxRxE, of_path.astype(seen_BxRxE.dtype)], axis=1)
-    return jax.vmap(lambda rows, first: jax.lax.dynamic_slice_in_dim(rows, first, seen_BxRxE.shape[1]))(both, emitted_B)
+    R = seen_BxRxE.shape[1]
+    return jax.vmap(lambda rows, first: jax.lax.dynamic_slice_in_dim(rows, first, R))(both, emitted_B)

@@ -11,23 +11,29 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Key
 
 from spectr_jax import sharding
 from spectr_jax.decoding import checks
 from spectr_jax.decoding.loop import Call, Loop, add_observed, call, observe_texts, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
+from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.frozen import Frozen, Loaded, freeze
+
+AnyModel: TypeAlias = Model | Frozen | Loaded
+Observe: TypeAlias = Callable[[Call], Any]
+_P = ParamSpec("_P")
 
 BUCKET = 16
 """Prompts are padded to a multiple of so many tokens."""
@@ -50,23 +56,23 @@ class Generation:
       observed: sums over calls of what `observe` returned, [B, ...] each.
     """
 
-    tokens: jax.Array
-    lengths: jax.Array
-    target_calls: jax.Array
-    emitted_per_call: jax.Array
+    tokens: Int[Array, "batch time"]
+    lengths: Int[Array, " batch"]
+    target_calls: Int[Array, " batch"]
+    emitted_per_call: Int[Array, "batch counts"]
     observed: Any = None
 
 
 def generate(
-    key: jax.Array,
+    key: Key[Array, ""] | Key[Array, " batch"],
     method: Method,
-    target: Model | Frozen | Loaded,
-    draft: Model | Frozen | Loaded | None,
-    prompts: ArrayLike,
-    prompt_lengths: ArrayLike,
+    target: AnyModel,
+    draft: AnyModel | None,
+    prompts: ArrayLike | Sequence[Sequence[int]],
+    prompt_lengths: ArrayLike | Sequence[int],
     max_new_tokens: int,
     policy: Policy | None = None,
-    observe: Callable[[Call], Any] | None = None,
+    observe: Observe | None = None,
     mesh: Mesh | None = None,
     draft_policy: Policy | None = None,
 ) -> Generation:
@@ -99,26 +105,11 @@ def generate(
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad key, policy or mesh, a missing draft.
     """
-    models, texts = (target, draft), (prompts, prompt_lengths)
-    return _generate(*_prepared(key, method, *models, *texts, max_new_tokens, policy, observe, mesh, draft_policy))
-
-
-def lower(
-    key,
-    method,
-    target,
-    draft,
-    prompts,
-    prompt_lengths,
-    max_new_tokens,
-    policy=None,
-    observe=None,
-    mesh=None,
-    draft_policy=None,
-):
-    """The program of the same call of `generate`, lowered but not run: a `jax.stages.Lowered`."""
-    models, texts = (target, draft), (prompts, prompt_lengths)
-    return _generate.lower(*_prepared(key, method, *models, *texts, max_new_tokens, policy, observe, mesh, draft_policy))
+    request = _checked(
+        key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy
+    )
+    generation: Generation = _generate(*_padded(request, BUCKET))
+    return generation
 
 
 class _Request(NamedTuple):
@@ -126,59 +117,108 @@ class _Request(NamedTuple):
 
     method: Method
     max_new_tokens: int
-    observe: Callable[[Call], Any] | None
+    observe: Observe | None
     mesh: Mesh | None
     target: Frozen
     draft: Frozen | None
-    key: jax.Array
-    prompts: np.ndarray
-    lengths: np.ndarray
+    key: Key[Array, ""] | Key[Array, " batch"]
+    prompts: Int[np.ndarray, "batch time"]
+    lengths: Int[np.ndarray, " batch"]
     policies: tuple[Policy, Policy]
 
 
-def _prepared(
-    key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy, bucket=BUCKET
+def _checked(
+    key: Key[Array, ""] | Key[Array, " batch"],
+    method: Method,
+    target: AnyModel,
+    draft: AnyModel | None,
+    prompts: ArrayLike | Sequence[Sequence[int]],
+    prompt_lengths: ArrayLike | Sequence[int],
+    max_new_tokens: int,
+    policy: Policy | None = None,
+    observe: Observe | None = None,
+    mesh: Mesh | None = None,
+    draft_policy: Policy | None = None,
 ) -> _Request:
-    """What `generate` is given, checked."""
-    policy = policy or Policy()
-    policies = policy, draft_policy or policy
+    """Returns what `generate` is given, checked, and on all devices of the mesh."""
+    policies = policy or Policy(), draft_policy or policy or Policy()
     checks.check_method(method)
     tokens, lengths = checks.checked_prompts(prompts, prompt_lengths)
-    drafts = draft is not None and method.tree.size and not method.exit_layer
-    models = freeze(target), freeze(draft) if drafts else None
+    drafts = method.tree.size > 0 and not method.exit_layer
+    models = freeze(target), freeze(draft) if drafts and draft is not None else None
     checks.check_request(method, *models, tokens, lengths, max_new_tokens)
     checks.check_key(key, len(tokens))
     for each, owner in zip(policies, ("", "draft_"), strict=True):
         check_policy(each, owner)
-    policies = tuple(
-        dataclasses.replace(
-            each, temperature=jnp.asarray(each.temperature, jnp.float32), eos=jnp.asarray(each.eos, jnp.int32)
-        )
-        for each in policies
-    )
-    padded = np.pad(tokens, ((0, 0), (0, padded_length(tokens.shape[1], bucket) - tokens.shape[1])))
     if mesh is not None:
-        if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
-            raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
-        if len(tokens) % mesh.size:
-            raise UserError(f"{len(tokens)} prompts do not divide over {mesh.size} devices; give a multiple")
+        _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
-    return _Request(method, max_new_tokens, observe, mesh, *models, key, padded, lengths, policies)
+    arrays = _as_arrays(policies[0]), _as_arrays(policies[1])
+    return _Request(method, max_new_tokens, observe, mesh, *models, key, tokens, lengths, arrays)
+
+
+def _lowering(checked: Callable[_P, _Request]) -> Callable[_P, jax.stages.Lowered]:
+    """Returns `lower`, with the parameters of `generate`."""
+
+    def lower(*arguments: _P.args, **options: _P.kwargs) -> jax.stages.Lowered:
+        """Returns the program of the same call of `generate`, lowered but not run."""
+        return _generate.lower(*_padded(checked(*arguments, **options), BUCKET))
+
+    return lower
+
+
+lower = _lowering(_checked)
+
+
+def _check_mesh(mesh: Mesh, texts: int) -> None:
+    """Raises `UserError` for a mesh with other axes than ours, or over which the texts do not divide."""
+    if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
+    if texts % mesh.size:
+        raise UserError(f"{texts} prompts do not divide over {mesh.size} devices; give a multiple")
+
+
+def _as_arrays(policy: Policy) -> Policy:
+    """Returns the policy with what is traced as arrays, so that one program serves all its values."""
+    temperature, eos = jnp.asarray(policy.temperature, jnp.float32), jnp.asarray(policy.eos, jnp.int32)
+    return dataclasses.replace(policy, temperature=temperature, eos=eos)
+
+
+def _padded(request: _Request, bucket: int) -> _Request:
+    """Returns the request with its prompts padded to a `padded_length`."""
+    T = request.prompts.shape[1]
+    return request._replace(prompts=np.pad(request.prompts, ((0, 0), (0, padded_length(T, bucket) - T))))
 
 
 def padded_length(tokens: int, bucket: int = BUCKET) -> int:
-    """The length that prompts of `tokens` tokens are padded to, so that one program serves many lengths."""
+    """Returns the length that prompts of `tokens` tokens are padded to, so that one program serves many lengths."""
     bucket = bucket if tokens <= LONG else LONG
     return -(-tokens // bucket) * bucket
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _generate(
-    method: Method, max_new_tokens: int, observe, mesh: Mesh | None, target, draft, key, prompts, lengths, policies
-):
-    """`decode` of all texts, or on each device of its share of them."""
+    method: Method,
+    max_new_tokens: int,
+    observe: Observe | None,
+    mesh: Mesh | None,
+    target: Frozen,
+    draft: Frozen | None,
+    key: Key[Array, ""] | Key[Array, " batch"],
+    prompts: Int[Array, "batch time"],
+    lengths: Int[Array, " batch"],
+    policies: tuple[Policy, Policy],
+) -> Generation:
+    """Returns `decode` of all texts, or on each device of its share of them."""
 
-    def run(keys_B, target, draft, prompts_BxT, lengths_B, policies):
+    def run(
+        keys_B: Key[Array, " share"],
+        target: Frozen,
+        draft: Frozen | None,
+        prompts_BxT: Int[Array, "share time"],
+        lengths_B: Int[Array, " share"],
+        policies: tuple[Policy, Policy],
+    ) -> Generation:
         policy, own = policies
         return decode(keys_B, method, target, draft, prompts_BxT, lengths_B, max_new_tokens, policy, observe, own)
 
@@ -190,18 +230,18 @@ def _generate(
 
 
 def decode(
-    key: jax.Array,
+    key: Key[Array, ""] | Key[Array, " batch"],
     method: Method,
     target: Frozen,
     draft: Frozen | None,
-    prompts: jax.Array,
-    prompt_lengths: jax.Array,
+    prompts: Int[Array, "batch time"],
+    prompt_lengths: Int[Array, " batch"],
     max_new_tokens: int,
     policy: Policy | None = None,
-    observe: Callable[[Call], Any] | None = None,
+    observe: Observe | None = None,
     draft_policy: Policy | None = None,
 ) -> Generation:
-    """What `generate` computes, as a pure function, to stand inside a `jax.jit` of your own.
+    """Returns what `generate` does, as a pure function, to stand inside a `jax.jit` of your own.
 
         @jax.jit
         def reward(key, target, draft, prompts, lengths):  # target, draft = freeze(...), freeze(...)
@@ -231,16 +271,17 @@ def decode(
     large, small = _merged(method, target, draft)
     limits_B = prompt_lengths + max_new_tokens
 
+    def one_call(loop: Loop) -> tuple[Loop, Call]:
+        return call(loop, method, large, small, keys_B, limits_B, policy, draft_policy)
+
     def step(loop: Loop) -> Loop:
-        after, seen = call(loop, method, large, small, keys_B, limits_B, policy, draft_policy)
+        after, seen = one_call(loop)
         return after._replace(observed=add_observed(loop, observe, seen))
 
     start = prefill(method, large, small, prompts_BxT, prompt_lengths, max_new_tokens)
     if observe is not None:
-        seen = jax.eval_shape(
-            lambda: observe_texts(observe, call(start, method, large, small, keys_B, limits_B, policy, draft_policy)[1])
-        )
-        start = start._replace(observed=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), seen))
+        none = zeros_like_output(lambda: observe_texts(observe, one_call(start)[1]))
+        start = start._replace(observed=none)
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
     T = prompts_BxT.shape[1] + max_new_tokens
     tokens_BxT = jnp.where(jnp.arange(T) < end.lengths[:, None], end.text[:, :T], 0)
@@ -248,7 +289,7 @@ def decode(
 
 
 def _merged(method: Method, target: Frozen, draft: Frozen | None) -> tuple[Any, Any]:
-    """The models of target and draft."""
+    """Returns the models of target and draft."""
     large = target.merge()
     if method.exit_layer:
         return large, EarlyExit(large, method.exit_layer)
@@ -268,14 +309,14 @@ class Step(NamedTuple):
 
 
 def stream(
-    key: jax.Array,
+    key: Key[Array, ""],
     method: Method,
-    target: Model | Frozen | Loaded,
-    draft: Model | Frozen | Loaded | None,
+    target: AnyModel,
+    draft: AnyModel | None,
     prompt: ArrayLike | Sequence[int],
     max_new_tokens: int,
     policy: Policy | None = None,
-    observe: Callable[[Call], Any] | None = None,
+    observe: Observe | None = None,
     draft_policy: Policy | None = None,
 ) -> Iterator[Step]:
     """Continues one prompt and yields the tokens of each call of the target as they are there.
@@ -297,10 +338,12 @@ def stream(
     if getattr(key, "shape", ()) != ():
         raise UserError(f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)")
     text = np.asarray(prompt)[None], np.array([np.size(prompt)])
-    return _steps(_prepared(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy, LONG))
+    request = _checked(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy)
+    return _steps(_padded(request, LONG))
 
 
 def _steps(request: _Request) -> Iterator[Step]:
+    """Yields the tokens of each call of the target."""
     method, max_new_tokens, observe, _, target, draft, key, prompts, lengths, policies = request
     loop = _begin(method, max_new_tokens, target, draft, prompts, lengths)
     before, done = int(lengths[0]), False
@@ -312,13 +355,31 @@ def _steps(request: _Request) -> Iterator[Step]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _begin(method: Method, max_new_tokens: int, target, draft, prompts, lengths) -> Loop:
+def _begin(
+    method: Method,
+    max_new_tokens: int,
+    target: Frozen,
+    draft: Frozen | None,
+    prompts: Int[Array, "batch time"],
+    lengths: Int[Array, " batch"],
+) -> Loop:
+    """Returns the state before the first call."""
     return prefill(method, *_merged(method, target, draft), prompts, lengths, max_new_tokens)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
-def _advance(method: Method, max_new_tokens: int, observe, target, draft, key, loop: Loop, lengths, policies):
-    """One call: the loop, the tokens from where it was [height + 1], and what is observed."""
+def _advance(
+    method: Method,
+    max_new_tokens: int,
+    observe: Observe | None,
+    target: Frozen,
+    draft: Frozen | None,
+    key: Key[Array, ""] | Key[Array, " batch"],
+    loop: Loop,
+    lengths: Int[Array, " batch"],
+    policies: tuple[Policy, Policy],
+) -> tuple[Loop, Int[Array, " steps"], Any]:
+    """Calls the target once; returns the state, the tokens from where it was, and what is observed."""
     large, small = _merged(method, target, draft)
     limits = lengths + max_new_tokens
     after, seen = call(loop, method, large, small, _text_keys(key, 1), limits, *policies)
@@ -327,8 +388,8 @@ def _advance(method: Method, max_new_tokens: int, observe, target, draft, key, l
     return after, new, observed
 
 
-def _text_keys(key: jax.Array, texts: int) -> jax.Array:
-    """A key for each text [B]."""
+def _text_keys(key: Key[Array, ""] | Key[Array, " texts"], texts: int) -> Key[Array, " texts"]:
+    """Returns a key for each text."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(texts)) if key.ndim == 0 else key
 
 

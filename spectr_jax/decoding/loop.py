@@ -5,11 +5,13 @@ Shape suffixes: B sequences, T tokens of a sequence.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from spectr_jax.decoding import drafting, features, scoring
 from spectr_jax.decoding.methods import Method
@@ -17,7 +19,7 @@ from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
-from spectr_jax.models.base import features_shown
+from spectr_jax.models.base import Model, features_shown
 from spectr_jax.models.cache import Cache
 
 PIECE = 64
@@ -33,26 +35,48 @@ class Call(NamedTuple):
       chosen: the tokens, the path and the numbers of drafts.
     """
 
-    key: jax.Array
+    key: Key[Array, "*batch"]
     scored: ScoredTree
     chosen: Selection
 
 
 class Loop(NamedTuple):
-    step: jax.Array
-    text: jax.Array
-    lengths: jax.Array
-    done: jax.Array
+    """The state of a decoding between calls.
+
+    Attributes:
+      step: the number of calls so far.
+      text: the committed tokens of each sequence, with room for the rest.
+      lengths: the number of committed tokens.
+      done: whether a sequence has ended.
+      target_cache: holds all committed tokens but the last.
+      draft_cache: as `drafting.committed_length` says; None where the target's serves, or nothing is drafted.
+      seen: the target's features that come with the last tokens, for a draft that sees them; else None.
+      calls: those of the target that each sequence took.
+      histogram: how many calls emitted 0, 1, 2, ... tokens.
+      observed: sums over the calls of what is observed; None for nothing.
+    """
+
+    step: Int[Array, ""]
+    text: Int[Array, "batch time"]
+    lengths: Int[Array, " batch"]
+    done: Bool[Array, " batch"]
     target_cache: Cache
-    draft_cache: Any
-    seen: jax.Array | None
-    calls: jax.Array
-    histogram: jax.Array
+    draft_cache: Cache | None
+    seen: Float[Array, "batch recalled features"] | None
+    calls: Int[Array, " batch"]
+    histogram: Int[Array, "batch counts"]
     observed: Any
 
 
-def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_tokens: int) -> Loop:
-    """Runs both models on the prompts.
+def prefill(
+    method: Method,
+    target: Model,
+    draft: Model | None,
+    prompts_BxT: Int[Array, "batch time"],
+    lengths_B: Int[Array, " batch"],
+    max_new_tokens: int,
+) -> Loop:
+    """Runs both models on the prompts, and returns the state before the first call.
 
     Cache rows beyond the end of a shorter prompt are pending, and overwritten later.
     """
@@ -61,12 +85,12 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
     recalled = features.recalled(draft, tree)
     capacity = T + max_new_tokens + tree.size + recalled
     seen, draft_cache = None, None
-    drafts = tree.size > 0 and not method.exit_layer
-    show = features.wanted(draft) if drafts else None
+    own = draft if tree.size > 0 and not method.exit_layer else None
+    show = None if own is None else features.wanted(own)
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
-    if drafts:
+    if own is not None:
         before = None if shown is None else features.before(shown)
-        draft_cache, _ = _run_on_prompts(draft, prompts_BxT, lengths_B, capacity, before)
+        draft_cache, _ = _run_on_prompts(own, prompts_BxT, lengths_B, capacity, before)
         draft_cache = dataclasses.replace(draft_cache, lengths=drafting.committed_length(lengths_B, recalled))
         seen = None if shown is None else features.at_end(shown, lengths_B, recalled)
     return Loop(
@@ -83,40 +107,73 @@ def prefill(method: Method, target, draft, prompts_BxT, lengths_B, max_new_token
     )
 
 
-def _run_on_prompts(model, prompts_BxT, lengths_B, capacity: int, before_BxTxE=None, show=None):
-    """The cache of a model after the prompts, run on in pieces of at most `PIECE` tokens, and the features [B, T, F] of all
-    tokens if it shall `show` them. `before_BxTxE` are those that come with the tokens."""
+def _run_on_prompts(
+    model: Model,
+    prompts_BxT: Int[Array, "batch time"],
+    lengths_B: Int[Array, " batch"],
+    capacity: int,
+    before_BxTxE: Float[Array, "batch time given_features"] | None = None,
+    show: tuple[int, ...] | None = None,
+) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
+    """Runs a model on the prompts, in pieces of at most `PIECE` tokens.
+
+    Returns the cache after them, and the features of all tokens if the model shall `show` them. `before_BxTxE` are those
+    that come with the tokens.
+    """
     B, T = prompts_BxT.shape
     pieces = -(-T // PIECE)
     width = T if pieces == 1 else PIECE
-    cache = model.init_cache(B, max(capacity, pieces * width))
-    visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
-    padding = (0, 0), (0, pieces * width - T)
-    padded_BxT = jnp.pad(prompts_BxT, padding)
-    padded_BxTxE = None if before_BxTxE is None else jnp.pad(before_BxTxE, (*padding, (0, 0)))
+    padded_BxT = _padded(prompts_BxT, pieces * width)
+    padded_BxTxE = None if before_BxTxE is None else _padded(before_BxTxE, pieces * width)
 
-    def extend(number, carry):
+    def extend(
+        number: Int[Array, ""] | int, carry: tuple[Cache, Float[Array, "batch padded features"] | None]
+    ) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
         cache, shown = carry
         first = number * width
         piece = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=width, axis=1)
-        tokens, before = piece(padded_BxT), None if padded_BxTxE is None else piece(padded_BxTxE)
-        cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
-        positions = jnp.broadcast_to(first + jnp.arange(width), (B, width))
-        _, hidden, cache = features.extend(model, tokens, positions, visible, cache, features_BxNxE=before, show=show)
+        before = None if padded_BxTxE is None else piece(padded_BxTxE)
+        cache, hidden = _run_on_piece(model, piece(padded_BxT), first, cache, before, show)
         if shown is not None and hidden is not None:
             shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden.astype(shown.dtype), first, axis=1)
         return cache, shown
 
     F = 0 if show is None else (1 + len(show)) * features_shown(model)
+    cache = model.init_cache(B, max(capacity, pieces * width))
     start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return extend(0, start)
-    # None of padding alone.
-    return jax.lax.fori_loop(0, (jnp.max(lengths_B) + width - 1) // width, extend, start)
+    not_padding = (jnp.max(lengths_B) + width - 1) // width
+    end: tuple[Cache, Array | None] = jax.lax.fori_loop(0, not_padding, extend, start)
+    return end
 
 
-def observe_texts(observe, call: Call):
-    def one(key, arrays, chosen):
+def _padded(rows_BxT: Shaped[Array, "batch time *row"], length: int) -> Shaped[Array, "batch padded *row"]:
+    """Returns the rows of each sequence with zeros behind them, up to `length`."""
+    return jnp.pad(rows_BxT, ((0, 0), (0, length - rows_BxT.shape[1]), *[(0, 0)] * (rows_BxT.ndim - 2)))
+
+
+def _run_on_piece(
+    model: Model,
+    tokens_BxP: Int[Array, "batch piece"],
+    first: Int[Array, ""] | int,
+    cache: Cache,
+    before_BxPxE: Float[Array, "batch piece given_features"] | None,
+    show: tuple[int, ...] | None,
+) -> tuple[Cache, Float[Array, "batch piece features"] | None]:
+    """Runs a model on tokens of the prompts, `first` and those behind it; returns the cache and the tokens' features."""
+    B, P = tokens_BxP.shape
+    visible = jnp.broadcast_to(np.tri(P, dtype=bool), (B, P, P))
+    positions = jnp.broadcast_to(first + jnp.arange(P), (B, P))
+    cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
+    _, hidden, cache = features.extend(model, tokens_BxP, positions, visible, cache, features_BxNxE=before_BxPxE, show=show)
+    return cache, hidden
+
+
+def observe_texts(observe: Callable[[Call], Any], call: Call) -> Any:
+    """Returns what `observe` returns for each sequence of a call."""
+
+    def one(key: Key[Array, ""], arrays: tuple[Array, Array, Array, Array], chosen: Selection) -> Any:
         return observe(Call(key=key, scored=call.scored.with_arrays(*arrays), chosen=chosen))
 
     observed = jax.vmap(one)(call.key, call.scored.arrays, call.chosen)
@@ -124,12 +181,12 @@ def observe_texts(observe, call: Call):
     return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
 
-def add_observed(loop: Loop, observe, call: Call):
-    """The sums with this call's values added, for sequences that are not done."""
+def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, call: Call) -> Any:
+    """Returns the sums with this call's values added, for sequences that are not done."""
     if observe is None:
         return None
 
-    def add(total, new):
+    def add(total: Array, new: Array) -> Array:
         done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
         return total + jnp.where(done, 0, new)
 
@@ -137,9 +194,19 @@ def add_observed(loop: Loop, observe, call: Call):
 
 
 def call(
-    loop: Loop, method: Method, target, draft, keys_B, limits_B, policy: Policy, draft_policy: Policy | None = None
+    loop: Loop,
+    method: Method,
+    target: Model,
+    draft: Model | None,
+    keys_B: Key[Array, " batch"],
+    limits_B: Int[Array, " batch"],
+    policy: Policy,
+    draft_policy: Policy | None = None,
 ) -> tuple[Loop, Call]:
-    """One serial call of the target, for all sequences; finished ones do not change."""
+    """Calls the target once for all sequences, and returns the state after it and what `observe` is given of it.
+
+    Finished sequences do not change.
+    """
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     if method.verifier.rule == "race":
@@ -165,14 +232,17 @@ def call(
     return after, Call(key=spare_keys, scored=scored, chosen=chosen)
 
 
-def _draft(loop: Loop, method: Method, target, draft, keys_B, policy: Policy):
-    """Tokens [B, N + 1], draft distributions [B, I, V], and the caches of target and draft."""
+def _draft(
+    loop: Loop, method: Method, target: Model, draft: Model | None, keys_B: Key[Array, " batch"], policy: Policy
+) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch inner vocab"], Cache, Cache | None]:
+    """Returns the tokens of the tree, the draft distributions, and the caches of target and draft."""
     if not method.tree.size:
         tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
     cache = loop.draft_cache
     if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
         cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
+    assert draft is not None and cache is not None
     drafts = drafting.draft(
         keys_B, draft, drafting.RULES[method.verifier.rule], method.tree, policy, loop.text, loop.lengths, cache, loop.seen
     )
@@ -181,12 +251,21 @@ def _draft(loop: Loop, method: Method, target, draft, keys_B, policy: Policy):
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
 
 
-def _commit(loop: Loop, tree: Tree, chosen: Selection, target_cache, draft, draft_cache, limits_B, policy: Policy) -> Loop:
+def _commit(
+    loop: Loop,
+    tree: Tree,
+    chosen: Selection,
+    target_cache: Cache,
+    draft: Model | None,
+    draft_cache: Cache | None,
+    limits_B: Int[Array, " batch"],
+    policy: Policy,
+) -> Loop:
     """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
     emitted, ended = _cut(chosen, policy, limits_B - loop.lengths)
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
-    if draft_cache is not None:
+    if draft is not None and draft_cache is not None:
         draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
     return Loop(
         step=loop.step + 1,
@@ -204,8 +283,10 @@ def _commit(loop: Loop, tree: Tree, chosen: Selection, target_cache, draft, draf
     )
 
 
-def _cut(chosen: Selection, policy: Policy, room_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many of the chosen tokens are emitted [B], up to EOS and the limit, and whether EOS is among them [B]."""
+def _cut(
+    chosen: Selection, policy: Policy, room_B: Int[Array, " batch"]
+) -> tuple[Int[Array, " batch"], Bool[Array, " batch"]]:
+    """Returns how many of the chosen tokens are emitted, up to EOS and the limit, and whether EOS is among them."""
     emitted = jnp.minimum(chosen.emitted, room_B)
     is_eos = ends(chosen.tokens, policy) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
     ended = jnp.any(is_eos, axis=1)

@@ -41,7 +41,7 @@ class Method:
     verifier: Verifier
     exit_layer: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.verifier, Verifier):
             raise UserError(
                 f"method {self.name!r}: the verifier is a {type(self.verifier).__name__}, which must be a `Verifier`; "
@@ -77,7 +77,7 @@ def kseq_gamma(
     *,
     num_drafts: int | None = None,
     draft_length: int | None = None,
-    tree: Tree | str | None = None,
+    tree: Shape = None,
     gamma: float | None = None,
 ) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
@@ -168,6 +168,7 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
 
 
 def _iid(name: str, verifier: Verifier, num_drafts: int | None, draft_length: int | None, tree: Shape) -> Method:
+    """Returns the method that verifies i.i.d. drafts on a tree, or on K chains of L tokens."""
     if tree is None:
         drafts = NUM_DRAFTS if num_drafts is None else num_drafts
         shape = trees.iid_chains(drafts, DRAFT_LENGTH if draft_length is None else draft_length)
@@ -222,7 +223,9 @@ def register(name: str, factory: Callable[..., Method]) -> None:
 
 
 def get_method(name: str, **options: Any) -> Method:
-    """The method `name` with its options, such as `get_method("spectr", num_drafts=8, draft_length=4)`; it has that name.
+    """Returns the method `name` with its options, such as `get_method("spectr", num_drafts=8, draft_length=4)`.
+
+    It has that name.
 
     Raises:
       UserError: an unknown method or option, or a value out of range.
@@ -239,9 +242,10 @@ def get_method(name: str, **options: Any) -> Method:
 
 
 def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
-    """The options with which the method `name` drafts `tree`: the tree, K and L, L alone or none; None where it cannot.
+    """Returns the options with which the method `name` drafts `tree`, or None where it cannot.
 
-    It is asked, by making it: whatever is registered answers for itself.
+    They are the tree, K and L, L alone or none. The method is asked, by making it: each one that is
+    registered answers for itself.
 
     Raises:
       UserError: an unknown method.
@@ -259,11 +263,11 @@ def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
 
 
 def on_tree(name: str, tree: Tree) -> Method | None:
-    """The method `name` drafting `tree`, or None where it cannot; raises `UserError` for an unknown method."""
+    """Returns the method `name` drafting `tree`, or None where it cannot; raises `UserError` for an unknown method."""
     options = options_for(name, tree)
     return None if options is None else get_method(name, **options)
 
 
 def cannot_branch(name: str) -> bool:
-    """Whether the method `name` cannot draft trees that branch; raises `UserError` for an unknown method."""
+    """Returns whether the method `name` cannot draft trees that branch; raises `UserError` for an unknown method."""
     return options_for(name, trees.batch(2)) is None

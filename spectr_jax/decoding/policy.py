@@ -6,6 +6,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.errors import UserError
 from spectr_jax.models.layers import cpu
@@ -23,10 +24,10 @@ class Policy:
       eos: the token that ends a sequence, or several of them; -1 for none. Traced.
     """
 
-    temperature: float | jax.Array = 1.0
+    temperature: float | Float[Array, ""] = 1.0
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
-    eos: int | tuple[int, ...] | jax.Array = -1
+    eos: int | tuple[int, ...] | Int[Array, "*several"] = -1
 
 
 def check_policy(policy: Policy, owner: str = "") -> None:
@@ -44,22 +45,26 @@ def check_policy(policy: Policy, owner: str = "") -> None:
         )
 
 
-def ends(tokens: jax.Array, policy: Policy) -> jax.Array:
-    """Which of the tokens [...] end a sequence; -1, where the target had no distribution, always does."""
+def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
+    """Returns which of the tokens end a sequence; -1, where the target had no distribution, always does."""
     return jnp.any(tokens[..., None] == jnp.ravel(jnp.asarray(policy.eos)), axis=-1) | (tokens < 0)
 
 
 @jax.jit
-def probabilities(logits: jax.Array, policy: Policy) -> jax.Array:
-    """The distribution [..., V] float32 that `policy` makes of `logits` [..., V]."""
+def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float[Array, "*batch vocab"]:
+    """Returns the distribution, in float32, that `policy` makes of `logits`."""
     temperature = jnp.asarray(policy.temperature, jnp.float32)
     if cpu.on_cpu():
-        return jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
+        law: Array = jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
+        return law
     # A conditional would make the host of an accelerator wait for the temperature.
     return jnp.where(temperature > 0, _softened(logits, temperature, policy), _greedy(logits))
 
 
-def _softened(logits: jax.Array, temperature: jax.Array, policy: Policy) -> jax.Array:
+def _softened(
+    logits: Float[Array, "*batch vocab"], temperature: Float[Array, ""], policy: Policy
+) -> Float[Array, "*batch vocab"]:
+    """Returns the distribution at a positive temperature."""
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
     relative = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
     scaled = relative / jnp.where(temperature > 0, temperature, 1.0)
@@ -78,8 +83,8 @@ def _softened(logits: jax.Array, temperature: jax.Array, policy: Policy) -> jax.
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-def _greedy(logits: jax.Array) -> jax.Array:
-    """All mass on the first of the largest; NaN where one of them is NaN."""
+def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
+    """Returns all mass on the first of the largest logits; NaN where one of them is NaN."""
     tokens = jnp.arange(logits.shape[-1])
     largest = jnp.max(logits, axis=-1, keepdims=True)
     # A minimum, and not argmax, which on a CPU takes thirty times as long.

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
@@ -17,6 +18,8 @@ from spectr_jax.decoding.tree import Tree
 @dataclasses.dataclass(frozen=True)
 class ScoredTree:
     """The drafts of one call, with the distributions of both models at the nodes.
+
+    It is of one sequence; while the models run its arrays have a leading batch dimension.
 
     Attributes:
       tree: static, N drafted nodes.
@@ -29,30 +32,45 @@ class ScoredTree:
 
     tree: Tree = dataclasses.field(metadata={"static": True})
     policy: Policy
-    length: jax.Array
-    tokens: jax.Array
-    p: jax.Array
-    logits: jax.Array
+    length: Int[Array, "*batch"]
+    tokens: Int[Array, "*batch nodes"]
+    p: Float[Array, "*batch inner vocab"]
+    logits: Float[Array, "*batch nodes vocab"]
 
     @property
-    def arrays(self) -> tuple[jax.Array, ...]:
+    def arrays(
+        self,
+    ) -> tuple[
+        Int[Array, "*batch"],
+        Int[Array, "*batch nodes"],
+        Float[Array, "*batch inner vocab"],
+        Float[Array, "*batch nodes vocab"],
+    ]:
         """What differs between sequences: the length, the tokens, p and the logits."""
         return self.length, self.tokens, self.p, self.logits
 
-    def with_arrays(self, length: jax.Array, tokens: jax.Array, p: jax.Array, logits: jax.Array) -> "ScoredTree":
+    def with_arrays(
+        self,
+        length: Int[Array, "*batch"],
+        tokens: Int[Array, "*batch nodes"],
+        p: Float[Array, "*batch inner vocab"],
+        logits: Float[Array, "*batch nodes vocab"],
+    ) -> "ScoredTree":
         """Returns the same tree and policy with other `arrays`."""
         return dataclasses.replace(self, length=length, tokens=tokens, p=p, logits=logits)
 
     @property
     def vocab_size(self) -> int:
-        """V."""
-        return self.logits.shape[-1]
+        """Returns V, the number of tokens in the vocabulary."""
+        size: int = self.logits.shape[-1]
+        return size
 
-    def q(self, node: jax.Array | int) -> jax.Array:
+    def q(self, node: Int[Array, ""] | int) -> Float[Array, " vocab"]:
         """Returns the target distribution [V] of the token after `node`."""
-        return probabilities(self.logits[node], self.policy)
+        law: Array = probabilities(self.logits[node], self.policy)
+        return law
 
-    def p_and_q(self, node: jax.Array, child: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def p_and_q(self, node: Int[Array, ""], child: Int[Array, ""]) -> tuple[Float[Array, " vocab"], Float[Array, " vocab"]]:
         """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
 
         The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be
@@ -61,13 +79,13 @@ class ScoredTree:
         q = self.q(node)
         return (self.p[self._rank_above(child)] if len(self.tree.inner) else q), q
 
-    def spelled_alike(self) -> jax.Array:
+    def spelled_alike(self) -> Bool[Array, "nodes nodes"]:
         """Returns [N + 1, N + 1] bool; entry (i, j) says that nodes i and j spell the same tokens."""
         spelled = self.tokens[jnp.asarray(self.tree.paths)]
         depth = jnp.asarray(self.tree.depth)
         return jnp.all(spelled[:, None] == spelled, axis=-1) & (depth[:, None] == depth)
 
-    def drawable(self) -> jax.Array:
+    def drawable(self) -> Bool[Array, " nodes"]:
         """Returns [N + 1] bool: whether each node's token has a positive probability at its parent.
 
         None has where the draft distribution is undefined, as for logits that are NaN.
@@ -77,10 +95,10 @@ class ScoredTree:
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
         return jnp.concatenate([jnp.ones(1, bool), self.p[rows, self.tokens[1:]] > 0])
 
-    def part(self, tree: Tree, nodes: np.ndarray) -> "ScoredTree":
+    def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
         """Returns what would have been drafted and scored on `tree`, whose nodes are `nodes` [N' + 1] of this one."""
         p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
         return dataclasses.replace(self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes])
 
-    def _rank_above(self, node: jax.Array) -> jax.Array:
+    def _rank_above(self, node: Int[Array, "*nodes"]) -> Int[Array, "*nodes"]:
         return jnp.asarray(self.tree.inner_rank)[jnp.asarray(self.tree.parent)[node]]

@@ -1,7 +1,7 @@
 """Phase 2 of a call: the target model scores every node of the tree at once (SpecTr, section 7)."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from spectr_jax.decoding import features
 from spectr_jax.decoding.tree import Tree
@@ -10,9 +10,14 @@ from spectr_jax.models.cache import Cache, keep
 
 
 def score(
-    model: Model, tree: Tree, tokens_BxN: jax.Array, lengths_B: jax.Array, cache: Cache, show: tuple[int, ...] | None = None
-) -> tuple[jax.Array, jax.Array | None, Cache]:
-    """One target call on the last committed token and all drafted nodes.
+    model: Model,
+    tree: Tree,
+    tokens_BxN: Int[Array, "batch nodes"],
+    lengths_B: Int[Array, " batch"],
+    cache: Cache,
+    show: tuple[int, ...] | None = None,
+) -> tuple[Float[Array, "batch nodes vocab"], Float[Array, "batch nodes features"] | None, Cache]:
+    """Runs the target once, on the last committed token and all drafted nodes.
 
     Args:
       model: the target.
@@ -31,7 +36,7 @@ def score(
     return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
 
 
-def commit(cache: Cache, tree: Tree, path_BxD: jax.Array, new_lengths_B: jax.Array) -> Cache:
+def commit(cache: Cache, tree: Tree, path_BxD: Int[Array, "batch height"], new_lengths_B: Int[Array, " batch"]) -> Cache:
     """Keeps the root, whose row is in place already, and the accepted path [B, D] (nodes, root excluded) in the
     target's cache. The rows of a chain are in place too."""
     moved = path_BxD[:, : 0 if tree.size == tree.height else None]

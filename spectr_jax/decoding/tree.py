@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from spectr_jax.errors import UserError
 
@@ -27,7 +28,7 @@ class Tree:
 
     parents: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
         _check_size(len(self.parents))
         depths = [0]
@@ -44,13 +45,13 @@ class Tree:
         return len(self.parents)
 
     @functools.cached_property
-    def parent(self) -> np.ndarray:
-        """[N + 1]; the root is its own parent."""
+    def parent(self) -> Int[np.ndarray, " nodes"]:
+        """The parent of each node; the root is its own."""
         return np.array((0, *self.parents))
 
     @functools.cached_property
-    def depth(self) -> np.ndarray:
-        """[N + 1] int32; 0 for the root."""
+    def depth(self) -> Int[np.ndarray, " nodes"]:
+        """The depth of each node, int32; 0 for the root."""
         depth = np.zeros(self.size + 1, np.int32)
         for node in range(1, self.size + 1):
             depth[node] = depth[self.parent[node]] + 1
@@ -62,21 +63,21 @@ class Tree:
         return int(self.depth[-1])
 
     @functools.cached_property
-    def ancestors(self) -> np.ndarray:
-        """[N + 1, N + 1] bool; entry (i, j): j is i or an ancestor of i."""
+    def ancestors(self) -> Bool[np.ndarray, "nodes nodes"]:
+        """Which nodes each one descends from; entry (i, j) says that j is i or an ancestor of i."""
         ancestors = np.eye(self.size + 1, dtype=bool)
         for node in range(1, self.size + 1):
             ancestors[node] |= ancestors[self.parent[node]]
         return ancestors
 
     @functools.cached_property
-    def levels(self) -> tuple[np.ndarray, ...]:
+    def levels(self) -> tuple[Int[np.ndarray, " _"], ...]:
         """The nodes of each depth 0..height."""
         return tuple(np.flatnonzero(self.depth == depth) for depth in range(self.height + 1))
 
     @functools.cached_property
-    def sibling_rank(self) -> np.ndarray:
-        """[N + 1]; which child of its parent a node is."""
+    def sibling_rank(self) -> Int[np.ndarray, " nodes"]:
+        """Which child of its parent each node is."""
         ranks, children = [0], [0] * (self.size + 1)
         for parent in self.parents:
             ranks.append(children[parent])
@@ -88,8 +89,8 @@ class Tree:
         return tuple(int(self.sibling_rank[above]) for above in np.flatnonzero(self.ancestors[node])[1:])
 
     @functools.cached_property
-    def paths(self) -> np.ndarray:
-        """[N + 1, height] int32: the nodes on the way to each node, without the root and padded with 0."""
+    def paths(self) -> Int[np.ndarray, "nodes height"]:
+        """The nodes on the way to each node, int32, without the root and padded with 0."""
         paths = np.zeros((self.size + 1, self.height), np.int32)
         for node in range(1, self.size + 1):
             paths[node] = paths[self.parent[node]]
@@ -97,26 +98,26 @@ class Tree:
         return paths
 
     @functools.cached_property
-    def inner(self) -> np.ndarray:
-        """[I] nodes that have children, the root first: the draft model runs on these."""
+    def inner(self) -> Int[np.ndarray, " inner"]:
+        """The nodes that have children, the root first: the draft model runs on these."""
         return np.unique(self.parent[1:])
 
     @functools.cached_property
-    def inner_rank(self) -> np.ndarray:
-        """[N + 1]; the index of a node among the inner ones; that of a leaf, which has none, is not to be used."""
+    def inner_rank(self) -> Int[np.ndarray, " nodes"]:
+        """The index of each node among the inner ones; that of a leaf, which has none, is not to be used."""
         return np.minimum(np.searchsorted(self.inner, np.arange(self.size + 1)), max(len(self.inner) - 1, 0))
 
     @functools.cached_property
-    def children_table(self) -> np.ndarray:
-        """[N + 1, C] int32: the children of each node in the order in which they are drawn, padded with -1."""
+    def children_table(self) -> Int[np.ndarray, "nodes children"]:
+        """The children of each node, int32, in the order in which they are drawn, padded with -1."""
         table = np.full((self.size + 1, int(self.sibling_rank.max()) + 1), -1, np.int32)
         nodes = np.arange(1, self.size + 1)
         table[self.parent[1:], self.sibling_rank[1:]] = nodes
         return table
 
     @functools.cached_property
-    def level_table(self) -> np.ndarray:
-        """[height + 2, W] int32: the nodes of each level, padded with -1; the row after the last level is empty."""
+    def level_table(self) -> Int[np.ndarray, "_ width"]:
+        """The nodes of each level, int32, padded with -1; the row after the last level is empty."""
         table = np.full((self.height + 2, max(map(len, self.levels))), -1, np.int32)
         for depth, nodes in enumerate(self.levels):
             table[depth, : len(nodes)] = nodes
@@ -124,12 +125,12 @@ class Tree:
 
 
 def none() -> Tree:
-    """No drafts: one token per call, from the target alone."""
+    """Returns the tree without drafts: one token per call, from the target alone."""
     return Tree(())
 
 
 def chain(length: int) -> Tree:
-    """One draft of `length` tokens (speculative decoding; "sequence" in ERSD)."""
+    """Returns one draft of `length` tokens (speculative decoding; "sequence" in ERSD)."""
     return iid_chains(1, length)
 
 
@@ -140,14 +141,14 @@ def _check_size(nodes: int) -> None:
 
 
 def iid_chains(drafts: int, length: int) -> Tree:
-    """`drafts` chains of `length` tokens that branch at the root (SpecTr, eq. 7)."""
+    """Returns `drafts` chains of `length` tokens that branch at the root (SpecTr, eq. 7)."""
     checked(num_drafts=drafts, draft_length=length)
     _check_size(drafts * length)
     return prefix_tree(drafts, *[1] * (length - 1))
 
 
 def prefix_tree(*branching: int) -> Tree:
-    """Every node at depth i has `branching[i]` children (SpecTr, Algorithm 5: k_1, ..., k_L)."""
+    """Returns the tree whose nodes at depth i have `branching[i]` children (SpecTr, Algorithm 5: k_1, ..., k_L)."""
     parents: list[int] = []
     level = range(1)
     for depth, children in enumerate(branching, start=1):
@@ -159,23 +160,23 @@ def prefix_tree(*branching: int) -> Tree:
 
 
 def batch(drafts: int) -> Tree:
-    """Alternatives for one token (ERSD, Figure 1d)."""
+    """Returns `drafts` alternatives for one token (ERSD, Figure 1d)."""
     return prefix_tree(drafts)
 
 
 def specinfer(size: int) -> Tree:
-    """SpecInfer's tree in ERSD's section 5: two tokens in common, then three chains of the remaining nodes."""
+    """Returns SpecInfer's tree in ERSD's section 5: two tokens in common, then three chains of the remaining nodes."""
     checked(size=size)
     _check_size(size)
     trunk = min(size, 2)
     return Tree(tuple(range(trunk)) + tuple(max(node - 3, trunk) for node in range(trunk + 1, size + 1)))
 
 
-SHAPES = {"chain": chain, "batch": batch, "specinfer": specinfer}
+SHAPES: dict[str, Callable[[int], Tree]] = {"chain": chain, "batch": batch, "specinfer": specinfer}
 
 
 def parse(spec: "Tree | str") -> Tree:
-    """The tree that a string names: `4,2,1` (a prefix tree), `8x4` (K x L, K chains of L), `chain:8`, `batch:8`,
+    """Returns the tree that a string names: `4,2,1` (a prefix tree), `8x4` (K x L, K chains of L), `chain:8`, `batch:8`,
     `specinfer:16`; a `Tree` is returned as it is.
 
     Raises:
@@ -196,6 +197,7 @@ def parse(spec: "Tree | str") -> Tree:
 
 
 def _maker(spec: str) -> Callable[[], Tree] | None:
+    """Returns the function that makes the tree which `spec` names, or None if it names none."""
     chains, _, length = spec.partition("x")
     if chains.isdecimal() and length.isdecimal():
         return functools.partial(iid_chains, int(chains), int(length))
@@ -210,7 +212,7 @@ def _maker(spec: str) -> Callable[[], Tree] | None:
 
 
 def spelled(branching: tuple[int, ...]) -> str:
-    """The prefix tree with so many children in each level, as `parse` takes it: `4,2,1`."""
+    """Returns the name that `parse` knows for the prefix tree with so many children in each level: `4,2,1`."""
     return ",".join(map(str, branching))
 
 

@@ -134,7 +134,7 @@ def phase_timers(
     tree, room = method.tree, method.tree.height + 1
     lengths = jnp.full(batch, context, jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)
-    prompts = np.random.default_rng(0).integers(0, target.vocab_size, (batch, context)).astype(np.int32)
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, target.vocab_size, (batch, context)), jnp.int32)
     start = jax.jit(lambda models: prefill(method, models[0].merge(), models[1].merge(), prompts, lengths, room))(models)
 
     def whole_call(models, loop):

@@ -42,7 +42,7 @@ def generation_profile(
             generation = jax.block_until_ready(generate(*arguments))
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
         times = operation_times(jax.profiler.ProfileData.from_file(str(files[-1]))) if files else {}
-    return summary(times, scopes(lower(*arguments).compile().as_text()), int(generation.target_calls[0]))
+    return summary(times, scopes(lower(*arguments).compile().as_text() or ""), int(generation.target_calls[0]))
 
 
 def operation_times(data: Any) -> dict[str, tuple[int, float]]:

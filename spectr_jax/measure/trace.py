@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.decoding.generate import Call, Generation
+from spectr_jax.decoding.generate import Generation
+from spectr_jax.decoding.loop import Call
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.tree import Tree
 

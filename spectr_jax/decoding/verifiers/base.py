@@ -8,14 +8,16 @@ levels is static. On a CPU the work decides: nodes are visited only when the wal
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.base import draw
 
@@ -30,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class Selection(NamedTuple):
-    """The tokens that one call emits for one sequence.
+    """The tokens that one call emits for one sequence; those of several have a leading batch dimension.
 
     Attributes:
       tokens: [height + 1] int32; entries from `emitted` on are unused.
@@ -39,10 +41,10 @@ class Selection(NamedTuple):
       drafts: [height + 1] int32, how many drafts there were for each token; 0 for a bonus.
     """
 
-    tokens: jax.Array
-    emitted: jax.Array
-    path: jax.Array
-    drafts: jax.Array
+    tokens: Int[Array, "*batch steps"]
+    emitted: Int[Array, "*batch"]
+    path: Int[Array, "*batch height"]
+    drafts: Int[Array, "*batch steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Verifier(abc.ABC):
         """Raises `UserError` if this verifier is not exact on `tree`. The default accepts every tree."""
 
     @abc.abstractmethod
-    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """Returns the tokens that one call emits, for one sequence; consumes `key`."""
 
 
-def for_each_sequence(verifier: Verifier, done_B: jax.Array, keys_B: jax.Array, scored_B: ScoredTree) -> Selection:
+def for_each_sequence(
+    verifier: Verifier, done_B: Bool[Array, " batch"], keys_B: Key[Array, " batch"], scored_B: ScoredTree
+) -> Selection:
     """Runs `verifier` on each sequence of a batch; consumes `keys_B`. The result for a finished sequence is unused.
 
     A CPU takes the sequences in turn, so that none waits for a longer path of another. An accelerator, and a CPU with a
@@ -84,7 +88,7 @@ def for_each_sequence(verifier: Verifier, done_B: jax.Array, keys_B: jax.Array, 
       scored_B: its arrays have a leading B, except those of the policy.
     """
 
-    def one(key: jax.Array, *arrays: jax.Array) -> Selection:
+    def one(key: Key[Array, ""], *arrays: Any) -> Selection:
         return verifier(key, scored_B.with_arrays(*arrays))
 
     return for_each_row(scored_B, ~done_B, one, keys_B, *scored_B.arrays)
@@ -103,24 +107,33 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
     if in_turn(scored.vocab_size):
         return function
     table = jax.vmap(function)(jnp.arange(scored.tree.size + 1))
-    return lambda node, *known: jax.tree.map(lambda leaf: leaf[node], table)
+
+    def looked_up(node: Int[Array, ""], *known: Any) -> Result:
+        result: Result = jax.tree.map(lambda leaf: leaf[node], table)
+        return result
+
+    return looked_up
 
 
-def for_each_row(scored: ScoredTree, wanted: jax.Array, function: Callable[..., Result], *arrays: jax.Array) -> Result:
+def for_each_row(
+    scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Shaped[Array, "rows ..."]
+) -> Result:
     """Returns `function` of each row of `arrays`; the result of a row that is not `wanted` is unused."""
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
 
-    def of_row(row):
-        return jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:]))
+    def of_row(row: tuple[Shaped[Array, "..."], ...]) -> Result:
+        result: Result = jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:]))
+        return result
 
-    return jax.lax.map(of_row, (wanted, *arrays))
+    results: Result = jax.lax.map(of_row, (wanted, *arrays))
+    return results
 
 
 def repeat(
     scored: ScoredTree,
     times: int,
-    alive: Callable[[State], jax.Array],
+    alive: Callable[[State], Bool[Array, ""]],
     step: Callable[[State], State],
     state: State,
     settles: bool = False,
@@ -131,20 +144,18 @@ def repeat(
     which takes time; `settles` says that a step does not change it anyway.
     """
     if in_turn(scored.vocab_size):
-        return jax.lax.while_loop(alive, step, state)
+        last: State = jax.lax.while_loop(alive, step, state)
+        return last
 
-    def step_if_alive(_, state: State) -> State:
+    def step_if_alive(_: Int[Array, ""] | int, state: State) -> State:
         if settles:
             return step(state)
         going = alive(state)
-        return jax.tree.map(lambda new, old: jnp.where(going, new, old), step(state), state)
+        after: State = jax.tree.map(lambda new, old: jnp.where(going, new, old), step(state), state)
+        return after
 
-    return jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
-
-
-def zeros_like_output(function: Callable[..., Result], *arguments) -> Result:
-    """Returns what `function(*arguments)` returns, with zeros in place of the values and without computing them."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments))
+    end: State = jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
+    return end
 
 
 class Candidates(NamedTuple):
@@ -156,15 +167,15 @@ class Candidates(NamedTuple):
       valid: [k] bool; the others are padding.
     """
 
-    nodes: jax.Array
-    tokens: jax.Array
-    valid: jax.Array
+    nodes: Int[Array, " k"]
+    tokens: Int[Array, " k"]
+    valid: Bool[Array, " k"]
 
-    def first(self) -> jax.Array:
+    def first(self) -> Int[Array, ""]:
         """Returns the first valid node."""
         return self.nodes[jnp.argmax(self.valid)]
 
-    def carrying(self, tree: Tree, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def carrying(self, tree: Tree, token: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:
         """Returns the node at which the walk continues if `token` was chosen, and whether there is one.
 
         Of several it is one with children, if there is one: the draft model ran on nodes with children only, so the path
@@ -175,7 +186,7 @@ class Candidates(NamedTuple):
         return self.nodes[jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))], jnp.any(carried)
 
 
-def candidates(scored: ScoredTree, rule: str) -> Callable[[jax.Array], Candidates]:
+def candidates(scored: ScoredTree, rule: str) -> Callable[[Int[Array, ""]], Candidates]:
     """Returns a function of a node that returns its `Candidates`.
 
     I.i.d. drafts below all nodes that spell the same tokens are i.i.d. drafts of one distribution. Drafts by other rules
@@ -188,7 +199,7 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[jax.Array], Candidate
     alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
     levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
-    def below(node: jax.Array) -> Candidates:
+    def below(node: Int[Array, ""]) -> Candidates:
         children = levels[depth[node] + 1]
         valid = (children >= 0) & alike[node, parent[children]] & drawable[children]
         return Candidates(nodes=children, tokens=scored.tokens[children], valid=valid)
@@ -196,7 +207,7 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[jax.Array], Candidate
     return below
 
 
-def ending_at(scored: ScoredTree, node: jax.Array, token: jax.Array, drafts: jax.Array) -> Selection:
+def ending_at(scored: ScoredTree, node: Int[Array, ""], token: Int[Array, ""], drafts: Int[Array, " nodes"]) -> Selection:
     """Returns what a call emits that ends at `node`: the path to it and `token`; `drafts` [N + 1] are those of each node."""
     tree = scored.tree
     depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]
@@ -209,6 +220,6 @@ def ending_at(scored: ScoredTree, node: jax.Array, token: jax.Array, drafts: jax
     )
 
 
-def last_token(key: jax.Array, weights: jax.Array) -> jax.Array:
+def last_token(key: Key[Array, ""], weights: Float[Array, " vocab"]) -> Int[Array, ""]:
     """Draws a token from `weights` [V], or returns -1 where none is positive, as for logits that are NaN; consumes `key`."""
     return jnp.where(jnp.any(weights > 0), draw(key, weights), -1)

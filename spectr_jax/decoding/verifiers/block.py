@@ -23,15 +23,20 @@ tokens and a draw from $r_\tau$, normalised.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers.base import Candidates, Selection, Verifier, at_nodes, candidates, last_token, repeat
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Plan, or_else
+from spectr_jax.transport.winner import Winner
+
+Prepared = TypeVar("Prepared")
+Known = TypeVar("Known")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +51,16 @@ class Block(Verifier):
     rule = "iid"
     plan: Plan
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.plan.winner is None or self.plan.drafts != self.rule:
             raise UserError(
                 f"plan={self.plan.name!r}: names no winner among i.i.d. drafts; give one that does, such as 'otm'"
             )
 
-    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
 
-        def follow(known, winner):
+        def follow(known: tuple[()], winner: Winner) -> tuple[Int[Array, ""], Float[Array, " vocab"], tuple[()]]:
             return winner.draft, winner.law, known
 
         return along_winners(key, scored, self.plan.win, follow, ())
@@ -72,25 +77,33 @@ class _Node(NamedTuple):
     """
 
     drafts: Candidates
-    q: jax.Array
-    uniforms: jax.Array
+    q: Float[Array, " vocab"]
+    uniforms: Float[Array, " k"]
     prepared: Any
 
 
 class _Walk(NamedTuple):
-    depth: jax.Array
-    node: jax.Array
-    run: jax.Array  # rho
-    uniform: jax.Array  # Decides whether the path so far is accepted.
-    tau: jax.Array
-    residual: jax.Array  # [V] r_tau
-    tokens: jax.Array  # [height + 1], as the next two.
-    path: jax.Array
-    drafts: jax.Array
+    depth: Int[Array, ""]
+    node: Int[Array, ""]
+    run: Float[Array, ""]  # rho
+    uniform: Float[Array, ""]  # Decides whether the path so far is accepted.
+    tau: Int[Array, ""]
+    residual: Float[Array, " vocab"]  # r_tau
+    tokens: Int[Array, " steps"]
+    path: Int[Array, " steps"]
+    drafts: Int[Array, " steps"]
     known: Any  # What `follow` knows of the path so far.
 
 
-def along_winners(key: jax.Array, scored: ScoredTree, win_at: Callable, follow: Callable, known: Any) -> Selection:
+def along_winners(
+    key: Key[Array, ""],
+    scored: ScoredTree,
+    win_at: Callable[
+        [Key[Array, ""], Float[Array, " vocab"], Float[Array, " vocab"], Int[Array, " k"], Bool[Array, " k"]], Prepared
+    ],
+    follow: Callable[[Known, Prepared], tuple[Int[Array, ""], Float[Array, " vocab"], Known]],
+    known: Known,
+) -> Selection:
     """Returns what block verification emits along a path of winners, whoever names them. Consumes `key`.
 
     Args:
@@ -105,10 +118,10 @@ def along_winners(key: jax.Array, scored: ScoredTree, win_at: Callable, follow: 
     below = candidates(scored, "iid")
     open_N = jax.vmap(lambda node: jnp.any(below(node).valid))(jnp.arange(tree.size + 1))
 
-    def keys_at(depth: jax.Array) -> jax.Array:
+    def keys_at(depth: Int[Array, ""]) -> Key[Array, " 3"]:
         return jax.random.split(jax.random.fold_in(key, scored.length + depth), 3)
 
-    def look(node: jax.Array) -> _Node:
+    def look(node: Int[Array, ""]) -> _Node:
         accept_key, _, win_key = keys_at(depths[node])
         drafts = below(node)
         p, q = scored.p_and_q(node, drafts.first())
@@ -149,6 +162,7 @@ def along_winners(key: jax.Array, scored: ScoredTree, win_at: Callable, follow: 
 
 
 def _start(scored: ScoredTree, known: Any) -> _Walk:
+    """Returns the walk at the root, with nothing accepted."""
     zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros(scored.tree.height + 1, jnp.int32)
     return _Walk(
         depth=zero,

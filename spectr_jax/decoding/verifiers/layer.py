@@ -25,11 +25,13 @@ Shape suffixes: N drafted nodes, W nodes of a layer, D drafts of a layer (the no
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, checked
@@ -42,8 +44,8 @@ from spectr_jax.decoding.verifiers.base import (
     for_each_row,
     last_token,
     repeat,
-    zeros_like_output,
 )
+from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import draw, or_else
 
@@ -64,16 +66,16 @@ class Layer(Verifier):
     rule = "iid"
     competitions: int = COMPETITIONS
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checked(competitions=self.competitions)
 
-    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         classes = _classes(scored)
         scores = _scores(key, scored, classes, self.competitions)
         return _sweep(jax.random.fold_in(key, scored.length + scored.tree.height + 1), scored, classes, scores)
 
-    def expected(self, key: jax.Array, scored: ScoredTree) -> tuple[jax.Array, jax.Array]:
+    def expected(self, key: Key[Array, ""], scored: ScoredTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Returns the expected number of emitted tokens given the drafts and the competitions of `key`, which it consumes;
         and one more than the sum of all scores, which has the same mean over drafted trees."""
         scores = _scores(key, scored, _classes(scored), self.competitions)
@@ -94,10 +96,10 @@ class _Classes(NamedTuple):
       drawable: whether it is a draft (`ScoredTree.drawable`).
     """
 
-    first: jax.Array
-    child: jax.Array
-    drafts: jax.Array
-    drawable: jax.Array
+    first: Int[Array, " nodes"]
+    child: Int[Array, " nodes"]
+    drafts: Int[Array, " nodes"]
+    drawable: Bool[Array, " nodes"]
 
 
 class _Scores(NamedTuple):
@@ -109,13 +111,13 @@ class _Scores(NamedTuple):
       residual: the sum of R.
     """
 
-    score: jax.Array
-    budget: jax.Array
-    residual: jax.Array
+    score: Float[Array, " nodes"]
+    budget: Float[Array, " nodes"]
+    residual: Float[Array, " nodes"]
 
 
 class _Contest(NamedTuple):
-    """How the D drafts of a layer compete, if they belong to this node.
+    """How the D drafts of a layer compete, if they belong to this node; or those of each of its W nodes.
 
     Attributes:
       matching: of the cells that exchange drafts.
@@ -127,15 +129,15 @@ class _Contest(NamedTuple):
     """
 
     matching: otm.Matching
-    below: jax.Array
-    above: jax.Array
-    mass: jax.Array
-    cell: jax.Array
-    rho: jax.Array
+    below: Float[Array, "*width cells"]
+    above: Float[Array, "*width cells"]
+    mass: Float[Array, "*width cells"]
+    cell: Int[Array, "*width drafts"]
+    rho: Float[Array, "*width drafts"]
 
 
 class _Plan(NamedTuple):
-    """The optimal plan at a node, for the D drafts of the layer.
+    """The optimal plan at a node, for the D drafts of the layer; or at each of W nodes.
 
     Attributes:
       contest: of those of this node.
@@ -144,16 +146,23 @@ class _Plan(NamedTuple):
     """
 
     contest: _Contest
-    ratio: jax.Array
-    residual: jax.Array
+    ratio: Float[Array, "*width drafts"]
+    residual: Float[Array, "*width"]
+
+
+_PlanAt: TypeAlias = Callable[
+    [Int[Array, " drafts"], Int[Array, ""], Int[Array, ""], Float[Array, ""], Float[Array, ""]], _Plan
+]
+"""A function of the tokens of a layer's drafts, a node, its k, its score and its budget."""
 
 
 def _classes(scored: ScoredTree) -> _Classes:
+    """Returns which nodes spell the same tokens."""
     drawable = scored.drawable()
     first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
     below = candidates(scored, "iid")
 
-    def of_drafts(node: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_drafts(node: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
         drafts = below(node)
         return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(drafts.valid, dtype=jnp.int32)
 
@@ -161,30 +170,39 @@ def _classes(scored: ScoredTree) -> _Classes:
     return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
-def _laws(scored: ScoredTree, child_N: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """p and q [V] at a node; p is 0 where it is undefined."""
+def _laws(
+    scored: ScoredTree, child_N: Int[Array, " nodes"], node: Int[Array, ""]
+) -> tuple[Float[Array, " vocab"], Float[Array, " vocab"]]:
+    """Returns p and q at a node; p is 0 where it is undefined."""
     p, q = scored.p_and_q(node, child_N[node])
     return jnp.where(p > 0, p, 0), q
 
 
-def _scores(key: jax.Array, scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
-    """The scores of all nodes, from the root down. Consumes `key`."""
+def _scores(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
+    """Returns the scores of all nodes, from the root down. Consumes `key`."""
     depths = jnp.asarray(scored.tree.depth)
     laws_at = at_nodes(scored, functools.partial(_laws, scored, classes.child))
 
-    def cells_of(node: jax.Array, p: jax.Array | None = None, q: jax.Array | None = None) -> otm.Cells:
+    def cells_of(
+        node: Int[Array, ""], p: Float[Array, " vocab"] | None = None, q: Float[Array, " vocab"] | None = None
+    ) -> otm.Cells:
         if p is None or q is None:
             p, q = laws_at(node)
         return otm.cells_of(p, q, MOST)
 
     cells_at = at_nodes(scored, cells_of)
 
-    def plan_at(tokens_D, node, k, score, budget) -> _Plan:
-        """The plan at a node, for drafts with these tokens."""
-
+    def plan_at(
+        tokens_D: Int[Array, " drafts"],
+        node: Int[Array, ""],
+        k: Int[Array, ""],
+        score: Float[Array, ""],
+        budget: Float[Array, ""],
+    ) -> _Plan:
+        """Returns the plan at a node, for drafts with these tokens."""
         p, q = laws_at(node)
 
-        def several():
+        def several() -> tuple[_Contest, Float[Array, " vocab"]]:
             return _contest(p, q, cells_at(node, p, q), k, budget, tokens_D)
 
         contest, g = jax.lax.cond(_is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several)
@@ -192,11 +210,11 @@ def _scores(key: jax.Array, scored: ScoredTree, classes: _Classes, competitions:
         ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny), 0)
         return _Plan(contest=contest, ratio=ratio_D, residual=jnp.sum(jnp.maximum(score * q - budget * g, 0)))
 
-    def alive(carry: tuple[jax.Array, _Scores]) -> jax.Array:
+    def alive(carry: tuple[Int[Array, ""], _Scores]) -> Bool[Array, ""]:
         depth, scores = carry
         return jnp.any((scores.score > 0) & (depths == depth))
 
-    def step(carry: tuple[jax.Array, _Scores]) -> tuple[jax.Array, _Scores]:
+    def step(carry: tuple[Int[Array, ""], _Scores]) -> tuple[Int[Array, ""], _Scores]:
         depth, scores = carry
         own_key = jax.random.fold_in(key, scored.length + depth)
         return depth + 1, _compete(own_key, scored, classes, plan_at, depth, scores, competitions)
@@ -206,9 +224,17 @@ def _scores(key: jax.Array, scored: ScoredTree, classes: _Classes, competitions:
     return repeat(scored, scored.tree.height + 1, alive, step, start, settles=True)[1]
 
 
-def _compete(key, scored: ScoredTree, classes: _Classes, plan_at, depth, scores: _Scores, competitions: int) -> _Scores:
-    """The drafts below the layer at `depth` compete: the scores of the next layer, and all else of this one. Consumes
-    `key`."""
+def _compete(
+    key: Key[Array, ""],
+    scored: ScoredTree,
+    classes: _Classes,
+    plan_at: _PlanAt,
+    depth: Int[Array, ""],
+    scores: _Scores,
+    competitions: int,
+) -> _Scores:
+    """Lets the drafts below the layer at `depth` compete: returns the scores with those of the next layer, and all else of
+    this one. Consumes `key`."""
     tree = scored.tree
     levels, parent = jnp.asarray(tree.level_table, jnp.int32), jnp.asarray(tree.parent, jnp.int32)
     nodes_W, drafts_D = levels[depth], levels[depth + 1]
@@ -234,14 +260,23 @@ def _compete(key, scored: ScoredTree, classes: _Classes, plan_at, depth, scores:
     )
 
 
-def _at_level(tree: Tree, depth, values_W: jax.Array, of_nodes: jax.Array) -> jax.Array:
-    """`of_nodes` [N + 1] with the values of the nodes of one level."""
+def _at_level(
+    tree: Tree, depth: Int[Array, ""], values_W: Float[Array, " width"], of_nodes: Float[Array, " nodes"]
+) -> Float[Array, " nodes"]:
+    """Returns `of_nodes` with the values of the nodes of one level."""
     rank = np.concatenate([np.arange(len(nodes)) for nodes in tree.levels])
     return jnp.where(jnp.asarray(tree.depth) == depth, values_W[rank], of_nodes)
 
 
-def _contest(p, q, cells: otm.Cells, k, budget, tokens_D) -> tuple[_Contest, jax.Array]:
-    """How drafts with these tokens compete, and the winner's distribution g [V]."""
+def _contest(
+    p: Float[Array, " vocab"],
+    q: Float[Array, " vocab"],
+    cells: otm.Cells,
+    k: Int[Array, ""],
+    budget: Float[Array, ""],
+    tokens_D: Int[Array, " drafts"],
+) -> tuple[_Contest, Float[Array, " vocab"]]:
+    """Returns how drafts with these tokens compete, and the winner's distribution g."""
     winner, shared = _winner(cells, k, budget)
     rho = otm.token_ratios(p, q, cells.of_token, shared)
     contest = _Contest(
@@ -255,20 +290,22 @@ def _contest(p, q, cells: otm.Cells, k, budget, tokens_D) -> tuple[_Contest, jax
     return contest, p * rho
 
 
-def _winner(cells: otm.Cells, k, budget) -> tuple[otm.WinnerLaw, jax.Array]:
-    """The winner's distribution by cell, and the ratios that tokens share [C], for kappa drafts."""
+def _winner(cells: otm.Cells, k: Int[Array, ""], budget: Float[Array, ""]) -> tuple[otm.WinnerLaw, Float[Array, " cells"]]:
+    """Returns the winner's distribution by cell, and the ratios that tokens share, for kappa drafts."""
     winner = otm.winner_law(cells.p, cells.q, _kappa(k, budget))
     return winner, otm.shared_ratios(cells, winner)
 
 
-def _winner_law(p, q, k, budget) -> jax.Array:
-    """g [V]."""
+def _winner_law(
+    p: Float[Array, " vocab"], q: Float[Array, " vocab"], k: Int[Array, ""], budget: Float[Array, ""]
+) -> Float[Array, " vocab"]:
+    """Returns the winner's distribution g."""
 
-    def several():
+    def several() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
         cells = otm.cells_of(p, q, MOST)
         return cells.of_token, _winner(cells, k, budget)[1]
 
-    def alone():
+    def alone() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
         of_token, shared = jax.eval_shape(several)
         return jnp.zeros(of_token.shape, of_token.dtype), jnp.ones(shared.shape, shared.dtype)
 
@@ -276,18 +313,25 @@ def _winner_law(p, q, k, budget) -> jax.Array:
     return p * otm.token_ratios(p, q, *jax.lax.cond(_is_alone(k, budget), alone, several))
 
 
-def _is_alone(k, budget) -> jax.Array:
-    """Whether the layer has one draft and no other: it wins, and g is p."""
+def _is_alone(k: Int[Array, ""], budget: Float[Array, ""]) -> Bool[Array, ""]:
+    """Returns whether the layer has one draft and no other: it wins, and g is p."""
     return (k == 1) & (budget == 1)
 
 
-def _kappa(k, budget) -> jax.Array:
-    """k / b, and finite: a node of such a small budget as 1e-30 is never seen."""
+def _kappa(k: Int[Array, "*width"], budget: Float[Array, "*width"]) -> Float[Array, "*width"]:
+    """Returns k / b, and finite: a node of such a small budget as 1e-30 is never seen."""
     return jnp.maximum(k / jnp.clip(budget, 1e-30, 1), 1)
 
 
-def _shares(key, contests_W: _Contest, kappa_W, node_D, competes_D, competitions: int) -> jax.Array:
-    """How many of the competitions each draft of the layer wins [D], as a share; consumes `key`."""
+def _shares(
+    key: Key[Array, ""],
+    contests_W: _Contest,
+    kappa_W: Float[Array, " width"],
+    node_D: Int[Array, " drafts"],
+    competes_D: Bool[Array, " drafts"],
+    competitions: int,
+) -> Float[Array, " drafts"]:
+    """Returns how many of the competitions each draft of the layer wins, as a share; consumes `key`."""
     alone_D = competes_D.astype(kappa_W.dtype)
     D = len(competes_D)
     if D == 1:
@@ -295,17 +339,24 @@ def _shares(key, contests_W: _Contest, kappa_W, node_D, competes_D, competitions
 
     uniforms_Dx3xM = _uniforms(key, D, competitions)
 
-    def drawn():
+    def drawn() -> Float[Array, " drafts"]:
         places = jax.vmap(functools.partial(_places, contests_W, kappa_W))
         places_DxM = places(uniforms_Dx3xM, node_D, jnp.arange(D))
         winner_M = jnp.argmax(jnp.where(competes_D[:, None], places_DxM, -jnp.inf), axis=0)
         return jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1) * jnp.asarray(1 / competitions, kappa_W.dtype)
 
-    return jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
+    shares_D: Array = jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
+    return shares_D
 
 
-def _places(contests_W: _Contest, kappa_W, uniforms_3xM, node, draft) -> jax.Array:
-    """kappa log U of one draft, in each competition [M]; near 1 it is precise, as large kappa want it."""
+def _places(
+    contests_W: _Contest,
+    kappa_W: Float[Array, " width"],
+    uniforms_3xM: Float[Array, "3 competitions"],
+    node: Int[Array, ""],
+    draft: Int[Array, ""],
+) -> Float[Array, " competitions"]:
+    """Returns kappa log U of one draft, in each competition; near 1 it is precise, as large kappa want it."""
     contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
     level, move, place = uniforms_3xM
     cell = otm.moved(contest.matching, contest.cell[draft], contest.rho[draft], level, move)
@@ -315,15 +366,16 @@ def _places(contests_W: _Contest, kappa_W, uniforms_3xM, node, draft) -> jax.Arr
     return kappa_W[node] * jnp.where(above < 0.5, jnp.log1p(-jnp.minimum(above, 0.75)), jnp.log(jnp.maximum(below, tiny)))
 
 
-def _uniforms(key, D: int, M: int) -> jax.Array:
-    """Uniforms [D, 3, M], independent for each competition, and evenly spread over the competitions: a lattice that is
+def _uniforms(key: Key[Array, ""], D: int, M: int) -> Float[Array, "drafts 3 competitions"]:
+    """Returns uniforms, independent for each competition, and evenly spread over the competitions: a lattice that is
     shifted at random (Cranley and Patterson, 1976). Consumes `key`."""
     steps = np.sqrt(_primes(3 * D)).reshape(D, 3, 1) * np.arange(M) % 1
-    return (jax.random.uniform(key, (D, 3, 1)) + steps.astype(np.float32)) % 1
+    uniforms: Array = (jax.random.uniform(key, (D, 3, 1)) + steps.astype(np.float32)) % 1
+    return uniforms
 
 
-def _primes(count: int) -> np.ndarray:
-    """The first ones."""
+def _primes(count: int) -> Int[np.ndarray, " {count}"]:
+    """Returns the first prime numbers."""
     limit = 20 + int(1.5 * count * np.log(count + 2))
     sieve = np.ones(limit, bool)
     sieve[:2] = False
@@ -332,13 +384,13 @@ def _primes(count: int) -> np.ndarray:
     return np.flatnonzero(sieve)[:count]
 
 
-def _of_layers(tree: Tree, scores: _Scores) -> jax.Array:
-    """r and S, [2, height + 1]."""
+def _of_layers(tree: Tree, scores: _Scores) -> Float[Array, "2 steps"]:
+    """Returns r and S of each layer."""
     sums = jnp.zeros((2, tree.height + 1), scores.score.dtype)
     return sums.at[:, jnp.asarray(tree.depth)].add(jnp.stack([scores.residual, scores.score]))
 
 
-def _sweep(key, scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
+def _sweep(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
     """Stops at a node, from the deepest layer up, and emits the path to it and one more token; consumes `key`."""
     tree = scored.tree
     layer_key, node_key, token_key = jax.random.split(key, 3)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.scored import ScoredTree
@@ -43,17 +44,25 @@ class MultiPath(Verifier):
         if tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
             raise UserError("it chooses one of K chains, and its tree is not K chains; give num_drafts")
 
-    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         chains = len(scored.tree.levels[1])
 
-        def win_at(key, p, q, drafts, valid):
+        def win_at(
+            key: Key[Array, ""],
+            p: Float[Array, " vocab"],
+            q: Float[Array, " vocab"],
+            drafts: Int[Array, " k"],
+            valid: Bool[Array, " k"],
+        ) -> tuple[Ranked, Int[Array, ""], Int[Array, ""]]:
             del key  # Tokens of equal ratio are ranked by their numbers.
             ranked = ranked_by_ratio(p, q)
             draft = jnp.argmax(jnp.where(valid, ranked.rank[drafts], -1))
             return ranked, draft, drafts[draft]
 
-        def follow(beta, prepared):
+        def follow(
+            beta: Float[Array, ""], prepared: tuple[Ranked, Int[Array, ""], Int[Array, ""]]
+        ) -> tuple[Int[Array, ""], Float[Array, " vocab"], Float[Array, ""]]:
             ranked, draft, token = prepared
             g, below, upto = winner_law(ranked, beta, chains)
             return draft, g, below[token] / jnp.where(upto[token] > 0, upto[token], 1)
@@ -71,13 +80,13 @@ class Ranked(NamedTuple):
       upto: mass of p up to the token.
     """
 
-    rank: jax.Array
-    p: jax.Array
-    below: jax.Array
-    upto: jax.Array
+    rank: Int[Array, " vocab"]
+    p: Float[Array, " vocab"]
+    below: Float[Array, " vocab"]
+    upto: Float[Array, " vocab"]
 
 
-def ranked_by_ratio(p: jax.Array, q: jax.Array) -> Ranked:
+def ranked_by_ratio(p: Float[Array, " vocab"], q: Float[Array, " vocab"]) -> Ranked:
     """Returns the order of tokens by q / p, for p [V] and q [V]; tokens that are never drafted come last."""
     order = jnp.argsort(jnp.where(p > 0, q / jnp.where(p > 0, p, 1), jnp.inf))
     rank = jnp.zeros(len(p), jnp.int32).at[order].set(jnp.arange(len(p), dtype=jnp.int32))
@@ -85,7 +94,9 @@ def ranked_by_ratio(p: jax.Array, q: jax.Array) -> Ranked:
     return Ranked(rank=rank, p=p, below=jnp.pad(upto[:-1], (1, 0))[rank], upto=upto[rank])
 
 
-def winner_law(ranked: Ranked, beta: jax.Array, chains: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def winner_law(
+    ranked: Ranked, beta: Float[Array, ""], chains: int
+) -> tuple[Float[Array, " vocab"], Float[Array, " vocab"], Float[Array, " vocab"]]:
     """Returns by token [V] the winner's distribution g, and y below the token and up to it.
 
     Args:
@@ -98,11 +109,14 @@ def winner_law(ranked: Ranked, beta: jax.Array, chains: int) -> tuple[jax.Array,
     return g, below, upto
 
 
-def _mixed_powers(x: jax.Array, y: jax.Array, k: int) -> jax.Array:
+def _mixed_powers(x: Float[Array, "*vocab"], y: Float[Array, "*vocab"], k: int) -> Float[Array, "*vocab"]:
     """Returns the sum of x^j y^(k-1-j) over j = 0..k-1, which is (x^k - y^k) / (x - y)."""
 
-    def add(_, carry):
+    def add(
+        _: Int[Array, ""] | int, carry: tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]
+    ) -> tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]:
         total, power = carry
         return total * x + power, power * y
 
-    return jax.lax.fori_loop(1, k, add, (jnp.ones_like(x), y), unroll=True)[0]
+    total: Array = jax.lax.fori_loop(1, k, add, (jnp.ones_like(x), y), unroll=True)[0]
+    return total

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers.base import Selection, Verifier, at_nodes, candidates, repeat
@@ -18,19 +19,19 @@ from spectr_jax.transport.base import Plan
 
 
 class _Chosen(NamedTuple):
-    token: jax.Array
-    next: jax.Array  # The node that carries it.
-    accepted: jax.Array  # Whether there is one.
-    drafts: jax.Array
+    token: Int[Array, ""]
+    next: Int[Array, ""]  # The node that carries it.
+    accepted: Bool[Array, ""]  # Whether there is one.
+    drafts: Int[Array, ""]
 
 
 class _Walk(NamedTuple):
-    depth: jax.Array
-    node: jax.Array
-    alive: jax.Array
-    tokens: jax.Array  # [height + 1], as the next two.
-    path: jax.Array
-    drafts: jax.Array
+    depth: Int[Array, ""]
+    node: Int[Array, ""]
+    alive: Bool[Array, ""]
+    tokens: Int[Array, " steps"]
+    path: Int[Array, " steps"]
+    drafts: Int[Array, " steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,12 @@ class TokenByToken(Verifier):
     def statistic(self) -> str | None:  # type: ignore[override]
         return {"iid": "carriers", "without_replacement": "children", "race": "children"}.get(self.rule)
 
-    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
         tree, depth = scored.tree, jnp.asarray(scored.tree.depth)
         below = candidates(scored, self.rule)
 
-        def choose(node: jax.Array) -> _Chosen:
+        def choose(node: Int[Array, ""]) -> _Chosen:
             drafts = below(node)
             p, q = scored.p_and_q(node, drafts.first())
             own_key = jax.random.fold_in(key, scored.length + depth[node])

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
@@ -39,11 +40,11 @@ class _State(NamedTuple):
       p: [height + 1, V]
     """
 
-    visit: jax.Array
-    accepted: jax.Array
-    score: jax.Array
-    q: jax.Array
-    p: jax.Array
+    visit: Int[Array, ""]
+    accepted: Bool[Array, ""]
+    score: Float[Array, " steps"]
+    q: Float[Array, "steps vocab"]
+    p: Float[Array, "steps vocab"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Traversal(Verifier):
 
     rule = "without_replacement"
 
-    def __call__(self, key: jax.Array, scored: ScoredTree) -> Selection:
+    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
         nodes, begins = (jnp.asarray(each) for each in _visits(tree))
@@ -72,8 +73,8 @@ class Traversal(Verifier):
         return ending_at(scored, node, last_token(token_key, last.q[depths[node]]), children)
 
 
-def _begun(scored: ScoredTree, uniforms: jax.Array, state: _State, node: jax.Array) -> _State:
-    """The visit of `node` begins: its score, by the present state of its parent, and its distributions."""
+def _begun(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: Int[Array, ""]) -> _State:
+    """Begins the visit of `node`: it gets its score, by the present state of its parent, and its distributions."""
     del uniforms
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
@@ -84,8 +85,8 @@ def _begun(scored: ScoredTree, uniforms: jax.Array, state: _State, node: jax.Arr
     return state._replace(score=state.score.at[depth].set(score), q=state.q.at[depth].set(q), p=state.p.at[depth].set(p))
 
 
-def _ended(scored: ScoredTree, uniforms: jax.Array, state: _State, node: jax.Array) -> _State:
-    """The visit of `node` ends: it is accepted, or its parent loses it. The root is accepted."""
+def _ended(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: Int[Array, ""]) -> _State:
+    """Ends the visit of `node`: it is accepted, or its parent loses it. The root is accepted."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
     accepted = uniforms[node] < state.score[depth]
@@ -102,13 +103,14 @@ def _ended(scored: ScoredTree, uniforms: jax.Array, state: _State, node: jax.Arr
     )
 
 
-def _normal(weights: jax.Array) -> jax.Array:
+def _normal(weights: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
+    """Returns the weights scaled to sum to 1, or zeros as they are."""
     total = jnp.sum(weights)
     return weights / jnp.where(total > 0, total, 1)
 
 
-def _visits(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes [2 N + 2] in the order of the visits, depth first, and whether a visit begins with the node or ends with it."""
+def _visits(tree: Tree) -> tuple[Int[np.ndarray, " visits"], Bool[np.ndarray, " visits"]]:
+    """Returns the nodes in the order of the visits, depth first, and whether each begins with the node or ends with it."""
     nodes, begins, stack = [], [], [(0, True)]
     while stack:
         node, first = stack.pop()
