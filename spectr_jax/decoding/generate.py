@@ -140,7 +140,7 @@ def _checked(
     mesh: Mesh | None = None,
     draft_policy: Policy | None = None,
 ) -> _Request:
-    """Returns what `generate` is given, checked, and on all devices of the mesh."""
+    """Returns what `generate` is given, checked; with a mesh the models are on each of its devices."""
     policies = policy or Policy(), draft_policy or policy or Policy()
     checks.check_method(method)
     tokens, lengths = checks.checked_prompts(prompts, prompt_lengths)

@@ -112,7 +112,7 @@ def _run_on_prompts(
     prompts_BxT: Int[Array, "batch time"],
     lengths_B: Int[Array, " batch"],
     capacity: int,
-    before_BxTxE: Float[Array, "batch time given_features"] | None = None,
+    before_BxTxE: Float[Array, "batch given_time given_features"] | None = None,
     show: tuple[int, ...] | None = None,
 ) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
     """Runs a model on the prompts, in pieces of at most `PIECE` tokens.
@@ -143,8 +143,8 @@ def _run_on_prompts(
     start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return extend(0, start)
-    not_padding = (jnp.max(lengths_B) + width - 1) // width
-    end: tuple[Cache, Array | None] = jax.lax.fori_loop(0, not_padding, extend, start)
+    with_text = (jnp.max(lengths_B) + width - 1) // width
+    end: tuple[Cache, Array | None] = jax.lax.fori_loop(0, with_text, extend, start)
     return end
 
 

@@ -1,12 +1,13 @@
 """The protocol that every model follows, and what targets and drafts have beside it where the draft sees features."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from spectr_jax.models.cache import Cache
 
 
+@runtime_checkable
 class Model(Protocol):
     """A decoder that scores any set of new tokens after a committed prefix, in one call."""
 

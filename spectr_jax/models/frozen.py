@@ -4,7 +4,7 @@ Python each time."""
 import dataclasses
 import functools
 import hashlib
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class Frozen:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.leaves))
 
 
+@runtime_checkable
 class Loaded(Protocol):
     """A model with its tokenizer, as `spectr_jax.load` returns it."""
 
