@@ -106,7 +106,9 @@ def test_rules_draw_from_their_laws(rule, law, count):
     """Distinct and Plackett-Luce without replacement; each node of a level by its own law."""
     draws = 40_000
     keys = jax.random.split(jax.random.key(count), draws)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, LAWS, np.full(len(LAWS), count))))(keys))
+    drawn = np.asarray(
+        jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, jnp.asarray(LAWS), np.full(len(LAWS), count))))(keys)
+    )
     assert drawn.min() >= 0 and drawn.max() < LAWS.shape[1]
     for node, p in enumerate(LAWS):
         exact = dict(draft_tuples(p.astype(float), count, law))
@@ -128,6 +130,8 @@ def test_nodes_of_a_level_race_apart_but_for_ersd():
     same, two = {}, np.array([2, 2])
     for rule in ("without_replacement", "race", "iid"):
         keys = jax.random.split(jax.random.key(0), 1000)
-        drawn = np.asarray(jax.jit(jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, LAWS[[0, 0]], two)))(keys))
+        drawn = np.asarray(
+            jax.jit(jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, jnp.asarray(LAWS[[0, 0]]), two)))(keys)
+        )
         same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
     assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5

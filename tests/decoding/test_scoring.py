@@ -1,6 +1,7 @@
 """One pass over a packed tree is what separate forwards on its paths are."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -40,8 +41,8 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
     @jax.jit
     def packed():
         _, cache = model.extend(text, positions, causal(np.zeros((3, 6))), model.init_cache(3, 7 + shape.size))
-        tokens = np.concatenate([root[:, None], drafts], axis=1)
-        return scoring.score(model, shape, tokens, lengths, Cache(cache.rows, lengths - 1))[0]
+        tokens, lengths_B = jnp.asarray(np.concatenate([root[:, None], drafts], axis=1)), jnp.asarray(lengths)
+        return scoring.score(model, shape, tokens, lengths_B, Cache(cache.rows, lengths_B - 1))[0]
 
     logits = np.asarray(packed())
     for row in range(3):
