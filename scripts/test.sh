@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- -m "not slow"
-[ "$1" != --all ] || shift
+typed=""
+[ "$1" != --all ] || { typed=1; shift; }
 scripts/setup.sh requirements-dev.txt
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
@@ -14,6 +15,11 @@ trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 status=0
 .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder "$@" || status=$?
+if [ -n "$typed" ]; then  # What annotations say of shapes and dtypes, checked in every call.
+  .venv/bin/python -m pytest -n "${WORKERS:-2}" -m "not slow" tests/transport/test_draw.py \
+    tests/decoding/test_{drafting,scoring,multipath,layer,policy}.py \
+    --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype || status=$?
+fi
 wait $! || status=$?
 cat "$types"
 exit "$status"

@@ -41,7 +41,7 @@ def iid(
     key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns independent draws from each distribution in p; consumes `key`."""
-    return _each(key, p, lambda k, law: draw(k, law, (counts.max(),)))
+    return _each(key, p, lambda k, law: draw(k, law, (int(counts.max()),)))
 
 
 def without_replacement(
@@ -53,14 +53,14 @@ def without_replacement(
     They follow the Plackett-Luce distribution: each is drawn from p without those before it. Once the support of p is
     exhausted, distinct tokens with p = 0 follow.
     """
-    return _each(key, p, lambda k, law: race_plan.arrivals(k, law, counts.max()))
+    return _each(key, p, lambda k, law: race_plan.arrivals(k, law, int(counts.max())))
 
 
 def race(
     key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns what `without_replacement` does, with one race for all nodes of the level, which `transport.race` uses too."""
-    return jax.vmap(lambda law: race_plan.arrivals(key, law, counts.max()))(p)
+    return jax.vmap(lambda law: race_plan.arrivals(key, law, int(counts.max())))(p)
 
 
 def greedy(
@@ -72,8 +72,8 @@ def greedy(
     def likeliest_and_one(
         key: Key[Array, ""], law: Float[Array, " vocab"], count: Int[Array, ""]
     ) -> Int[Array, " children"]:
-        likeliest = jax.lax.top_k(law, counts.max() - 1)[1]
-        is_likeliest = jnp.arange(counts.max()) < count - 1
+        likeliest = jax.lax.top_k(law, int(counts.max()) - 1)[1]
+        is_likeliest = jnp.arange(int(counts.max())) < count - 1
         one = draw(key, law.at[jnp.where(is_likeliest[:-1], likeliest, len(law))].set(0, mode="drop"))
         return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
 
