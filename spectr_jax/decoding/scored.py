@@ -74,9 +74,11 @@ class ScoredTree:
         """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
 
         The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be
-        leaves, where the draft model did not run. It is undefined if `child` is the root.
+        leaves, where the draft model did not run. It is undefined if `child` is the root. Where the target has no
+        distribution, as for logits that are NaN, q is 0 everywhere: its mass is that of -1, which is no token.
         """
         q = self.q(node)
+        q = jnp.where(q > 0, q, 0)
         return (self.p[self._rank_above(child)] if len(self.tree.inner) else q), q
 
     def spelled_alike(self) -> Bool[Array, "nodes nodes"]:

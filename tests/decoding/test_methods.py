@@ -294,6 +294,21 @@ def test_a_target_without_a_distribution_ends_the_sequence(name):
     np.testing.assert_array_equal(result.lengths, 3)
 
 
+@pytest.mark.parametrize("name", ["block", "otm_block", "otm_layer", "traversal", "gbv"])
+def test_sequences_that_come_to_no_distribution_are_as_likely_as_any(name):
+    """The token -1 follows a 0 as all of the target's mass there: verification of whole paths does not avoid it."""
+    target, halves, rows = np.full((2, 2, 2), 0.5), np.full((2, 2, 2), 0.5), 20_000
+    target[1, 0] = 0
+    shape = {"block": {"draft_length": 2}, "gbv": {"num_drafts": 2, "draft_length": 2}}
+    method = get_method(name, **shape.get(name, {"tree": "2,1"}))
+    models = TableModel(target), TableModel(halves)
+    result = generate(jax.random.key(0), method, *models, np.tile([0, 1], (rows, 1)), np.full(rows, 2), 3)
+    new = [tuple(row[2:length].tolist()) for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)]
+    expected = {(0, -1): 0.5, (1, 0, -1): 0.25, (1, 1, 0): 0.125, (1, 1, 1): 0.125}
+    counts = np.array([new.count(each) for each in expected])
+    assert counts.sum() == rows and chi_square.p_value(counts, np.array(list(expected.values()))) > 1e-4
+
+
 @pytest.mark.parametrize("name", ["gsd", "greedy_drafts", "traversal"])
 def test_what_is_left_of_a_confident_draft_may_be_next_to_nothing(name):
     """Behind the likeliest token, at a temperature of 0.053, is a mass of 1e-37, whose products are 0 in float32."""

@@ -140,8 +140,8 @@ def repeat(
 ) -> State:
     """Applies `step` to `state` while it is `alive`, which it is at most `times` times.
 
-    An accelerator takes all steps, so that the host need not ask whether to continue. A state that is not alive is kept,
-    which takes time; `settles` says that a step does not change it anyway.
+    An accelerator takes all steps, so that the host need not ask whether to continue; a state that is not alive stays
+    as it is. Pass `settles=True` if `step` leaves such a state unchanged by itself, which saves the selection.
     """
     if in_turn(scored.vocab_size):
         last: State = jax.lax.while_loop(alive, step, state)
@@ -223,3 +223,14 @@ def ending_at(scored: ScoredTree, node: Int[Array, ""], token: Int[Array, ""], d
 def last_token(key: Key[Array, ""], weights: Float[Array, " vocab"]) -> Int[Array, ""]:
     """Draws a token from `weights` [V], or returns -1 where none is positive, as for logits that are NaN; consumes `key`."""
     return jnp.where(jnp.any(weights > 0), draw(key, weights), -1)
+
+
+def residual_mass(
+    residual: Float[Array, " vocab"], q: Float[Array, " vocab"], reached: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Returns the sum of what is left of `reached * q` once the drafts have taken their part.
+
+    Where q is 0 everywhere, the target has no distribution. Then no draft can be accepted, and all of `reached` is left for
+    the token -1, which ends the sequence.
+    """
+    return jnp.where(jnp.any(q > 0), jnp.sum(residual), reached)

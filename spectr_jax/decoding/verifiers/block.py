@@ -30,7 +30,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.verifiers.base import Candidates, Selection, Verifier, at_nodes, candidates, last_token, repeat
+from spectr_jax.decoding.verifiers.base import (
+    Candidates,
+    Selection,
+    Verifier,
+    at_nodes,
+    candidates,
+    last_token,
+    repeat,
+    residual_mass,
+)
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Plan, or_else
 from spectr_jax.transport.winner import Winner
@@ -135,7 +144,7 @@ def along_winners(
         winner, g, known = follow(walk.known, prepared)
         token = drafts.tokens[winner]
         residual = jnp.maximum(walk.run * q - g, 0)
-        mass = jnp.sum(residual)
+        mass = residual_mass(residual, q, walk.run)
         here = (walk.depth == 0) | (walk.uniform * (mass + (1 - walk.run)) < mass)
         ratio = jnp.where(q[token] > 0, walk.run * q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny), 0)
         node, _ = drafts.carrying(tree, token)

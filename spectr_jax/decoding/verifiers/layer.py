@@ -44,6 +44,7 @@ from spectr_jax.decoding.verifiers.base import (
     for_each_row,
     last_token,
     repeat,
+    residual_mass,
 )
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.transport import otm
@@ -208,7 +209,8 @@ def _scores(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, competit
         contest, g = jax.lax.cond(_is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several)
         won_D = budget * g[tokens_D]
         ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny), 0)
-        return _Plan(contest=contest, ratio=ratio_D, residual=jnp.sum(jnp.maximum(score * q - budget * g, 0)))
+        residual = residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
+        return _Plan(contest=contest, ratio=ratio_D, residual=residual)
 
     def alive(carry: tuple[Int[Array, ""], _Scores]) -> Bool[Array, ""]:
         depth, scores = carry

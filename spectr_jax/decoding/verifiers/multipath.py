@@ -46,7 +46,7 @@ class MultiPath(Verifier):
 
     def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
-        chains = len(scored.tree.levels[1])
+        chains = len(scored.tree.levels[1]) if scored.tree.size else 1
 
         def win_at(
             key: Key[Array, ""],

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.verifiers.base import Selection, Verifier, ending_at, last_token, repeat
+from spectr_jax.decoding.verifiers.base import Selection, Verifier, ending_at, last_token, repeat, residual_mass
 from spectr_jax.transport.base import or_else
 
 
@@ -92,7 +92,7 @@ def _ended(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, 
     accepted = uniforms[node] < state.score[depth]
     p, q, score = state.p[above], state.q[above], state.score[above]
     residual = jnp.maximum(score * q - p, 0)
-    mass = jnp.sum(residual)
+    mass = residual_mass(residual, q, score)
     lost = ~accepted & (p[token] > 0)  # A draft that could not be drawn tells nothing.
     left = jnp.where(mass > 0, mass / jnp.maximum(mass + (1 - score), jnp.finfo(p.dtype).tiny), 0)
     return state._replace(
