@@ -151,7 +151,7 @@ def phase_timers(
     @jax.jit
     def sample(models, step):
         _, seen = whole_call(models, start._replace(step=step))
-        return seen.tokens, seen.p, seen.logits, seen.chosen
+        return *seen.scored.arrays[1:], seen.chosen
 
     if set(phases) == {"draft"}:  # It needs a call's shapes alone.
         samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]

@@ -198,8 +198,10 @@ def moved(
     level: Float[Array, "*#drafts"],
     move: float | Float[Array, "*#drafts"],
 ) -> Int[Array, "..."]:
-    """Step 2: the cell to which a draft moves, from its `own` one or none. `level` and `move` are uniform; all may be arrays
-    of one shape."""
+    """Returns the cell of a draft after step 2: that of its partner, or its `own`.
+
+    `level` and `move` are uniform. All may be arrays, which are broadcast.
+    """
     surplus = matching.surplus[own]
     gives = surplus >= 0  # A surplus meets a deficit, and the other way round.
     given, taken = matching.sums
@@ -207,9 +209,10 @@ def moved(
     # One comparison with all cells is one kernel on a GPU; a CPU has less to do in a binary search.
     search = functools.partial(jnp.searchsorted, method="scan_unrolled" if jax.default_backend() == "cpu" else "compare_all")
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
-    phi = matching.phi.at[partner].get(mode="fill", fill_value=jnp.nan)  # Rounding may leave a surplus without a partner.
-    toward = (rho - matching.phi[own]) / (phi - matching.phi[own])
-    return jnp.where(move < toward, partner, own)  # Never for the NaN of a cell that has no partner, or itself.
+    rise = matching.phi.at[partner].get(mode="clip") - matching.phi[own]
+    exchanges = (partner < len(matching.phi)) & (rise != 0)  # Rounding may leave a surplus without a partner.
+    toward = (rho - matching.phi[own]) / jnp.where(exchanges, rise, 1)
+    return jnp.where(exchanges & (move < toward), partner, own)
 
 
 def cells_of(p: Law, q: Law, most: int) -> Cells:
