@@ -28,8 +28,7 @@ RESULTS = ROOT / "results"
 FIGURE = re.compile(r"(?<![\w./-])(\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)(?!\w)")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 MAKERS = {
-    "compiled/h100": "compile_for",
-    "compiled/v5e": "compile_for",
+    "compiled/calls/h100": "compile_for",
     "layer/6m/verifiers": "compare_verifiers",
     "layer/verifiers": "compare_verifiers",
     "layer/trees": "compare_trees",
@@ -49,7 +48,7 @@ MAKERS = {
 }
 """Tables that a script of this folder makes, by its function `markdown`; `EXPERIMENTS` make those of their names."""
 EXPERIMENTS = {each.NAME: each for each in (auto, latency, quality, tokens_per_call, trees)}
-OLDER = ("auto/auto",)
+OLDER = ("auto/auto", "compiled/h100", "compiled/v5e")
 """Tables whose program has changed since, with figures that their JSON does not have as such."""
 BY_HAND: dict[str, tuple[str, ...]] = {
     "README.md": ("K-SEQ is 8 to 12 % below",),  # A ratio.
