@@ -144,7 +144,9 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
         )
     for method, options in CALLS if "calls" in wanted else ():
         shape = f" {next(iter(options.values()))}" if options else ""
-        found[f"`{method}`{shape}, one sequence"] = functools.partial(decoding, method, "bfloat16", one, texts=1, **options)
+        found[f"`{method}`{shape}, one sequence"] = functools.partial(
+            decoding, method, "bfloat16", one, sequences=1, **options
+        )
     if "mesh" in wanted:
         for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
             name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"
@@ -163,9 +165,9 @@ def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.L
     return step.lower(made.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
 
 
-def decoding(name: str, dtype: str, mesh: Mesh, observe=None, texts: int | None = None, **options) -> jax.stages.Lowered:
-    texts = texts or _TEXTS.value
-    prompts, lengths = np.ones((texts, 16), np.int32), np.full(texts, 9)
+def decoding(name: str, dtype: str, mesh: Mesh, observe=None, sequences: int | None = None, **options) -> jax.stages.Lowered:
+    sequences = sequences or _TEXTS.value
+    prompts, lengths = np.ones((sequences, 16), np.int32), np.full(sequences, 9)
     target, draft = (weights(model, dtype, mesh) for model in ("target_97m", "draft_6m"))
     several = mesh if mesh.size > 1 else None
     return lower(
@@ -231,7 +233,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
         f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in configs/lm1b, Muon as in "
         "configs/open_text.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
-        f"{_TEXTS.value} texts, up to 64 new tokens. Seconds are a core's here, memory is one device's. Kernels "
+        f"{_TEXTS.value} sequences, up to 64 new tokens. Seconds are a core's here, memory is one device's. Kernels "
         "and stops of the host are those of one turn of the outermost loop, a call of the target. Nothing ran, and kernels "
         "were not tuned.\n\n"
         f"{report.made_by(result)}\n"

@@ -12,14 +12,14 @@ from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import Frozen
 
 
-def check_key(key: Any, texts: int) -> None:
+def check_key(key: Any, sequences: int) -> None:
     """Raises `UserError` unless `key` is a typed key, or one for each of the sequences."""
     if not jax.numpy.issubdtype(getattr(key, "dtype", np.dtype(bool)), jax.dtypes.prng_key) or key.shape not in (
         (),
-        (texts,),
+        (sequences,),
     ):
         given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        raise UserError(f"key is {given}; give jax.random.key(seed), or {texts} typed keys, one per sequence")
+        raise UserError(f"key is {given}; give jax.random.key(seed), or {sequences} typed keys, one per sequence")
 
 
 def check_method(method: object) -> None:

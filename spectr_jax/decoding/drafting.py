@@ -41,7 +41,7 @@ def iid(
     key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns independent draws from each distribution in p; consumes `key`."""
-    return _each(key, p, lambda k, law: draw(k, law, (int(counts.max()),)))
+    return _each(key, p, lambda k, probs: draw(k, probs, (int(counts.max()),)))
 
 
 def without_replacement(
@@ -53,14 +53,14 @@ def without_replacement(
     They follow the Plackett-Luce distribution: each is drawn from p without those before it. Once the support of p is
     exhausted, distinct tokens with p = 0 follow.
     """
-    return _each(key, p, lambda k, law: race_plan.arrivals(k, law, int(counts.max())))
+    return _each(key, p, lambda k, probs: race_plan.arrivals(k, probs, int(counts.max())))
 
 
 def race(
     key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns what `without_replacement` does, with one race for all nodes of the level, which `transport.race` uses too."""
-    return jax.vmap(lambda law: race_plan.arrivals(key, law, int(counts.max())))(p)
+    return jax.vmap(lambda probs: race_plan.arrivals(key, probs, int(counts.max())))(p)
 
 
 def greedy(
@@ -70,11 +70,11 @@ def greedy(
     consumes `key`."""
 
     def likeliest_and_one(
-        key: Key[Array, ""], law: Float[Array, " vocab"], count: Int[Array, ""]
+        key: Key[Array, ""], probs: Float[Array, " vocab"], count: Int[Array, ""]
     ) -> Int[Array, " children"]:
-        likeliest = jax.lax.top_k(law, int(counts.max()) - 1)[1]
+        likeliest = jax.lax.top_k(probs, int(counts.max()) - 1)[1]
         is_likeliest = jnp.arange(int(counts.max())) < count - 1
-        one = draw(key, law.at[jnp.where(is_likeliest[:-1], likeliest, len(law))].set(0, mode="drop"))
+        one = draw(key, probs.at[jnp.where(is_likeliest[:-1], likeliest, len(probs))].set(0, mode="drop"))
         return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
 
     return _each(key, p, likeliest_and_one, jnp.asarray(counts))
@@ -126,19 +126,19 @@ def draft(
       cache: of length `committed_length(lengths_B, R)`, R as `features.recalled` says.
       seen_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
     """
-    # A text shorter than R: then the root is an earlier one of the recalled slots, and those behind it are nobody's.
+    # In a sequence shorter than R the root is an earlier one of the recalled slots, and the slots after it are unused.
     root_B = lengths_B - 1 - cache.lengths
     ran = _recall(model, features.recalled(model, tree), text_BxT, root_B, cache, seen_BxRxE)
-    tokens, laws = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)], []
+    tokens, p = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)], []
     for depth, nodes in enumerate(tree.levels[1:]):
-        laws.append(probabilities(ran.logits, policy))
+        p.append(probabilities(ran.logits, policy))
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
-        tokens.append(_children(level_keys_B, rule, tree, nodes, laws[-1]))
+        tokens.append(_children(level_keys_B, rule, tree, nodes, p[-1]))
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
             positions_B = lengths_B + depth
             ran = _run_on_level(model, tree, inner, tokens[-1][:, inner - nodes[0]], positions_B, root_B, ran)
-    return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(laws, axis=1), ran.cache)
+    return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(p, axis=1), ran.cache)
 
 
 class _Ran(NamedTuple):

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from spectr_jax.models.frozen import Frozen, Loaded, freeze
 
 AnyModel: TypeAlias = Model | Frozen | Loaded
 Observe: TypeAlias = Callable[[Call], Any]
-_P = ParamSpec("_P")
 
 BUCKET = 16
 """Prompts are padded to a multiple of so many tokens."""
@@ -157,25 +156,17 @@ def _checked(
     return _Request(method, max_new_tokens, observe, mesh, *models, key, tokens, lengths, arrays)
 
 
-def _lowering(checked: Callable[_P, _Request]) -> Callable[_P, jax.stages.Lowered]:
-    """Returns `lower`, with the parameters of `generate`."""
-
-    def lower(*arguments: _P.args, **options: _P.kwargs) -> jax.stages.Lowered:
-        """Returns the program of the same call of `generate`, lowered but not run."""
-        return _generate.lower(*_padded(checked(*arguments, **options), BUCKET))
-
-    return lower
+def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
+    """Returns the program of the call `generate(*arguments, **options)`, lowered but not run."""
+    return _generate.lower(*_padded(_checked(*arguments, **options), BUCKET))
 
 
-lower = _lowering(_checked)
-
-
-def _check_mesh(mesh: Mesh, texts: int) -> None:
-    """Raises `UserError` for a mesh with other axes than ours, or over which the texts do not divide."""
+def _check_mesh(mesh: Mesh, sequences: int) -> None:
+    """Raises `UserError` for a mesh with other axes than ours, or over which the sequences do not divide."""
     if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
         raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
-    if texts % mesh.size:
-        raise UserError(f"{texts} prompts do not divide over {mesh.size} devices; give a multiple")
+    if sequences % mesh.size:
+        raise UserError(f"{sequences} prompts do not divide over {mesh.size} devices; give a multiple")
 
 
 def _as_arrays(policy: Policy) -> Policy:
@@ -209,7 +200,7 @@ def _generate(
     lengths: Int[Array, " batch"],
     policies: tuple[Policy, Policy],
 ) -> Generation:
-    """Returns `decode` of all texts, or on each device of its share of them."""
+    """Returns `decode` of all sequences, or on each device of its share of them."""
 
     def run(
         keys_B: Key[Array, " share"],

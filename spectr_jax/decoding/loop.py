@@ -240,7 +240,7 @@ def _draft(
         tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
         return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
     cache = loop.draft_cache
-    if method.exit_layer:  # The draft's rows are the target's: for a while it takes over the target's cache.
+    if method.exit_layer:  # The draft's rows are the target's: it temporarily uses the target's cache.
         cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
     assert draft is not None and cache is not None
     drafts = drafting.draft(

@@ -11,7 +11,7 @@ import pytest
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, parse
-from spectr_jax.decoding.verifiers import layer
+from spectr_jax.decoding.verifiers import lattice
 from spectr_jax.models.table import perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import otm
@@ -201,7 +201,7 @@ def test_outputs_given_the_drafts(tree, tokens):
 
 def test_places_in_a_layer():
     """Uniforms of a competition are independent of each other; those of all competitions are spread evenly."""
-    uniforms = jax.vmap(lambda key: layer._uniforms(key, 4, 64))(jax.random.split(jax.random.key(0), 4_000))
+    uniforms = jax.vmap(lambda key: lattice.uniforms(key, (4, 3), 64))(jax.random.split(jax.random.key(0), 4_000))
     values = np.asarray(uniforms)
     assert values.shape == (4_000, 4, 3, 64) and values.min() >= 0 and values.max() < 1
     one = values[..., 37].reshape(4_000, -1)
@@ -212,5 +212,5 @@ def test_places_in_a_layer():
 
 
 def test_primes():
-    assert layer._primes(10).tolist() == [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
-    assert all(len(layer._primes(count)) == count for count in (1, 3, 192, 3_000))
+    assert lattice._primes(10).tolist() == [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
+    assert all(len(lattice._primes(count)) == count for count in (1, 3, 192, 3_000))

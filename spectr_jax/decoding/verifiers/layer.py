@@ -35,6 +35,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, checked
+from spectr_jax.decoding.verifiers import lattice
 from spectr_jax.decoding.verifiers.base import (
     Selection,
     Verifier,
@@ -308,8 +309,8 @@ def _winner_law(
         return cells.of_token, _winner(cells, k, budget)[1]
 
     def alone() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
-        of_token, shared = jax.eval_shape(several)
-        return jnp.zeros(of_token.shape, of_token.dtype), jnp.ones(shared.shape, shared.dtype)
+        of_token, shared = zeros_like_output(several)
+        return of_token, jnp.ones_like(shared)
 
     # Looked up outside, or XLA on a CPU computes what a cell shares again for each of its tokens.
     return p * otm.token_ratios(p, q, *jax.lax.cond(_is_alone(k, budget), alone, several))
@@ -339,7 +340,7 @@ def _shares(
     if D == 1:
         return alone_D
 
-    uniforms_Dx3xM = _uniforms(key, D, competitions)
+    uniforms_Dx3xM = lattice.uniforms(key, (D, 3), competitions)
 
     def drawn() -> Float[Array, " drafts"]:
         places = jax.vmap(functools.partial(_places, contests_W, kappa_W))
@@ -366,24 +367,6 @@ def _places(
     above = contest.above[cell] + (1 - place) * contest.mass[cell]
     tiny = jnp.finfo(below.dtype).tiny
     return kappa_W[node] * jnp.where(above < 0.5, jnp.log1p(-jnp.minimum(above, 0.75)), jnp.log(jnp.maximum(below, tiny)))
-
-
-def _uniforms(key: Key[Array, ""], D: int, M: int) -> Float[Array, "drafts 3 competitions"]:
-    """Returns uniforms, independent for each competition, and evenly spread over the competitions: a lattice that is
-    shifted at random (Cranley and Patterson, 1976). Consumes `key`."""
-    steps = np.sqrt(_primes(3 * D)).reshape(D, 3, 1) * np.arange(M) % 1
-    uniforms: Array = (jax.random.uniform(key, (D, 3, 1)) + steps.astype(np.float32)) % 1
-    return uniforms
-
-
-def _primes(count: int) -> Int[np.ndarray, " {count}"]:
-    """Returns the first prime numbers."""
-    limit = 20 + int(1.5 * count * np.log(count + 2))
-    sieve = np.ones(limit, bool)
-    sieve[:2] = False
-    for factor in range(2, int(limit**0.5) + 1):
-        sieve[factor * factor :: factor] = False
-    return np.flatnonzero(sieve)[:count]
 
 
 def _of_layers(tree: Tree, scores: _Scores) -> Float[Array, "2 steps"]:
