@@ -78,7 +78,7 @@ def test_the_example_of_a_plan_runs():
     exec(example, names)
     p, q, plan = names["p"], names["q"], names["plan"]
     assert plan.acceptance(p, q, k=8) == pytest.approx(names["transport"].optimal_acceptance(p, q, k=8), abs=1e-9)
-    assert plan.law(p, q, names["drafts"]).sum() == pytest.approx(1)
+    assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
 def test_the_readme_is_short():

@@ -35,7 +35,7 @@ SMOLLM2_VOCABULARY = "0e0d60eaa849a6265d6376432d4e79de04a0b21c91918017d99781f978
 """The digest of its tokens, as `load("smollm2").tokenizer.vocabulary` has it."""
 
 
-def _laws(model, tokens):
+def _probabilities(model, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return jax.nn.softmax(model.extend(jnp.asarray(tokens), positions, causal(jnp.zeros(tokens.shape)))[0])
 
@@ -47,7 +47,7 @@ def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts()
     narrow = load("random:draft_20m", "bfloat16").model
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
     tokens = np.random.default_rng(0).integers(0, 8192, (2, 16))
-    overlap = jnp.sum(jnp.minimum(_laws(first, tokens), _laws(narrow, tokens)), axis=-1)
+    overlap = jnp.sum(jnp.minimum(_probabilities(first, tokens), _probabilities(narrow, tokens)), axis=-1)
     assert 0.65 < float(jnp.mean(overlap)) < 0.8
 
 
@@ -70,7 +70,9 @@ def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
         assert load(spec).name == "draft_20m"
     tokens = np.random.default_rng(0).integers(0, 283, (2, 16))
     for dtype in ("float32", "int8"):
-        np.testing.assert_allclose(_laws(load("embedded:20m", dtype).model, tokens), _laws(trained.model, tokens), atol=0.01)
+        np.testing.assert_allclose(
+            _probabilities(load("embedded:20m", dtype).model, tokens), _probabilities(trained.model, tokens), atol=0.01
+        )
     files[1].unlink()
     with pytest.raises(UserError, match=rf"draft_20m.*{len(files) - 1} of {len(files)} parts are there"):
         load("embedded:20m")
@@ -84,13 +86,13 @@ def test_the_draft_of_smollm2_that_results_has():
     assert (draft.tokenizer.vocabulary, draft.name) == (SMOLLM2_VOCABULARY, "smollm2_eagle")
 
     @jax.jit
-    def law(frozen, features):
+    def pmf(frozen, features):
         model = frozen.merge()
         tokens = jnp.zeros((1, 1), jnp.int32)
         hidden, _ = model.hidden(tokens, tokens, jnp.ones((1, 1, 1), bool), features_BxNxE=features)
         return jax.nn.softmax(model.scored(hidden))[0, 0]
 
-    p = np.asarray(law(frozen, jnp.zeros((1, 1, 576))))
+    p = np.asarray(pmf(frozen, jnp.zeros((1, 1, 576))))
     np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])
 
 

@@ -45,21 +45,21 @@ WRONG = {
     "the residual is q": (
         ("np.maximum(q - p, 0)\n", "q\n"),
         r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
-        r"`law` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
+        r"`pmf` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
     ),
     "an acceptance that counts a draft twice": (
         ("** (k - 1)", "** k"),
         r"the acceptance is wrong for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: 0\.521875, "
-        r"by enumeration of `law` 0\.5, off by 0\.0219",
+        r"by enumeration of `pmf` 0\.5, off by 0\.0219",
     ),
     "another mixture is drawn": (
         ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
-        r"`select` does not draw from `law` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] in 40,000 draws, "
-        r"`law` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
+        r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] in 40,000 draws, "
+        r"`pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
     "the first draft need not be valid": (
         ("drafts[jnp.argmax(valid)]", "drafts[0]"),
-        r"`select` does not draw from `law` for .* and 1 valid drafts",
+        r"`select` does not draw from `pmf` for .* and 1 valid drafts",
     ),
     "rest is not the residual": (
         ("draw(token_key, rest)", "draw(token_key, rest + 0.01)"),
@@ -180,12 +180,12 @@ KSEQ = transport.PLANS["kseq"]
     ("name", "functions", "message"),
     [
         ("kseq", {}, "plan 'kseq' is there already; choose another name"),
-        ("mine", {"law": None}, "plan 'mine' has no function 'law'; give select, law and acceptance"),
+        ("mine", {"pmf": None}, "plan 'mine' has no function 'pmf'; give select, pmf and acceptance"),
         ("mine", {"DRAFTS": "race_"}, "unknown rule DRAFTS of plan 'mine', 'race_'; did you mean 'race'"),
     ],
 )
 def test_plans_that_cannot_be_registered(name, functions, message):
-    plan = {"select": KSEQ.select, "law": KSEQ.law, "acceptance": KSEQ.acceptance, **functions}
+    plan = {"select": KSEQ.select, "pmf": KSEQ.pmf, "acceptance": KSEQ.acceptance, **functions}
     with pytest.raises(UserError, match=message):
         transport.register(name, types.SimpleNamespace(**plan))
     assert "mine" not in transport.PLANS

@@ -2,8 +2,8 @@
 
     python scripts/dev/bench_select.py [--workdir=results/select]
 
-Two noisy Zipf laws for each vocabulary, one choice at a time and sixteen in a batch. All functions take turns; ratios are
-medians over the rounds of what ran side by side, since machines are noisy.
+Each vocabulary has two noisy Zipf distributions, one choice at a time and sixteen in a batch. Functions take turns. Ratios
+are medians over the rounds, since machines are noisy.
 """
 
 import pathlib
@@ -26,15 +26,15 @@ VOCABULARIES, DRAFTS, BATCH = (1024, 8192, 32768, 262144), (2, 4, 8), 16
 PLANS = ("maximal", "naive", "kseq", "kseq_gamma", "recursive", "spectr+", "spectr++", "otm")
 
 
-def laws(V: int, seed: int = 0) -> np.ndarray:
-    """Two noisy Zipf laws [2, V]."""
+def pmfs(V: int, seed: int = 0) -> np.ndarray:
+    """Two noisy Zipf distributions [2, V]."""
     weights = np.exp(np.random.default_rng(seed).normal(size=(2, V))) / np.arange(1, V + 1)
     return np.float32(weights / weights.sum(axis=1, keepdims=True))
 
 
 def calls(V: int, k: int, batch: int):
     """Functions without arguments by name; `batch` choices each."""
-    pairs = jnp.stack([laws(V, seed) for seed in range(batch)])
+    pairs = jnp.stack([pmfs(V, seed) for seed in range(batch)])
     p, q = pairs[:, 0], pairs[:, 1]
     keys = jax.random.split(jax.random.key(0), batch)
     drafts = jax.vmap(lambda key, p: draw(key, p, (k,)))(jax.random.split(jax.random.key(1), batch), p)

@@ -47,7 +47,7 @@ def _next(model: Frozen, tokens: jax.Array, policy: Policy) -> jax.Array:
     return probabilities(model.merge().extend(tokens, positions, visible)[0][:, -1], policy)
 
 
-def exact_law(model: Frozen, prompt: list[int], policy: Policy) -> dict[tuple[int, int], float]:
+def exact_pmf(model: Frozen, prompt: list[int], policy: Policy) -> dict[tuple[int, int], float]:
     """The probability of each pair of next tokens."""
     first = np.asarray(_next(model, jnp.asarray([prompt]), policy)[0], np.float64)
     tokens = np.flatnonzero(first)
@@ -107,18 +107,18 @@ def main():
     }
     draft = freeze(drafts[0]) if drafts else None
     model, prompt = freeze(trained.model), trained.tokenizer.prompt(_PROMPT.value)
-    law = exact_law(model, prompt, policy)
+    pmf = exact_pmf(model, prompt, policy)
     names = ("target", "draft", "dtype", "layers", "methods", "tree", "top_k", "prompt", "outputs")
     settings = {name: flags.FLAGS[name].value for name in names}
     workdir.mkdir(parents=True, exist_ok=True)
     rows, started = [], time.monotonic()
     for name, method in methods.items():
         counts, per_call = sampled(method, model, draft, prompt, policy)
-        p = p_value(np.array([counts.get(pair, 0) for pair in law]), np.array(list(law.values())))
-        outputs, impossible = sum(counts.values()), sum(count for pair, count in counts.items() if pair not in law)
+        p = p_value(np.array([counts.get(pair, 0) for pair in pmf]), np.array(list(pmf.values())))
+        outputs, impossible = sum(counts.values()), sum(count for pair, count in counts.items() if pair not in pmf)
         rows.append({"method": name, "outputs": outputs, "impossible": impossible, "p": p, "per_call": per_call})
         print(rows[-1], flush=True)
-        result = {"settings": settings, "outcomes": len(law), "rows": rows, "seconds": time.monotonic() - started}
+        result = {"settings": settings, "outcomes": len(pmf), "rows": rows, "seconds": time.monotonic() - started}
         result |= report.provenance()
         write_json(workdir / "outputs.json", result)
         write_whole(workdir / "outputs.md", markdown(result))

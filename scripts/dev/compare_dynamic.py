@@ -134,13 +134,13 @@ def grow(key, rule, model, policy, prompt_T, length, K: int, L: int):
     cache = _on_prompt(model, prompt_T, length, T + N)
     tokens, parent = jnp.zeros(N + 1, jnp.int32).at[0].set(prompt_T[length - 1]), jnp.zeros(N + 1, jnp.int32)
     above, seen = jnp.eye(N + 1, dtype=bool), 0
-    nodes, log_path, place, laws = np.array([0]), jnp.zeros(1), jnp.zeros(K, jnp.int32), []
+    nodes, log_path, place, pmfs = np.array([0]), jnp.zeros(1), jnp.zeros(K, jnp.int32), []
     for depth in range(L):
         upto = seen + len(nodes)
         positions = jnp.full((1, len(nodes)), length - 1 + depth)
         logits, cache = model.extend(tokens[None, nodes], positions, above[None, nodes, :upto], cache, seen)
-        laws.append(probabilities(logits[0], policy))
-        p_KxV = laws[-1][place]
+        pmfs.append(probabilities(logits[0], policy))
+        p_KxV = pmfs[-1][place]
         drafts = jax.vmap(draw)(jax.random.split(jax.random.fold_in(key, depth), K), p_KxV)
         log_path = log_path[place] + jnp.log(jnp.take_along_axis(p_KxV, drafts[:, None], axis=1)[:, 0])
         seen, children = upto, np.arange(upto, upto + K)
@@ -148,7 +148,7 @@ def grow(key, rule, model, policy, prompt_T, length, K: int, L: int):
         above = above.at[children].set(above[parent[children]] | above[children])
         # Copies of one path have the same parent, except in chains, where nothing is merged.
         nodes, place = children, parents_of(rule, drafts, log_path, place)
-    return Grown(parent, K, L), tokens, jnp.concatenate(laws), above
+    return Grown(parent, K, L), tokens, jnp.concatenate(pmfs), above
 
 
 def _on_prompt(model, prompt_T, length, slots: int):

@@ -51,8 +51,8 @@ def row_of(spec: str, pairs, calls: int) -> dict[str, Any]:
     tree = parse(spec)
     found: dict[str, list[float]] = {"optimum": []}
     for target, draft in pairs:
-        laws = [lambda sequence, table=table: table[(*PROMPT, *sequence)[-2:]] for table in (draft, target)]
-        found["optimum"].append(most_tokens(*laws, tree))
+        pmfs = [lambda sequence, table=table: table[(*PROMPT, *sequence)[-2:]] for table in (draft, target)]
+        found["optimum"].append(most_tokens(*pmfs, tree))
     for name in METHODS:
         method = on_tree(name, tree)
         if method is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
 
 from spectr_jax.decoding import features
 from spectr_jax.decoding.policy import Policy, probabilities
@@ -21,6 +21,7 @@ from spectr_jax.models.cache import Cache, keep
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.transport import race as race_plan
 from spectr_jax.transport.base import draw
+from spectr_jax.transport.types import IntScalar, Probs
 
 
 class Drafts(NamedTuple):
@@ -38,14 +39,14 @@ class Drafts(NamedTuple):
 
 
 def iid(
-    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns independent draws from each distribution in p; consumes `key`."""
     return _each(key, p, lambda k, probs: draw(k, probs, (int(counts.max()),)))
 
 
 def without_replacement(
-    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns distinct tokens for each node, drawn from p without replacement by one race per node (Gumbel top-k); consumes
     `key`.
@@ -57,21 +58,19 @@ def without_replacement(
 
 
 def race(
-    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns what `without_replacement` does, with one race for all nodes of the level, which `transport.race` uses too."""
     return jax.vmap(lambda probs: race_plan.arrivals(key, probs, int(counts.max())))(p)
 
 
 def greedy(
-    key: Key[Array, ""], p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
+    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
     """Returns for each node the likeliest tokens of p, and as its last child a draw from the others (Hu et al., 2025);
     consumes `key`."""
 
-    def likeliest_and_one(
-        key: Key[Array, ""], probs: Float[Array, " vocab"], count: Int[Array, ""]
-    ) -> Int[Array, " children"]:
+    def likeliest_and_one(key: PRNGKeyArray, probs: Probs, count: IntScalar) -> Int[Array, " children"]:
         likeliest = jax.lax.top_k(probs, int(counts.max()) - 1)[1]
         is_likeliest = jnp.arange(int(counts.max())) < count - 1
         one = draw(key, probs.at[jnp.where(is_likeliest[:-1], likeliest, len(probs))].set(0, mode="drop"))
@@ -81,15 +80,10 @@ def greedy(
 
 
 Rule: TypeAlias = Callable[
-    [Key[Array, ""], Float[Array, "width vocab"], Int[np.ndarray, " width"]], Int[Array, "width children"]
+    [PRNGKeyArray, Float[Array, "width vocab"], Int[np.ndarray, " width"]], Int[Array, "width children"]
 ]
 
-RULES: dict[str, Rule] = {
-    "iid": iid,
-    "without_replacement": without_replacement,
-    "race": race,
-    "greedy": greedy,
-}
+RULES: dict[str, Rule] = {"iid": iid, "without_replacement": without_replacement, "race": race, "greedy": greedy}
 """How the children of the W inner nodes of a level are drawn, by the name in `Plan.drafts`.
 
 Each is a function of a key, the distributions p [W, V] and `counts` [W], the number of children of each node. It returns
@@ -108,10 +102,10 @@ def draft(
     rule: Rule,
     tree: Tree,
     policy: Policy,
-    text_BxT: Int[Array, "batch time"],
+    tokens_BxT: Int[Array, "batch time"],
     lengths_B: Int[Array, " batch"],
     cache: Cache,
-    seen_BxRxE: Float[Array, "batch recalled features"] | None = None,
+    features_BxRxE: Float[Array, "batch recalled features"] | None = None,
 ) -> Drafts:
     """Draws the tokens of the tree.
 
@@ -121,15 +115,15 @@ def draft(
       rule: one of `RULES`.
       tree: static.
       policy: applied to the draft's logits.
-      text_BxT: committed tokens, of `lengths_B` (at least 1) each.
+      tokens_BxT: committed tokens, of `lengths_B` (at least 1) each.
       lengths_B: int32.
       cache: of length `committed_length(lengths_B, R)`, R as `features.recalled` says.
-      seen_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
+      features_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
     """
     # In a sequence shorter than R the root is an earlier one of the recalled slots, and the slots after it are unused.
     root_B = lengths_B - 1 - cache.lengths
-    ran = _recall(model, features.recalled(model, tree), text_BxT, root_B, cache, seen_BxRxE)
-    tokens, p = [jnp.take_along_axis(text_BxT, lengths_B[:, None] - 1, axis=1)], []
+    ran = _recall(model, features.recalled(model, tree), tokens_BxT, root_B, cache, features_BxRxE)
+    tokens, p = [jnp.take_along_axis(tokens_BxT, lengths_B[:, None] - 1, axis=1)], []
     for depth, nodes in enumerate(tree.levels[1:]):
         p.append(probabilities(ran.logits, policy))
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
@@ -158,24 +152,24 @@ class _Ran(NamedTuple):
 def _recall(
     model: Model,
     R: int,
-    text_BxT: Int[Array, "batch time"],
+    tokens_BxT: Int[Array, "batch time"],
     root_B: Int[Array, " batch"],
     cache: Cache,
-    seen_BxRxE: Float[Array, "batch recalled features"] | None,
+    features_BxRxE: Float[Array, "batch recalled features"] | None,
 ) -> _Ran:
     """Runs the draft on the last R committed tokens; returns what it says of the root."""
     recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
-    if seen_BxRxE is not None:
+    if features_BxRxE is not None:
         shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
-        seen_BxRxE = jnp.take_along_axis(seen_BxRxE, shifted_BxR[..., None], axis=1)
+        features_BxRxE = jnp.take_along_axis(features_BxRxE, shifted_BxR[..., None], axis=1)
     return _Ran(
         *features.extend(
             model,
-            jnp.take_along_axis(text_BxT, recalled_BxR, axis=1),
+            jnp.take_along_axis(tokens_BxT, recalled_BxR, axis=1),
             recalled_BxR,
             jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
             cache,
-            features_BxNxE=seen_BxRxE,
+            features_BxNxE=features_BxRxE,
             only_B=root_B,
         )
     )
@@ -208,16 +202,13 @@ def _run_on_level(
 
 def _visible(
     tree: Tree, inner: Int[np.ndarray, " width"], R: int, root_B: Int[Array, " batch"]
-) -> Bool[Array, "batch width seen"]:
+) -> Bool[Array, "batch width visible"]:
     """Returns which of the R recalled tokens and of the inner nodes so far, their own level's included, nodes see."""
     B, W = len(root_B), len(inner)
     sees_recalled_BxR = jnp.arange(R) <= root_B[:, None]
     among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : tree.inner_rank[inner[-1]] + 1])]
     return jnp.concatenate(
-        [
-            jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)),
-            jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
-        ],
+        [jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)), jnp.broadcast_to(among_inner, (B, *among_inner.shape))],
         axis=-1,
     )
 
@@ -275,7 +266,7 @@ def _children(
 
 
 def _each(
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
     p_WxV: Float[Array, "width vocab"],
     draw_children: Callable[..., Int[Array, " children"]],
     *of_each: Shaped[Array, "width ..."],

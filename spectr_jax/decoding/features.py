@@ -38,7 +38,7 @@ def extend(
     model: Any,
     tokens_BxN: Int[Array, "batch new"],
     positions_BxN: Int[Array, "batch new"],
-    visible_BxNxM: Bool[Array, "batch new seen"],
+    visible_BxNxM: Bool[Array, "batch new visible"],
     cache: Cache,
     pending: int = 0,
     *,
@@ -94,7 +94,7 @@ def at_end(
 
 
 def after_call(
-    seen_BxRxE: Float[Array, "batch recalled features"],
+    features_BxRxE: Float[Array, "batch recalled features"],
     hidden_BxNxE: Float[Array, "batch nodes features"],
     path_BxD: Int[Array, "batch height"],
     emitted_B: Int[Array, " batch"],
@@ -102,13 +102,13 @@ def after_call(
     """Returns the features that come with the last R tokens once a call has added `emitted_B` of them.
 
     Args:
-      seen_BxRxE: those before the call.
+      features_BxRxE: those before the call.
       hidden_BxNxE: of the target at each node.
       path_BxD: int32 accepted nodes, root excluded, in order; later entries are ignored.
       emitted_B: int32.
     """
     nodes = jnp.pad(path_BxD, ((0, 0), (1, 0)))  # The root comes first.
     of_path = jnp.take_along_axis(hidden_BxNxE, jnp.maximum(nodes, 0)[..., None], axis=1)
-    both = jnp.concatenate([seen_BxRxE, of_path.astype(seen_BxRxE.dtype)], axis=1)
-    R = seen_BxRxE.shape[1]
+    both = jnp.concatenate([features_BxRxE, of_path.astype(features_BxRxE.dtype)], axis=1)
+    R = features_BxRxE.shape[1]
     return jax.vmap(lambda rows, first: jax.lax.dynamic_slice_in_dim(rows, first, R))(both, emitted_B)

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PRNGKeyArray
 
 from spectr_jax import sharding
 from spectr_jax.decoding import checks
-from spectr_jax.decoding.loop import Call, Loop, add_observed, call, observe_texts, prefill
+from spectr_jax.decoding.loop import Call, Loop, add_observed, call, observe_call, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy
 from spectr_jax.decoding.zeros import zeros_like_output
@@ -63,7 +63,7 @@ class Generation:
 
 
 def generate(
-    key: Key[Array, ""] | Key[Array, " batch"],
+    key: PRNGKeyArray | Key[Array, " batch"],
     method: Method,
     target: AnyModel,
     draft: AnyModel | None,
@@ -104,61 +104,57 @@ def generate(
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad key, policy or mesh, a missing draft.
     """
-    request = _checked(
+    request = _Request(
         key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh, draft_policy
     )
-    generation: Generation = _generate(*_padded(request, BUCKET))
+    generation: Generation = _generate(*_padded(_checked(request), BUCKET))
     return generation
 
 
 class _Request(NamedTuple):
-    """The arguments of `_generate`, in their order; `policies` are the target's and the draft's."""
+    """The arguments of `generate`; once they are checked also those of `_generate`."""
 
+    key: PRNGKeyArray | Key[Array, " batch"]
     method: Method
+    target: Any
+    draft: Any
+    prompts: Any
+    prompt_lengths: Any
     max_new_tokens: int
-    observe: Observe | None
-    mesh: Mesh | None
-    target: Frozen
-    draft: Frozen | None
-    key: Key[Array, ""] | Key[Array, " batch"]
-    prompts: Int[np.ndarray, "batch time"]
-    lengths: Int[np.ndarray, " batch"]
-    policies: tuple[Policy, Policy]
+    policy: Policy | None = None
+    observe: Observe | None = None
+    mesh: Mesh | None = None
+    draft_policy: Policy | None = None
 
 
-def _checked(
-    key: Key[Array, ""] | Key[Array, " batch"],
-    method: Method,
-    target: AnyModel,
-    draft: AnyModel | None,
-    prompts: ArrayLike | Sequence[Sequence[int]],
-    prompt_lengths: ArrayLike | Sequence[int],
-    max_new_tokens: int,
-    policy: Policy | None = None,
-    observe: Observe | None = None,
-    mesh: Mesh | None = None,
-    draft_policy: Policy | None = None,
-) -> _Request:
-    """Returns what `generate` is given, checked; with a mesh the models are on each of its devices."""
-    policies = policy or Policy(), draft_policy or policy or Policy()
+def _checked(request: _Request) -> _Request:
+    """Returns the request with its models frozen, and both policies given; raises `UserError` as `generate` does."""
+    method, mesh, policy = request.method, request.mesh, request.policy or Policy()
+    draft_policy = request.draft_policy or policy
     checks.check_method(method)
-    tokens, lengths = checks.checked_prompts(prompts, prompt_lengths)
-    drafts = method.tree.size > 0 and not method.exit_layer
-    models = freeze(target), freeze(draft) if drafts and draft is not None else None
-    checks.check_request(method, *models, tokens, lengths, max_new_tokens)
-    checks.check_key(key, len(tokens))
-    for each, owner in zip(policies, ("", "draft_"), strict=True):
-        check_policy(each, owner)
+    tokens, lengths = checks.checked_prompts(request.prompts, request.prompt_lengths)
+    drafts = method.tree.size > 0 and not method.exit_layer and request.draft is not None
+    models = freeze(request.target), freeze(request.draft) if drafts else None
+    checks.check_request(method, *models, tokens, lengths, request.max_new_tokens)
+    checks.check_key(request.key, len(tokens))
+    check_policy(policy)
+    check_policy(draft_policy, "draft_")
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
-    arrays = _as_arrays(policies[0]), _as_arrays(policies[1])
-    return _Request(method, max_new_tokens, observe, mesh, *models, key, tokens, lengths, arrays)
+    return request._replace(
+        target=models[0],
+        draft=models[1],
+        prompts=tokens,
+        prompt_lengths=lengths,
+        policy=_as_arrays(policy),
+        draft_policy=_as_arrays(draft_policy),
+    )
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
     """Returns the program of the call `generate(*arguments, **options)`, lowered but not run."""
-    return _generate.lower(*_padded(_checked(*arguments, **options), BUCKET))
+    return _generate.lower(*_padded(_checked(_Request(*arguments, **options)), BUCKET))
 
 
 def _check_mesh(mesh: Mesh, sequences: int) -> None:
@@ -187,41 +183,36 @@ def padded_length(tokens: int, bucket: int = BUCKET) -> int:
     return -(-tokens // bucket) * bucket
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnames=("method", "max_new_tokens", "observe", "mesh"))
 def _generate(
+    key: PRNGKeyArray | Key[Array, " batch"],
     method: Method,
-    max_new_tokens: int,
-    observe: Observe | None,
-    mesh: Mesh | None,
     target: Frozen,
     draft: Frozen | None,
-    key: Key[Array, ""] | Key[Array, " batch"],
     prompts: Int[Array, "batch time"],
-    lengths: Int[Array, " batch"],
-    policies: tuple[Policy, Policy],
+    prompt_lengths: Int[Array, " batch"],
+    max_new_tokens: int,
+    policy: Policy,
+    observe: Observe | None,
+    mesh: Mesh | None,
+    draft_policy: Policy,
 ) -> Generation:
     """Returns `decode` of all sequences, or on each device of its share of them."""
 
-    def run(
-        keys_B: Key[Array, " share"],
-        target: Frozen,
-        draft: Frozen | None,
-        prompts_BxT: Int[Array, "share time"],
-        lengths_B: Int[Array, " share"],
-        policies: tuple[Policy, Policy],
-    ) -> Generation:
-        policy, own = policies
-        return decode(keys_B, method, target, draft, prompts_BxT, lengths_B, max_new_tokens, policy, observe, own)
+    def run(keys_B: Key[Array, " share"], prompts: Array, lengths: Array, same: tuple[Any, ...]) -> Generation:
+        target, draft, policy, draft_policy = same
+        return decode(keys_B, method, target, draft, prompts, lengths, max_new_tokens, policy, observe, draft_policy)
 
     if mesh is not None:
-        rows, copy = sharding.ROWS, PartitionSpec()
-        specs = (rows, copy, copy, rows, rows, copy)
+        rows = sharding.ROWS
+        specs = (rows, rows, rows, PartitionSpec())
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
-    return run(_text_keys(key, len(prompts)), target, draft, prompts, lengths, policies)
+    same = target, draft, policy, draft_policy
+    return run(_sequence_keys(key, len(prompts)), prompts, prompt_lengths, same)
 
 
 def decode(
-    key: Key[Array, ""] | Key[Array, " batch"],
+    key: PRNGKeyArray | Key[Array, " batch"],
     method: Method,
     target: Frozen,
     draft: Frozen | None,
@@ -258,7 +249,7 @@ def decode(
     Returns:
       Texts with tokens [B, T + max_new_tokens]: those of `generate` for the same key and prompts.
     """
-    keys_B, prompts_BxT, policy = _text_keys(key, len(prompts)), prompts, policy or Policy()
+    keys_B, prompts_BxT, policy = _sequence_keys(key, len(prompts)), prompts, policy or Policy()
     large, small = _merged(method, target, draft)
     limits_B = prompt_lengths + max_new_tokens
 
@@ -266,16 +257,16 @@ def decode(
         return call(loop, method, large, small, keys_B, limits_B, policy, draft_policy)
 
     def step(loop: Loop) -> Loop:
-        after, seen = one_call(loop)
-        return after._replace(observed=add_observed(loop, observe, seen))
+        after, called = one_call(loop)
+        return after._replace(observed=add_observed(loop, observe, called))
 
     start = prefill(method, large, small, prompts_BxT, prompt_lengths, max_new_tokens)
     if observe is not None:
-        none = zeros_like_output(lambda: observe_texts(observe, one_call(start)[1]))
+        none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
         start = start._replace(observed=none)
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
     T = prompts_BxT.shape[1] + max_new_tokens
-    tokens_BxT = jnp.where(jnp.arange(T) < end.lengths[:, None], end.text[:, :T], 0)
+    tokens_BxT = jnp.where(jnp.arange(T) < end.lengths[:, None], end.tokens[:, :T], 0)
     return Generation(tokens_BxT, end.lengths, end.calls, end.histogram, end.observed)
 
 
@@ -300,7 +291,7 @@ class Step(NamedTuple):
 
 
 def stream(
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
     method: Method,
     target: AnyModel,
     draft: AnyModel | None,
@@ -328,21 +319,21 @@ def stream(
     """
     if getattr(key, "shape", ()) != ():
         raise UserError(f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)")
-    text = np.asarray(prompt)[None], np.array([np.size(prompt)])
-    request = _checked(key, method, target, draft, *text, max_new_tokens, policy, observe, None, draft_policy)
-    return _steps(_padded(request, LONG))
+    prompts = np.asarray(prompt)[None], np.array([np.size(prompt)])
+    request = _Request(key, method, target, draft, *prompts, max_new_tokens, policy, observe, None, draft_policy)
+    return _steps(_padded(_checked(request), LONG))
 
 
 def _steps(request: _Request) -> Iterator[Step]:
     """Yields the tokens of each call of the target."""
-    method, max_new_tokens, observe, _, target, draft, key, prompts, lengths, policies = request
+    key, method, target, draft, prompts, lengths, max_new_tokens, policy, observe, _, draft_policy = request
     loop = _begin(method, max_new_tokens, target, draft, prompts, lengths)
-    before, done = int(lengths[0]), False
+    length, done, limits = int(lengths[0]), False, lengths + max_new_tokens
     while not done:
-        loop, new, observed = _advance(method, max_new_tokens, observe, target, draft, key, loop, lengths, policies)
+        loop, new, observed = _advance(loop, key, method, target, draft, limits, policy, observe, draft_policy)
         new, after, done = jax.device_get((new, loop.lengths[0], loop.done[0]))
-        yield Step(new[: after - before].tolist(), observed)
-        before = after
+        yield Step(new[: after - length].tolist(), observed)
+        length = after
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -358,30 +349,29 @@ def _begin(
     return prefill(method, *_merged(method, target, draft), prompts, lengths, max_new_tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+@functools.partial(jax.jit, static_argnames=("method", "observe"), donate_argnames="loop")
 def _advance(
+    loop: Loop,
+    key: PRNGKeyArray,
     method: Method,
-    max_new_tokens: int,
-    observe: Observe | None,
     target: Frozen,
     draft: Frozen | None,
-    key: Key[Array, ""] | Key[Array, " batch"],
-    loop: Loop,
-    lengths: Int[Array, " batch"],
-    policies: tuple[Policy, Policy],
+    limits: Int[Array, " batch"],
+    policy: Policy,
+    observe: Observe | None,
+    draft_policy: Policy,
 ) -> tuple[Loop, Int[Array, " steps"], Any]:
     """Calls the target once; returns the state, the tokens from where it was, and what is observed."""
-    large, small = _merged(method, target, draft)
-    limits = lengths + max_new_tokens
-    after, seen = call(loop, method, large, small, _text_keys(key, 1), limits, *policies)
-    new = jax.lax.dynamic_slice_in_dim(after.text[0], loop.lengths[0], method.tree.height + 1)
-    observed = None if observe is None else jax.tree.map(lambda leaf: leaf[0], observe_texts(observe, seen))
+    models = _merged(method, target, draft)
+    after, called = call(loop, method, *models, _sequence_keys(key, 1), limits, policy, draft_policy)
+    new = jax.lax.dynamic_slice_in_dim(after.tokens[0], loop.lengths[0], method.tree.height + 1)
+    observed = None if observe is None else jax.tree.map(lambda leaf: leaf[0], observe_call(observe, called))
     return after, new, observed
 
 
-def _text_keys(key: Key[Array, ""] | Key[Array, " texts"], texts: int) -> Key[Array, " texts"]:
-    """Returns a key for each text."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(texts)) if key.ndim == 0 else key
+def _sequence_keys(key: PRNGKeyArray | Key[Array, " batch"], sequences: int) -> Key[Array, " batch"]:
+    """Returns a key for each sequence."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(sequences)) if key.ndim == 0 else key
 
 
 class _CallableModule(types.ModuleType):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
 
 from spectr_jax.decoding import drafting, features, scoring
 from spectr_jax.decoding.methods import Method
@@ -21,6 +21,7 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
 from spectr_jax.models.base import Model, features_shown
 from spectr_jax.models.cache import Cache
+from spectr_jax.transport.types import IntScalar
 
 PIECE = 64
 """The most tokens of a prompt that the models run on at once: the memory of attention goes by it."""
@@ -45,24 +46,24 @@ class Loop(NamedTuple):
 
     Attributes:
       step: the number of calls so far.
-      text: the committed tokens of each sequence, with room for the rest.
+      tokens: the committed tokens of each sequence, with room for the rest.
       lengths: the number of committed tokens.
       done: whether a sequence has ended.
       target_cache: holds all committed tokens but the last.
       draft_cache: as `drafting.committed_length` says; None where the target's serves, or nothing is drafted.
-      seen: the target's features that come with the last tokens, for a draft that sees them; else None.
+      features: the target's features that come with the last tokens, for a draft that sees them; else None.
       calls: those of the target that each sequence took.
       histogram: how many calls emitted 0, 1, 2, ... tokens.
       observed: sums over the calls of what is observed; None for nothing.
     """
 
-    step: Int[Array, ""]
-    text: Int[Array, "batch time"]
+    step: IntScalar
+    tokens: Int[Array, "batch time"]
     lengths: Int[Array, " batch"]
     done: Bool[Array, " batch"]
     target_cache: Cache
     draft_cache: Cache | None
-    seen: Float[Array, "batch recalled features"] | None
+    features: Float[Array, "batch recalled features"] | None
     calls: Int[Array, " batch"]
     histogram: Int[Array, "batch counts"]
     observed: Any
@@ -84,7 +85,7 @@ def prefill(
     tree = method.tree
     recalled = features.recalled(draft, tree)
     capacity = T + max_new_tokens + tree.size + recalled
-    seen, draft_cache = None, None
+    last_features, draft_cache = None, None
     own = draft if tree.size > 0 and not method.exit_layer else None
     show = None if own is None else features.wanted(own)
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
@@ -92,15 +93,15 @@ def prefill(
         before = None if shown is None else features.before(shown)
         draft_cache, _ = _run_on_prompts(own, prompts_BxT, lengths_B, capacity, before)
         draft_cache = dataclasses.replace(draft_cache, lengths=drafting.committed_length(lengths_B, recalled))
-        seen = None if shown is None else features.at_end(shown, lengths_B, recalled)
+        last_features = None if shown is None else features.at_end(shown, lengths_B, recalled)
     return Loop(
         step=jnp.zeros((), jnp.int32),
-        text=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
+        tokens=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
         lengths=lengths_B,
         done=jnp.zeros(B, bool),
         target_cache=dataclasses.replace(target_cache, lengths=lengths_B - 1),
         draft_cache=draft_cache,
-        seen=seen,
+        features=last_features,
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
@@ -127,7 +128,7 @@ def _run_on_prompts(
     padded_BxTxE = None if before_BxTxE is None else _padded(before_BxTxE, pieces * width)
 
     def extend(
-        number: Int[Array, ""] | int, carry: tuple[Cache, Float[Array, "batch padded features"] | None]
+        number: IntScalar | int, carry: tuple[Cache, Float[Array, "batch padded features"] | None]
     ) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
         cache, shown = carry
         first = number * width
@@ -143,8 +144,8 @@ def _run_on_prompts(
     start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return extend(0, start)
-    with_text = (jnp.max(lengths_B) + width - 1) // width
-    end: tuple[Cache, Array | None] = jax.lax.fori_loop(0, with_text, extend, start)
+    pieces_used = (jnp.max(lengths_B) + width - 1) // width
+    end: tuple[Cache, Array | None] = jax.lax.fori_loop(0, pieces_used, extend, start)
     return end
 
 
@@ -156,7 +157,7 @@ def _padded(rows_BxT: Shaped[Array, "batch time *row"], length: int) -> Shaped[A
 def _run_on_piece(
     model: Model,
     tokens_BxP: Int[Array, "batch piece"],
-    first: Int[Array, ""] | int,
+    first: IntScalar | int,
     cache: Cache,
     before_BxPxE: Float[Array, "batch piece given_features"] | None,
     show: tuple[int, ...] | None,
@@ -170,10 +171,10 @@ def _run_on_piece(
     return cache, hidden
 
 
-def observe_texts(observe: Callable[[Call], Any], call: Call) -> Any:
+def observe_call(observe: Callable[[Call], Any], call: Call) -> Any:
     """Returns what `observe` returns for each sequence of a call."""
 
-    def one(key: Key[Array, ""], arrays: tuple[Array, Array, Array, Array], chosen: Selection) -> Any:
+    def one(key: PRNGKeyArray, arrays: tuple[Array, Array, Array, Array], chosen: Selection) -> Any:
         return observe(Call(key=key, scored=call.scored.with_arrays(*arrays), chosen=chosen))
 
     observed = jax.vmap(one)(call.key, call.scored.arrays, call.chosen)
@@ -190,7 +191,7 @@ def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, call: Call) 
         done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
         return total + jnp.where(done, 0, new)
 
-    return jax.tree.map(add, loop.observed, observe_texts(observe, call))
+    return jax.tree.map(add, loop.observed, observe_call(observe, call))
 
 
 def call(
@@ -210,7 +211,7 @@ def call(
     tree = method.tree
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     if method.verifier.rule == "race":
-        # A race belongs to a place in the text, not to a call: one decides draft and target, whatever the draft.
+        # A race belongs to a position of the sequence, not to a call: one decides draft and target, whatever the draft.
         draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
     else:
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
@@ -218,16 +219,16 @@ def call(
     with jax.named_scope("draft"):
         tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
     with jax.named_scope("score"):
-        show = None if loop.seen is None else features.wanted(draft)
+        show = None if loop.features is None else features.wanted(draft)
         logits, shown, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache, show)
     with jax.named_scope("select"):
         scored = ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens_BxN, p=p, logits=logits)
         chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored)
     with jax.named_scope("commit"):
         after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
-        if loop.seen is not None and shown is not None:
+        if loop.features is not None and shown is not None:
             added = after.lengths - loop.lengths
-            after = after._replace(seen=features.after_call(loop.seen, shown, chosen.path, added))
+            after = after._replace(features=features.after_call(loop.features, shown, chosen.path, added))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
     return after, Call(key=spare_keys, scored=scored, chosen=chosen)
 
@@ -237,15 +238,15 @@ def _draft(
 ) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch inner vocab"], Cache, Cache | None]:
     """Returns the tokens of the tree, the draft distributions, and the caches of target and draft."""
     if not method.tree.size:
-        tokens_Bx1 = jnp.take_along_axis(loop.text, loop.lengths[:, None] - 1, axis=1)
+        tokens_Bx1 = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
         return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
     cache = loop.draft_cache
     if method.exit_layer:  # The draft's rows are the target's: it temporarily uses the target's cache.
         cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
     assert draft is not None and cache is not None
-    drafts = drafting.draft(
-        keys_B, draft, drafting.RULES[method.verifier.rule], method.tree, policy, loop.text, loop.lengths, cache, loop.seen
-    )
+    rule = drafting.RULES[method.verifier.rule]
+    committed = loop.tokens, loop.lengths, cache, loop.features
+    drafts = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
     if method.exit_layer:
         return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
@@ -269,14 +270,14 @@ def _commit(
         draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
     return Loop(
         step=loop.step + 1,
-        text=jax.vmap(lambda text, new, at: jax.lax.dynamic_update_slice_in_dim(text, new, at, 0))(
-            loop.text, chosen.tokens, loop.lengths
+        tokens=jax.vmap(lambda tokens, new, at: jax.lax.dynamic_update_slice_in_dim(tokens, new, at, 0))(
+            loop.tokens, chosen.tokens, loop.lengths
         ),
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
         draft_cache=draft_cache,
-        seen=loop.seen,
+        features=loop.features,
         calls=loop.calls + ~loop.done,
         histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add((~loop.done).astype(jnp.int32)),
         observed=loop.observed,

@@ -74,11 +74,7 @@ def spectr(*, num_drafts: int | None = None, draft_length: int | None = None, tr
 
 
 def kseq_gamma(
-    *,
-    num_drafts: int | None = None,
-    draft_length: int | None = None,
-    tree: Shape = None,
-    gamma: float | None = None,
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None, gamma: float | None = None
 ) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
     return _iid("kseq_gamma", TokenByToken(transport.get("kseq_gamma", gamma=gamma)), num_drafts, draft_length, tree)
@@ -115,11 +111,7 @@ def otm_block(*, num_drafts: int | None = None, draft_length: int | None = None,
 
 
 def otm_layer(
-    *,
-    num_drafts: int | None = None,
-    draft_length: int | None = None,
-    tree: Shape = None,
-    competitions: int = COMPETITIONS,
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None, competitions: int = COMPETITIONS
 ) -> Method:
     """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/verifiers/layer.py`)."""
     return _iid("otm_layer", Layer(competitions), num_drafts, draft_length, tree)

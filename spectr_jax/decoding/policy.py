@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.errors import UserError
 from spectr_jax.models.layers import cpu
+from spectr_jax.transport.types import FloatScalar
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +25,7 @@ class Policy:
       eos: the token that ends a sequence, or several of them; -1 for none. Traced.
     """
 
-    temperature: float | Float[Array, ""] = 1.0
+    temperature: float | FloatScalar = 1.0
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
     eos: int | tuple[int, ...] | Int[Array, "*several"] = -1
@@ -55,14 +56,14 @@ def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float
     """Returns the distribution, in float32, that `policy` makes of `logits`."""
     temperature = jnp.asarray(policy.temperature, jnp.float32)
     if cpu.on_cpu():
-        law: Array = jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
-        return law
+        pmf: Array = jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
+        return pmf
     # A conditional would make the host of an accelerator wait for the temperature.
     return jnp.where(temperature > 0, _softened(logits, temperature, policy), _greedy(logits))
 
 
 def _softened(
-    logits: Float[Array, "*batch vocab"], temperature: Float[Array, ""], policy: Policy
+    logits: Float[Array, "*batch vocab"], temperature: FloatScalar, policy: Policy
 ) -> Float[Array, "*batch vocab"]:
     """Returns the distribution at a positive temperature."""
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.

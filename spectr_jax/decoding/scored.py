@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.transport.types import IntScalar, Probs
 
 
 @jax.tree_util.register_dataclass
@@ -65,12 +66,12 @@ class ScoredTree:
         size: int = self.logits.shape[-1]
         return size
 
-    def q(self, node: Int[Array, ""] | int) -> Float[Array, " vocab"]:
+    def q(self, node: IntScalar | int) -> Probs:
         """Returns the target distribution [V] of the token after `node`."""
-        law: Array = probabilities(self.logits[node], self.policy)
-        return law
+        pmf: Array = probabilities(self.logits[node], self.policy)
+        return pmf
 
-    def p_and_q(self, node: Int[Array, ""], child: Int[Array, ""]) -> tuple[Float[Array, " vocab"], Float[Array, " vocab"]]:
+    def p_and_q(self, node: IntScalar, child: IntScalar) -> tuple[Probs, Probs]:
         """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
 
         The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be

@@ -83,10 +83,10 @@ def spectr_1(settings: Settings) -> Figure:
     series = []
     for r in (2, 3, 5, 10, 20):
         curve = f"q = U(d/{r})"
-        laws = np.array([np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)])
+        pmfs = np.array([np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)])
         series.append(Series(curve, ks, [1 - (1 - 1 / r) ** k for k in ks]))
-        series.append(_measured(settings, "otm", laws, (1, 4, 16), "otm, simulated" if r == 2 else "", curve))
-        series.append(_measured(settings, "kseq", laws, (2, 8), "K-SEQ, simulated" if r == 2 else "", curve))
+        series.append(_measured(settings, "otm", pmfs, (1, 4, 16), "otm, simulated" if r == 2 else "", curve))
+        series.append(_measured(settings, "kseq", pmfs, (2, 8), "K-SEQ, simulated" if r == 2 else "", curve))
     caption = f"Optimal acceptance probability as a function of k when p = U(d) for d = {d}."
     return Figure("SpecTr, Figure 1", caption, "number of drafts k", ("acceptance",), series)
 
@@ -97,9 +97,9 @@ def spectr_2(settings: Settings) -> Figure:
     series = []
     for b in (0.05, 0.15, 0.25, 0.5, 0.75, 0.95):
         curve = f"q = Ber({b})"
-        p, q = laws = np.array([[0.75, 0.25], [1 - b, b]])
+        p, q = pmfs = np.array([[0.75, 0.25], [1 - b, b]])
         series.append(Series(curve, ks, [transport.optimal_acceptance(p, q, k) for k in ks]))
-        series.append(_measured(settings, "otm", laws, (1, 2, 4, 8), "otm, simulated" if b == 0.05 else "", curve))
+        series.append(_measured(settings, "otm", pmfs, (1, 2, 4, 8), "otm, simulated" if b == 0.05 else "", curve))
     caption = "Optimal acceptance probability as a function of k when p = Ber(0.25)."
     return Figure("SpecTr, Figure 2", caption, "number of drafts k", ("acceptance",), series)
 
@@ -122,9 +122,9 @@ def spectr_3(settings: Settings) -> Figure:
 def spectr_5(settings: Settings) -> Figure:
     """SpecTr, Figure 5 (Appendix D.2): conditionals of real models, cut to the union of their ten likeliest tokens."""
     target, (draft,) = load_pair(settings.target, (settings.draft,), "float32")
-    full = [_next_token_law(trained, settings.prompt) for trained in (draft, target)]
-    support = np.union1d(*(np.argsort(-law)[:10] for law in full))
-    p, q = (law[support] / law[support].sum() for law in full)
+    full = [_next_token_pmf(trained, settings.prompt) for trained in (draft, target)]
+    support = np.union1d(*(np.argsort(-pmf)[:10] for pmf in full))
+    p, q = (pmf[support] / pmf[support].sum() for pmf in full)
     ks = range(1, 11)
     small = [k for k in ks if sum(m * math.comb(len(support), m) for m in range(1, k + 1)) <= LARGEST_PROGRAM]
     curves = {"OTM-k, exact plan": "otm", "K-SEQ": "kseq", "SpecTr++": "spectr++"}
@@ -143,20 +143,20 @@ def spectr_5(settings: Settings) -> Figure:
 def spectr_plus_plus(settings: Settings, vocabulary: int, number: int) -> Figure:
     """SpecTr++, Figures 1 and 2 (section 5): random pairs of distributions; mean acceptance, and worst ratio to OTM."""
     rng = np.random.default_rng(settings.seed)
-    laws = rng.random((settings.pairs, 2, vocabulary))
-    laws /= laws.sum(axis=2, keepdims=True)
+    pmfs = rng.random((settings.pairs, 2, vocabulary))
+    pmfs /= pmfs.sum(axis=2, keepdims=True)
     ks = (1, 2, 3, 4)
     plans = {"STr (K-SEQ)": "kseq", "STr+": "spectr+", "STr++": "spectr++", "optimal kSEQ": "optimal_kseq", "OTM": "otm"}
     series, worst = [], []
-    best = np.array([[transport.optimal_acceptance(p, q, k) for p, q in laws] for k in ks])
+    best = np.array([[transport.optimal_acceptance(p, q, k) for p, q in pmfs] for k in ks])
     for label, name in plans.items():
-        accepted = np.array([[transport.get(name).acceptance(p, q, k) for p, q in laws] for k in ks])
+        accepted = np.array([[transport.get(name).acceptance(p, q, k) for p, q in pmfs] for k in ks])
         ratio = accepted / best
         series.append(Series(label, ks, accepted.mean(axis=1).tolist()))
         series.append(Series(label, ks, ratio.min(axis=1).tolist(), panel=1))
         worst.append(f"{label} {ratio.min():.3f}")
         if name != "optimal_kseq":  # It only analyses.
-            series.append(_measured(settings, name, laws, ks, "simulated" if name == "otm" else "", label))
+            series.append(_measured(settings, name, pmfs, ks, "simulated" if name == "otm" else "", label))
     caption = f"Results for |Omega| = {vocabulary}, {settings.pairs} random pairs. Worst ratio to OTM: {', '.join(worst)}."
     ylabels = "mean acceptance", "worst ratio to OTM"
     return Figure(f"SpecTr++, Figure {number}", caption, "number of drafts k", ylabels, series)
@@ -173,37 +173,37 @@ FIGURES: dict[str, Callable[[Settings], Figure]] = {
 
 
 def _measured(
-    settings: Settings, name: str, laws: np.ndarray, ks: Sequence[int], label: str, like: str, most: int = 0
+    settings: Settings, name: str, pmfs: np.ndarray, ks: Sequence[int], label: str, like: str, most: int = 0
 ) -> Series:
     """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or on average over
     pairs [n, 2, V]. Series of one `most`, which is the largest of `ks` if not given, share a program."""
-    laws = laws.reshape(-1, *laws.shape[-2:])
-    draws = -(-settings.draws // len(laws))
+    pmfs = pmfs.reshape(-1, *pmfs.shape[-2:])
+    draws = -(-settings.draws // len(pmfs))
     shares = []
     for k in ks:
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), k), len(laws))
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), k), len(pmfs))
         valid = np.arange(most or max(ks)) < k
-        shares.append(np.asarray(_accepted(transport.get(name), keys, jnp.float32(laws), valid, draws)) / draws)
-    error = [float(np.sqrt(np.sum(share * (1 - share)) / draws) / len(laws)) for share in shares]
+        shares.append(np.asarray(_accepted(transport.get(name), keys, jnp.float32(pmfs), valid, draws)) / draws)
+    error = [float(np.sqrt(np.sum(share * (1 - share)) / draws) / len(pmfs)) for share in shares]
     marker = "s" if name == "kseq" else "o"
     return Series(label, ks, [float(share.mean()) for share in shares], error, like, marker)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def _accepted(plan, keys, laws, valid, draws: int) -> jax.Array:
-    """How many of `draws` choices are accepted, for each pair of laws."""
+def _accepted(plan, keys, pmfs, valid, draws: int) -> jax.Array:
+    """How many of `draws` choices are accepted, for each pair of distributions."""
 
     def one(key, p, q):
         draft_key, select_key = jax.random.split(key)
         return plan.select(select_key, p, q, draw(draft_key, p, valid.shape), valid).accepted
 
-    def pair(key, law):
-        return jnp.sum(jax.vmap(one, in_axes=(0, None, None))(jax.random.split(key, draws), law[0], law[1]))
+    def pair(key, pmf):
+        return jnp.sum(jax.vmap(one, in_axes=(0, None, None))(jax.random.split(key, draws), pmf[0], pmf[1]))
 
-    return jax.lax.map(lambda both: pair(*both), (keys, laws))
+    return jax.lax.map(lambda both: pair(*both), (keys, pmfs))
 
 
-def _next_token_law(trained: Trained, prompt: str) -> np.ndarray:
+def _next_token_pmf(trained: Trained, prompt: str) -> np.ndarray:
     tokens = np.array([trained.tokenizer.prompt(prompt)], np.int32)
     length = tokens.shape[1]
     if length > trained.model.context:

@@ -12,9 +12,9 @@ from spectr_jax.planning.tree_search import optimal_order
 def entropy(R: Sequence[float]) -> float:
     """The entropy H[R] of acceptance by child index; the missing mass 1 - sum R counts as one more index, which makes
     it a lower bound."""
-    law = np.append(np.asarray(R, float), max(1 - float(np.sum(R)), 0.0))
-    law = law[law > 0]
-    return float(-np.sum(law * np.log2(law)))
+    pmf = np.append(np.asarray(R, float), max(1 - float(np.sum(R)), 0.0))
+    pmf = pmf[pmf > 0]
+    return float(-np.sum(pmf * np.log2(pmf)))
 
 
 def theorem_4_1(R: Sequence[float], vocab_size: int, size: int) -> float:
@@ -46,8 +46,8 @@ def lemma_4_2(R: Sequence[float], size: int, vocab_size: int) -> Lemma:
     """ERSD, Lemma 4.2: for trees of N = `size` nodes, the bound that is least over m; R [C] is 0-th order and descends."""
     d = max(max(node) for node in optimal_order(R, size)) + 1
     rest = max(1 - float(np.sum(R[:d])), 0.0)
-    law = np.array([*R[:d], rest])
-    lumped = float(-np.sum(law[law > 0] * np.log2(law[law > 0])))
+    pmf = np.array([*R[:d], rest])
+    lumped = float(-np.sum(pmf[pmf > 0] * np.log2(pmf[pmf > 0])))
     least = max(1, math.ceil(rest / min(R[:d])))
     lemmas = []
     for m in range(least, max(least, vocab_size - d) + 1):

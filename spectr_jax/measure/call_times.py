@@ -161,7 +161,7 @@ def phase_timers(
     caches = start.target_cache, start.draft_cache
     drafted = drafting.Drafts(tokens, p, caches[1])
     measured: dict[str, tuple[Callable, list[Any], Any]] = {
-        "draft": (_draft_phase(method, keys, start.text, lengths), [(models[1], start.seen)], drafted),
+        "draft": (_draft_phase(method, keys, start.tokens, lengths), [(models[1], start.features)], drafted),
         "score": (_score_phase(tree, lengths), [(models[0], each[0]) for each in samples], (logits, caches[0])),
         "select": (_select_phase(method, keys, lengths), [each[:3] for each in samples], chosen),
         "commit": (_commit_phase(tree, models[1], lengths), [each[3] for each in samples], caches),

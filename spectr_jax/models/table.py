@@ -70,10 +70,10 @@ def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
     return noisy / noisy.sum(-1, keepdims=True)
 
 
-def exact_law(table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None) -> dict:
+def exact_pmf(table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None) -> dict:
     """The distribution of continuations of `prompt`: {continuation: probability}, each `length` tokens or ended by
     `eos` (kept)."""
-    law = {}
+    pmf = {}
     for tokens in itertools.product(range(table.shape[0]), repeat=length):
         ended = tokens.index(eos) + 1 if eos in tokens else length
         if any(tokens[ended:]):
@@ -82,5 +82,5 @@ def exact_law(table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int 
         for token in tokens[:ended]:
             probability *= table[sequence[-2], sequence[-1], token]
             sequence += (token,)
-        law[tokens[:ended]] = probability
-    return law
+        pmf[tokens[:ended]] = probability
+    return pmf

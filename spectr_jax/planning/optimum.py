@@ -20,10 +20,10 @@ from spectr_jax.errors import UserError
 MOST = 1_000_000
 """Drafted trees that are enumerated."""
 
-Law = Callable[[tuple[int, ...]], np.ndarray]
+Probs = Callable[[tuple[int, ...]], np.ndarray]
 
 
-def most_tokens(p: Law, q: Law, tree: Tree) -> float:
+def most_tokens(p: Probs, q: Probs, tree: Tree) -> float:
     """The expected tokens of one call of the best lossless verifier.
 
     Args:
@@ -72,7 +72,7 @@ def most_tokens(p: Law, q: Law, tree: Tree) -> float:
     return 1.0 - float(found.fun)
 
 
-def _drafted_trees(p: Law, tree: Tree) -> dict[frozenset[tuple[int, ...]], float]:
+def _drafted_trees(p: Probs, tree: Tree) -> dict[frozenset[tuple[int, ...]], float]:
     """The probability of each set of drafted sequences."""
     vocabulary = len(p(()))
     if vocabulary**tree.size > MOST:

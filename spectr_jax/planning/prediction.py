@@ -3,7 +3,8 @@
 What counts is told by what the method is (`statistic`). Token by token it is `planning.tree_search` that predicts. For block
 verification P(tau >= i | path) is the running probability run_i (Sun et al., 2024), so a call emits one token
 more than the sum of E[run_i] over the depths. Under 0-th order acceptance, where nodes are alike, run is a Markov chain
-together with the number of live drafts: run_(i+1) = min(1, run_i * q(w) / g(w)) for the winner w among k drafts of law g.
+together with the number of live drafts: run_(i+1) = min(1, run_i * q(w) / g(w)) for the winner w among k drafts, which is
+distributed as g.
 
 Shape suffixes: K drafts, R ratios.
 """

@@ -22,8 +22,8 @@ from spectr_jax.testing.methods import (
 )
 from spectr_jax.testing.models import check_model
 from spectr_jax.testing.plans import (
-    LAWS,
-    check_emitted_law,
+    DISTRIBUTIONS,
+    check_emitted_pmf,
     check_nonsense,
     check_plan,
     check_precision,
@@ -31,10 +31,10 @@ from spectr_jax.testing.plans import (
 )
 
 __all__ = [
-    "LAWS",
+    "DISTRIBUTIONS",
     "check_compilations",
     "check_counters",
-    "check_emitted_law",
+    "check_emitted_pmf",
     "check_greedy",
     "check_method",
     "check_model",

@@ -6,16 +6,16 @@ LEAST = 1e-6
 """The p-value that is too small to be chance: the check of a plan makes 56 tests."""
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """The p-value of `counts` against `law`, up to a factor; outcomes expected fewer than 5 times are merged with the
+def p_value(counts: np.ndarray, pmf: np.ndarray) -> float:
+    """The p-value of `counts` against `pmf`, up to a factor; outcomes expected fewer than 5 times are merged with the
     next rarest."""
     import scipy.special  # Imported late: decoding tests nothing. `scipy.stats` takes a second.
 
-    expected = counts.sum() * law / law.sum()
+    expected = counts.sum() * pmf / pmf.sum()
     common = expected >= 5
     if common.sum() < 2:
         return 1.0
-    cells = np.where(common, np.arange(len(law)), np.argmin(np.where(common, expected, np.inf)))
-    observed, expected = (np.bincount(cells, part, len(law))[common] for part in (counts, expected))
+    cells = np.where(common, np.arange(len(pmf)), np.argmin(np.where(common, expected, np.inf)))
+    observed, expected = (np.bincount(cells, part, len(pmf))[common] for part in (counts, expected))
     statistic = np.sum((observed - expected) ** 2 / expected)
     return float(scipy.special.chdtrc(len(expected) - 1, statistic))

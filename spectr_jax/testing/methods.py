@@ -11,7 +11,7 @@ import numpy as np
 from spectr_jax.decoding.generate import BUCKET, Generation, generate
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.models.table import TableModel, exact_law, perturbed, random_table
+from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.testing import chi_square
 
 VOCAB, EOS = 4, 3
@@ -55,7 +55,7 @@ def check_outputs(
     Raises:
       AssertionError: they are not drawn from it.
     """
-    law = exact_law(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
+    pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
     prompts, lengths = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)), np.full(BATCH, len(PROMPT))
     digits = VOCAB ** np.arange(LENGTH)
     counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)
@@ -70,9 +70,9 @@ def check_outputs(
             _fail(method, f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}")
         counts += np.bincount(ends * VOCAB**LENGTH + new @ digits, minlength=len(counts))
 
-    continuations = list(law)
+    continuations = list(pmf)
     places = [len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)])) for tokens in continuations]
-    observed, expected = counts[places], generations * np.array(list(law.values()))
+    observed, expected = counts[places], generations * np.array(list(pmf.values()))
     p_value = chi_square.p_value(observed, expected)
     if observed[expected > 0].sum() < generations or not p_value >= least:
         worst = int(np.argmax(np.abs(observed - expected) / np.sqrt(expected + 1)))

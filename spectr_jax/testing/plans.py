@@ -12,13 +12,13 @@ import numpy as np
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import race
 from spectr_jax.transport.base import Choice, Plan
-from spectr_jax.transport.enumeration import draft_tuples, emitted_law
+from spectr_jax.transport.enumeration import draft_tuples, emitted_pmf
 
 TOLERANCE = 1e-9
 """Of what is computed in float64."""
 
 _RNG = np.random.default_rng(0)
-LAWS = {
+DISTRIBUTIONS = {
     "uniform": ([0.25] * 4, [0.25] * 4),
     "bernoulli": ([0.75, 0.25], [0.4, 0.6]),
     "dirichlet": (_RNG.dirichlet(np.ones(5)), _RNG.dirichlet(np.ones(5))),
@@ -39,7 +39,7 @@ DRAFTS = (1, 2, 3, 4)
 """Numbers of drafts k at which the emitted distribution is enumerated."""
 DRAWS = 40_000
 WIDEST = 6
-"""Laws are padded to so many tokens, so that `select` is compiled once."""
+"""Distributions are padded to so many tokens, so that `select` is compiled once."""
 VOCABULARIES = (WIDEST, 1_024)
 """Sizes of vocabularies: a plan may take another code path for large ones."""
 VALID = ((False, False, False), (False, True, False), (True, False, True), (True, True, True))
@@ -47,22 +47,22 @@ VALID = ((False, False, False), (False, True, False), (True, False, True), (True
 
 
 def check_plan(plan: Plan) -> None:
-    """Checks a plan on all `LAWS` with 1 to 4 drafts: its emitted distribution, its acceptance, its draws, invalid
+    """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution, its acceptance, its draws, invalid
     input, precision.
 
     Raises:
       AssertionError: the plan is wrong; it says where.
     """
-    for p, q in LAWS.values():
+    for p, q in DISTRIBUTIONS.values():
         for k in DRAFTS:
-            check_emitted_law(plan, p, q, k)
+            check_emitted_pmf(plan, p, q, k)
         check_select(plan, p, q)
     check_nonsense(plan)
     check_precision(plan)
 
 
-def check_emitted_law(plan: Plan, p, q, k: int) -> None:
-    """Over all draws of k drafts from p [V], `plan.law` averages to q [V], and `plan.acceptance` is the enumerated
+def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
+    """Over all draws of k drafts from p [V], `plan.pmf` averages to q [V], and `plan.acceptance` is the enumerated
     acceptance.
 
     Raises:
@@ -70,47 +70,47 @@ def check_emitted_law(plan: Plan, p, q, k: int) -> None:
     """
     p, q = np.asarray(p, float), np.asarray(q, float)
     where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
-    emitted, accepted = emitted_law(plan, p, q, k)
+    emitted, accepted = emitted_pmf(plan, p, q, k)
     off = np.abs(emitted - q)
     if not off.max() <= TOLERANCE:
         worst = int(off.argmax())
         _fail(
             plan,
-            f"the emitted distribution is not q {where}: `law` averages over the drafts to {_text(emitted)}, "
+            f"the emitted distribution is not q {where}: `pmf` averages over the drafts to {_text(emitted)}, "
             f"off by {off[worst]:.3g} at token {worst}",
         )
     acceptance = plan.acceptance(p, q, k)
     if not abs(acceptance - accepted) <= TOLERANCE:
         _fail(
             plan,
-            f"the acceptance is wrong {where}: {acceptance:.9g}, by enumeration of `law` {accepted:.9g}, "
+            f"the acceptance is wrong {where}: {acceptance:.9g}, by enumeration of `pmf` {accepted:.9g}, "
             f"off by {abs(acceptance - accepted):.3g}",
         )
 
 
 def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
-    """`plan.select`, jitted and vmapped, draws from `plan.law` with 0 to 3 drafts from p [V], and knows what it accepted.
+    """`plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from p [V], and knows what it accepted.
 
     `least` is the p-value that is too small to be chance.
 
     Raises:
       AssertionError: it does not.
     """
-    p, q = (np.pad(np.asarray(law, float), (0, max(0, WIDEST - len(law)))) for law in (p, q))
+    p, q = (np.pad(np.asarray(pmf, float), (0, max(0, WIDEST - len(pmf)))) for pmf in (p, q))
     drawn, valid = _some_drafts(plan, p)
     padded = np.full(valid.shape, np.argmax(p))
     for live, drafts in enumerate(drawn):
         padded[live, valid[live]] = drafts
     keys = jax.random.split(jax.random.key(0), (len(valid), DRAWS))
-    laws = (jnp.tile(jnp.float32(law), (len(valid), 1)) for law in (p, q))
+    pmfs = (jnp.tile(jnp.float32(pmf), (len(valid), 1)) for pmf in (p, q))
     given, mine = _raced(keys, p, padded, valid) if plan.drafts == "race" else (padded, np.ones(keys.shape, bool))
-    choices = jax.tree.map(np.asarray, _choose(plan, keys, *laws, given, valid))
+    choices = jax.tree.map(np.asarray, _choose(plan, keys, *pmfs, given, valid))
     for live, drafts in enumerate(drawn):
         tokens, accepted = choices.token[live][mine[live]], choices.accepted[live][mine[live]]
         where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"
         _check_tokens(plan, tokens, np.flatnonzero(q), where)
         _check_accepted(plan, tokens, accepted, drafts, where)
-        _check_drawn(plan, np.bincount(tokens, minlength=len(q)), plan.law(p, q, drafts) if drafts else q, where, least)
+        _check_drawn(plan, np.bincount(tokens, minlength=len(q)), plan.pmf(p, q, drafts) if drafts else q, where, least)
 
 
 def check_nonsense(plan: Plan) -> None:
@@ -122,10 +122,10 @@ def check_nonsense(plan: Plan) -> None:
     rng = np.random.default_rng(2)
     calls, rows, k = 8, len(VALID), len(VALID[0])
     p, q = rng.dirichlet(np.ones(WIDEST), (2, calls, rows))
-    for law in (p, q):
-        law[rng.random(law.shape) < 0.2] = 0
-        law[rng.random(law.shape) < 0.1] = np.nan
-        law[rng.random(law.shape) < 0.1] *= -3
+    for pmf in (p, q):
+        pmf[rng.random(pmf.shape) < 0.2] = 0
+        pmf[rng.random(pmf.shape) < 0.1] = np.nan
+        pmf[rng.random(pmf.shape) < 0.1] *= -3
     p[0, 0], q[0, 1] = 0, np.nan
     drafts, valid = rng.integers(-2, WIDEST + 2, (calls, rows, k)), rng.random((calls, rows, k)) < 0.7
     keys = jax.random.split(jax.random.key(0), (rows, DRAWS))
@@ -150,9 +150,9 @@ def check_precision(plan: Plan) -> None:
       AssertionError: one is.
     """
     for V in VOCABULARIES:
-        laws, drafts = jax.ShapeDtypeStruct((V,), jnp.float32), jax.ShapeDtypeStruct((len(VALID[0]),), jnp.int32)
+        pmfs, drafts = jax.ShapeDtypeStruct((V,), jnp.float32), jax.ShapeDtypeStruct((len(VALID[0]),), jnp.int32)
         valid = jax.ShapeDtypeStruct(drafts.shape, bool)
-        program = jax.jit(plan.select).lower(jax.eval_shape(jax.random.key, 0), laws, laws, drafts, valid).as_text()
+        program = jax.jit(plan.select).lower(jax.eval_shape(jax.random.key, 0), pmfs, pmfs, drafts, valid).as_text()
         for product in re.findall(r"stablehlo\.dot_general[^\n]*f32>[^\n]*", program):
             if product.count("HIGHEST") < 2:
                 _fail(
@@ -164,7 +164,7 @@ def check_precision(plan: Plan) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
-    """Choices [R, D] for keys [R, D], laws [R, V], drafts [R, k], those of a race [R, D, k], and valid [R, k]."""
+    """Choices [R, D] for keys [R, D], distributions [R, V], drafts [R, k], those of a race [R, D, k], and valid [R, k]."""
 
     def select(key, *rest):
         return plan.select(jax.random.fold_in(key, 0), *rest)
@@ -210,24 +210,24 @@ def _check_accepted(plan: Plan, tokens: np.ndarray, accepted: np.ndarray, drafts
         _fail(plan, f"`select` says accepted = {accepted[wrong[0]]} of token {tokens[wrong[0]]} {where}")
 
 
-def _check_drawn(plan: Plan, counts: np.ndarray, law: np.ndarray, where: str, least: float) -> None:
-    if not (abs(law.sum() - 1) <= TOLERANCE and law.min() >= -TOLERANCE):
-        _fail(plan, f"`law` returns {_text(law)}, which is no distribution, {where}")
-    # What float32 rounding may add, where the law given these drafts has nothing.
-    impossible = counts[law <= 1e-12].sum() > 2e-4 * counts.sum()
-    p_value = chi_square.p_value(counts, np.maximum(law, 0))
+def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, least: float) -> None:
+    if not (abs(pmf.sum() - 1) <= TOLERANCE and pmf.min() >= -TOLERANCE):
+        _fail(plan, f"`pmf` returns {_text(pmf)}, which is no distribution, {where}")
+    # What float32 rounding may add, where the distribution given these drafts has nothing.
+    impossible = counts[pmf <= 1e-12].sum() > 2e-4 * counts.sum()
+    p_value = chi_square.p_value(counts, np.maximum(pmf, 0))
     if counts.sum() <= 100 or impossible or not p_value >= least:
         seen = counts / max(1, counts.sum())
-        worst = int(np.abs(seen - law).argmax())
+        worst = int(np.abs(seen - pmf).argmax())
         _fail(
             plan,
-            f"`select` does not draw from `law` {where}: {_text(seen)} in {counts.sum():,} draws, `law` gives {_text(law)}, "
-            f"off by {abs(seen[worst] - law[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
+            f"`select` does not draw from `pmf` {where}: {_text(seen)} in {counts.sum():,} draws, `pmf` gives {_text(pmf)}, "
+            f"off by {abs(seen[worst] - pmf[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
         )
 
 
-def _text(law: np.ndarray) -> str:
-    return f"[{', '.join(f'{x:.4g}' for x in law)}]"
+def _text(pmf: np.ndarray) -> str:
+    return f"[{', '.join(f'{x:.4g}' for x in pmf)}]"
 
 
 def _fail(plan: Plan, message: str) -> NoReturn:

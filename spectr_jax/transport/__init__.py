@@ -23,7 +23,7 @@ from spectr_jax.transport import (
 )
 from spectr_jax.transport.base import Choice, Plan
 from spectr_jax.transport.bounds import harmonic_bound, optimal_acceptance, theorem_1_bound, total_variation
-from spectr_jax.transport.types import ExactLaw
+from spectr_jax.transport.types import ExactProbs
 
 __all__ = [
     "PLANS",
@@ -55,7 +55,7 @@ class PlanFunctions(Protocol):
     def select(self) -> Callable[..., Choice]: ...
 
     @property
-    def law(self) -> Callable[..., ExactLaw]: ...
+    def pmf(self) -> Callable[..., ExactProbs]: ...
 
     @property
     def acceptance(self) -> Callable[..., float]: ...
@@ -87,16 +87,16 @@ def register(name: str, plan: PlanFunctions) -> None:
 
     Args:
       name: not taken yet.
-      plan: a module or any object with functions `select`, `law` and `acceptance`; see `PlanFunctions`.
+      plan: a module or any object with functions `select`, `pmf` and `acceptance`; see `PlanFunctions`.
 
     Raises:
       UserError: the name is taken, a function is missing, or `DRAFTS` is none of `RULES`.
     """
     if name in PLANS:
         raise UserError(f"plan {name!r} is there already; choose another name")
-    for function in ("select", "law", "acceptance"):
+    for function in ("select", "pmf", "acceptance"):
         if not callable(getattr(plan, function, None)):
-            raise UserError(f"plan {name!r} has no function {function!r}; give select, law and acceptance")
+            raise UserError(f"plan {name!r} has no function {function!r}; give select, pmf and acceptance")
     drafts = getattr(plan, "DRAFTS", "iid")
     if drafts not in RULES:
         raise unknown(f"rule DRAFTS of plan {name!r},", drafts, RULES)
@@ -117,6 +117,6 @@ def get(name: str, **options: Any) -> Plan:
     for option in options:
         if option not in known:
             raise UserError(f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
-    functions = plan.select, plan.law, plan.acceptance
+    functions = plan.select, plan.pmf, plan.acceptance
     drafts, winner = getattr(plan, "DRAFTS", "iid"), getattr(plan, "win", None)
     return Plan(name, tuple(sorted(options.items())), functions, drafts, winner)

@@ -1,6 +1,6 @@
 r"""What a transport plan is: drafts from p in, one token with distribution q out.
 
-Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$ (`Plan.law`). It is exact if
+Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$ (`Plan.pmf`). It is exact if
 y, averaged over the drafts, is distributed as q. It is the better, the more often y is among the drafts (`Plan.acceptance`):
 
 $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y), \qquad
@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import checks
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 
 class Choice(NamedTuple):
@@ -44,7 +44,7 @@ class Plan:
     Attributes:
       name: as registered.
       options: sorted (name, value) pairs.
-      functions: the plan's `select`, `law` and `acceptance`, before options.
+      functions: the plan's `select`, `pmf` and `acceptance`, before options.
       drafts: how the k drafts must be drawn from p: "iid"; "without_replacement"; "race", the same with a key that `select`
         shall be given too; or "greedy" (the k - 1 likeliest tokens and one draw from the rest).
       winner: `winner(key, p, q, drafts, valid)`, the plan's `win` (`transport/winner.py`); None if it names no winner.
@@ -52,7 +52,7 @@ class Plan:
 
     name: str
     options: tuple[tuple[str, Any], ...]
-    functions: tuple[Callable[..., Choice], Callable[..., ExactLaw], Callable[..., float]]
+    functions: tuple[Callable[..., Choice], Callable[..., ExactProbs], Callable[..., float]]
     drafts: str = "iid"
     winner: Callable[..., Any] | None = None
 
@@ -77,14 +77,14 @@ class Plan:
         """
         p, q, drafts, valid = (jnp.asarray(x, dtype) for x, dtype in _dtypes(p, q, drafts, valid))
         if checks.known(p, q, drafts, valid):
-            exact, _ = checks.check_laws(p, q)
+            exact, _ = checks.check_distributions(p, q)
             checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.drafts)
         p, q, valid = _usable(p, q, drafts, valid)
         choice = self.functions[0](key, p, q, drafts, valid, **dict(self.options))
         possible = jnp.any(q > 0)
         return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
 
-    def win(self, key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Any:
+    def win(self, key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Any:
         """The winner among the drafts and its distribution, a `transport.winner.Winner`; arguments as for `select`
         under jit.
 
@@ -96,13 +96,13 @@ class Plan:
         p, q, valid = _usable(p, q, drafts, valid)
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
-    def law(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactLaw:
+    def pmf(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactProbs:
         """The exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
 
         Raises:
           UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too large for the plan.
         """
-        p, q = checks.check_laws(p, q)
+        p, q = checks.check_distributions(p, q)
         return self.functions[1](p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options))
 
     def acceptance(self, p: ArrayLike, q: ArrayLike, k: int | float) -> float:
@@ -111,7 +111,7 @@ class Plan:
         Raises:
           UserError: p or q is no distribution, k < 1, or the problem is too large for the plan.
         """
-        p, q = checks.check_laws(p, q)
+        p, q = checks.check_distributions(p, q)
         return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))
 
 
@@ -119,20 +119,22 @@ def _dtypes(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> 
     return (p, jnp.float32), (q, jnp.float32), (drafts, jnp.int32), (valid, bool)
 
 
-def _usable(p: Law, q: Law, drafts: Drafts, valid: Valid) -> tuple[Law, Law, Valid]:
+def _usable(p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> tuple[Probs, Probs, Valid]:
     """The arguments of `Plan.select` under jit, made valid."""
     p, q = _normalised(p), _normalised(q)
     return p, q, valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0)
 
 
-def _normalised(law: Law) -> Law:
-    positive = jnp.where(law > 0, law, 0)
+def _normalised(pmf: Probs) -> Probs:
+    positive = jnp.where(pmf > 0, pmf, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
 
 
-def select_by_law(law: Callable[..., ExactLaw], key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
-    """A `select` for plans for analysis only: the host computes `law(p, q, drafts)`, and a token is drawn from it.
+def select_by_pmf(
+    pmf: Callable[..., ExactProbs], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
+) -> Choice:
+    """A `select` for plans for analysis only: the host computes `pmf(p, q, drafts)`, and a token is drawn from it.
 
     For small vocabularies and for tests: it runs inside jit through a callback, one host call a choice. Consumes `key`.
     """
@@ -142,7 +144,7 @@ def select_by_law(law: Callable[..., ExactLaw], key: PRNGKeyArray, p: Law, q: La
         p, q = p.astype(np.float64), q.astype(np.float64)
         if not (valid.any() and q.any()):
             return q.astype(np.float32)
-        return law(p / p.sum(), q / q.sum(), tuple(drafts[valid].tolist())).astype(np.float32)
+        return pmf(p / p.sum(), q / q.sum(), tuple(drafts[valid].tolist())).astype(np.float32)
 
     shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
@@ -150,7 +152,7 @@ def select_by_law(law: Callable[..., ExactLaw], key: PRNGKeyArray, p: Law, q: La
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def draw(key: PRNGKeyArray, weights: Law, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
+def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
     """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative sum; consumes `key`.
 
     One uniform a token, where the Gumbel trick needs V. The sum is inverted in two stages, a block of tokens and a token
@@ -190,6 +192,6 @@ def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "...
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def or_else(weights: Law, fallback: Law) -> Law:
+def or_else(weights: Probs, fallback: Probs) -> Probs:
     """`weights` [V] if any is positive, else `fallback`: the limit of a residual 0/0, reached only by rounding."""
     return jnp.where(jnp.any(weights > 0), weights, fallback)

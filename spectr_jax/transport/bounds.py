@@ -17,12 +17,12 @@ def total_variation(p: ArrayLike, q: ArrayLike) -> float:
     """TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section 4).
 
     Args:
-      p, q: [V] laws.
+      p, q: [V] distributions.
 
     Raises:
       UserError: one is no distribution, or they differ in size.
     """
-    p, q = checks.check_laws(p, q)
+    p, q = checks.check_distributions(p, q)
     return float(np.abs(p - q).sum() / 2)
 
 
@@ -30,13 +30,13 @@ def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     """alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, at any V in O(V log V) (see `otm`).
 
     Args:
-      p, q: [V] laws of drafts and target.
+      p, q: [V] distributions of drafts and target.
       k: drafts, at least 1.
 
     Raises:
       UserError: one is no distribution, they differ in size, or k is no number of drafts.
     """
-    p, q = checks.check_laws(p, q)
+    p, q = checks.check_distributions(p, q)
     return float(otm.acceptance(p, q, checks.check_number(k)))
 
 
@@ -44,12 +44,12 @@ def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
     """ERSD, Lemma 3.1: sum p q / (p + q), a lower bound on the acceptance of one exponential race.
 
     Args:
-      p, q: [V] laws.
+      p, q: [V] distributions.
 
     Raises:
       UserError: one is no distribution, or they differ in size.
     """
-    p, q = checks.check_laws(p, q)
+    p, q = checks.check_distributions(p, q)
     both = p + q
     return float(np.sum(np.divide(p * q, both, out=np.zeros(len(p)), where=both > 0)))
 
@@ -62,14 +62,14 @@ def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     \quad S \text{ the set of } x_1, \dots, x_k$$
 
     Args:
-      p, q: [V] laws of drafts and target.
+      p, q: [V] distributions of drafts and target.
       k: drafts, at least 1.
 
     Raises:
       UserError: there are too many subsets and drafts, one is no distribution, they differ in size, or k is no number of
         drafts.
     """
-    p, q = checks.check_laws(p, q)
+    p, q = checks.check_distributions(p, q)
     k, V = checks.check_number(k), len(p)
     terms = 2.0**V * math.comb(V + k - 1, k) if V < 1000 else math.inf
     if terms > LARGEST:

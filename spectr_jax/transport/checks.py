@@ -8,7 +8,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from spectr_jax.errors import UserError
-from spectr_jax.transport.types import ExactLaw
+from spectr_jax.transport.types import ExactProbs
 
 TOLERANCE = 1e-3
 """How far the sum of a distribution may be from 1; float32 sums over large vocabularies are that rough."""
@@ -19,17 +19,17 @@ def known(*arrays: object) -> bool:
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
-def check_laws(p: ArrayLike, q: ArrayLike) -> tuple[ExactLaw, ExactLaw]:
+def check_distributions(p: ArrayLike, q: ArrayLike) -> tuple[ExactProbs, ExactProbs]:
     """p [V] and q [V] in float64, normalised; raises `UserError` unless both are distributions on one vocabulary."""
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
-    for name, law in (("p", p), ("q", q)):
-        if law.ndim != 1 or not len(law):
-            raise UserError(f"{name} has shape {law.shape}; give one law [V], and vmap for more")
-        wrong = np.flatnonzero(~(np.isfinite(law) & (law >= 0)))
+    for name, pmf in (("p", p), ("q", q)):
+        if pmf.ndim != 1 or not len(pmf):
+            raise UserError(f"{name} has shape {pmf.shape}; give one distribution [V], and vmap for more")
+        wrong = np.flatnonzero(~(np.isfinite(pmf) & (pmf >= 0)))
         if len(wrong):
-            raise UserError(f"{name}[{wrong[0]}] is {law[wrong[0]]}; probabilities are finite and at least 0")
-        if abs(law.sum() - 1) > TOLERANCE:
-            raise UserError(f"{name} sums to {law.sum():.6g}, not 1; divide it by its sum")
+            raise UserError(f"{name}[{wrong[0]}] is {pmf[wrong[0]]}; probabilities are finite and at least 0")
+        if abs(pmf.sum() - 1) > TOLERANCE:
+            raise UserError(f"{name} sums to {pmf.sum():.6g}, not 1; divide it by its sum")
     if len(p) != len(q):
         raise UserError(f"p has {len(p)} tokens and q has {len(q)}; use one vocabulary for both")
     return p / p.sum(), q / q.sum()
@@ -42,7 +42,7 @@ def check_number(k: int | float) -> int:
     return int(k)
 
 
-def check_drafts(p: ExactLaw, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str) -> tuple[int, ...]:
+def check_drafts(p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str) -> tuple[int, ...]:
     """The drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
     drafts = tuple(int(draft) for draft in drafts)
     if not drafts:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spectr_jax.transport.base import Plan
-from spectr_jax.transport.types import ExactLaw
+from spectr_jax.transport.types import ExactProbs
 
 
-def draft_tuples(p: ExactLaw, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
+def draft_tuples(p: ExactProbs, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
     """Every sequence of k drafts that `rule` can draw from p [V], with its probability; shorter where the support is.
 
     Args:
@@ -34,7 +34,7 @@ def draft_tuples(p: ExactLaw, k: int, rule: str) -> Iterator[tuple[tuple[int, ..
         raise ValueError(f"unknown drafting rule {rule!r}")
 
 
-def probability_in_order(p: ExactLaw, drafts: Sequence[int]) -> float:
+def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:
     """The probability that distinct `drafts` are drawn from p [V] without replacement, in this order."""
     rest, probability = p.copy(), 1.0
     for draft in drafts:
@@ -43,11 +43,11 @@ def probability_in_order(p: ExactLaw, drafts: Sequence[int]) -> float:
     return float(probability)
 
 
-def emitted_law(plan: Plan, p: ExactLaw, q: ExactLaw, k: int) -> tuple[ExactLaw, float]:
+def emitted_pmf(plan: Plan, p: ExactProbs, q: ExactProbs, k: int) -> tuple[ExactProbs, float]:
     """The distribution [V] of the plan's token over all drafts, and the probability that it is among them."""
     emitted, accepted = np.zeros(len(q)), 0.0
     for drafts, probability in draft_tuples(np.asarray(p, float), k, plan.drafts):
-        law = plan.law(p, q, drafts)
-        emitted += probability * law
-        accepted += probability * law[list(set(drafts))].sum()
+        pmf = plan.pmf(p, q, drafts)
+        emitted += probability * pmf
+        accepted += probability * pmf[list(set(drafts))].sum()
     return emitted, accepted

@@ -2,7 +2,7 @@ r"""Greedy drafts, and the plan that is optimal for them (Hu et al., 2025, arXiv
 
 The first k - 1 drafts are the likeliest tokens of p, the set H; the last is drawn from p', which is p without them,
 renormalised. Only the last is random, and a token of H is always among the drafts; so the optimum is Algorithm 1 with p' as
-the draft law, and
+the draft distribution, and
 
 $$\alpha = q(H) + \sum_x \min(p'(x), q(x)).$$
 """
@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 DRAFTS = "greedy"
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`; the last valid draft is the random one. Runs in the jitted sampler."""
     accept_key, residual_key = jax.random.split(key)
     index = jnp.arange(len(drafts))
@@ -33,23 +33,23 @@ def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> C
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
     rest = _rest(p, drafts[:-1])
     residual = np.maximum(q - rest, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     accept = min(1.0, q[drafts[-1]] / rest[drafts[-1]])
-    result: ExactLaw = accept * np.eye(len(p))[drafts[-1]] + (1 - accept) * residual
+    result: ExactProbs = accept * np.eye(len(p))[drafts[-1]] + (1 - accept) * residual
     return result
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`."""
     likeliest = np.argsort(-p, kind="stable")[: k - 1]
     return float(np.minimum(_rest(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum())
 
 
-def _rest(p: ExactLaw, likeliest: tuple[int, ...] | Int[np.ndarray, " likeliest"]) -> ExactLaw:
+def _rest(p: ExactProbs, likeliest: tuple[int, ...] | Int[np.ndarray, " likeliest"]) -> ExactProbs:
     rest = p.copy()
     rest[list(likeliest)] = 0
     return rest / rest.sum() if rest.sum() > 0 else rest

@@ -1,6 +1,6 @@
 r"""The draft of the highest ratio q / p wins (greedy multi-path, Thomas and Pal, 2026, arXiv 2602.16961).
 
-With tokens sorted by q / p ascending and P the prefix sums of p, the winner's law is
+With tokens sorted by q / p ascending and P the prefix sums of p, the winner's distribution is
 
 $$g_j = P_j^k - P_{j-1}^k,$$
 
@@ -15,35 +15,35 @@ from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import Choice
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
-from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_pmf
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
-def win(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Winner:
+def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
     """See `Plan.win`; ties, and at large V ratios that agree to six bits, are broken at random."""
     cells = otm.cells_of(p, q, len(drafts))
-    phi = otm.winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
+    phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
     height = jnp.where(valid, cells.of_token[drafts], -1)
     tie = jax.random.uniform(key, drafts.shape)
     return Winner(jnp.argmax(jnp.where(height == jnp.max(height), tie, -1)), p * phi[cells.of_token])
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
     cells = otm.exact_cells(p, q)
     wins = highest_wins(np.eye(len(cells.p))[cells.of_token[list(drafts)]])
-    return winner_accepted_law(q, _winner_law(p, q, cells, len(drafts)), drafts, wins)
+    return winner_accepted_pmf(q, _winner_pmf(p, q, cells, len(drafts)), drafts, wins)
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`: the residual may hit a draft of a lower ratio than the winner's."""
     cells = otm.exact_cells(p, q)
-    g = _winner_law(p, q, cells, k)
+    g = _winner_pmf(p, q, cells, k)
     residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)
     if residual.sum() == 0:
         return 1.0
@@ -60,6 +60,6 @@ def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     return float(np.minimum(g, q).sum() + hit)
 
 
-def _winner_law(p: ExactLaw, q: ExactLaw, cells: otm.Cells, k: int) -> ExactLaw:
-    g: ExactLaw = p * otm.winner_law(cells.p, cells.q, k).phi[cells.of_token]
+def _winner_pmf(p: ExactProbs, q: ExactProbs, cells: otm.Cells, k: int) -> ExactProbs:
+    g: ExactProbs = p * otm.winner_pmf(cells.p, cells.q, k).phi[cells.of_token]
     return g

@@ -8,7 +8,7 @@ $$\min_{\alpha} u_k \quad \text{with} \quad u_i = u_{i-1} \left(1 - \sum_x p_i(x
 \sum_i u_{i-1} p_i(x) a_i(x) \le q(x) \text{ for all } x.$$
 
 Algorithm 2, iOPT, shrinks the subsets in turn.
-This is the general form of Appendix B, in which every draft may have a law of its own, in float64 and with SciPy's HiGHS:
+This is the general form of Appendix B: every draft may have its own distribution, in float64 and with SciPy's HiGHS. It is
 for analysis, and the oracle for what `spectr_plus_plus` solves on the device.
 
 The paper excludes empty subsets with u_i = u_(i-1); everything is accepted there, so u_i = 0, and that is used here.
@@ -19,13 +19,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Float
 
-from spectr_jax.transport.types import ExactLaw
+from spectr_jax.transport.types import ExactProbs
 
 NEGLIGIBLE = 1e-12
 """Subsets with less mass of q than this keep alpha = 0."""
 
 
-ExactLaws: TypeAlias = Float[np.ndarray, "k vocab"]
+DraftProbs: TypeAlias = Float[np.ndarray, "k vocab"]
 Subsets: TypeAlias = Bool[np.ndarray, "k vocab"]
 
 
@@ -41,11 +41,11 @@ class Stages(NamedTuple):
     subsets: Subsets
 
 
-def iopt(ps: ExactLaws, q: ExactLaw, subsets: Subsets, iterations: int | None = None) -> Stages:
+def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None = None) -> Stages:
     """Algorithm 2: alternates between the best alphas and smaller subsets until nothing changes (Theorem 3).
 
     Args:
-      ps: [k, V] law of each draft.
+      ps: [k, V] distribution of each draft.
       q: [V]
       subsets: [k, V] bool, to start from.
       iterations: at most; None for no limit.
@@ -60,10 +60,10 @@ def iopt(ps: ExactLaws, q: ExactLaw, subsets: Subsets, iterations: int | None = 
         subsets = smaller
 
 
-def saturated_subsets(ps: ExactLaws, q: ExactLaw) -> Subsets:
+def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
     """Definition 3, the start of SpecTr++, [k, V] bool: {p_i >= alpha q}, alpha the constant of K-SEQ.
 
-    For drafts of different laws alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where the laws are the same.
+    For drafts of different distributions alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where they are the same.
     """
     low, high = 0.0, 1.0
     for _ in range(100):
@@ -74,7 +74,7 @@ def saturated_subsets(ps: ExactLaws, q: ExactLaw) -> Subsets:
     return ps >= low * q * (1 - 1e-12)
 
 
-def best_alphas(ps: ExactLaws, q: ExactLaw, subsets: Subsets) -> Float[np.ndarray, " k"]:
+def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.ndarray, " k"]:
     """The alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in the variables u_i = P(the first i drafts are rejected)."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
 
@@ -115,7 +115,7 @@ def best_alphas(ps: ExactLaws, q: ExactLaw, subsets: Subsets) -> Float[np.ndarra
     return clipped
 
 
-def law(ps: ExactLaws, q: ExactLaw, drafts: tuple[int, ...], stages: Stages) -> ExactLaw:
+def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) -> ExactProbs:
     """The distribution [V] of Algorithm 1's token given the drafts."""
     accepted, _, residual = _masses(ps, q, stages)
     result, none_before = np.zeros(len(q)), 1.0
@@ -126,7 +126,7 @@ def law(ps: ExactLaws, q: ExactLaw, drafts: tuple[int, ...], stages: Stages) -> 
     return result + none_before * residual
 
 
-def acceptance(ps: ExactLaws, q: ExactLaw, stages: Stages) -> float:
+def acceptance(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
     """The probability that Algorithm 1's token is among the drafts: one passes, or the residual hits a rejected one."""
     accepted, rejected, residual = _masses(ps, q, stages)
     none = np.prod(rejected)
@@ -134,12 +134,12 @@ def acceptance(ps: ExactLaws, q: ExactLaw, stages: Stages) -> float:
     return float(1 - none + np.sum(residual * (none - none_without)))
 
 
-def accept_probability(ps: ExactLaws, q: ExactLaw, stages: Stages) -> float:
+def accept_probability(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
     """One less the transport cost (2): the probability that a draft passes its test."""
     return float(1 - np.prod(_masses(ps, q, stages)[1]))
 
 
-def _masses(ps: ExactLaws, q: ExactLaw, stages: Stages) -> tuple[ExactLaws, Float[np.ndarray, " k"], ExactLaw]:
+def _masses(ps: DraftProbs, q: ExactProbs, stages: Stages) -> tuple[DraftProbs, Float[np.ndarray, " k"], ExactProbs]:
     """Mass [k, V] that each draft is accepted with, the chance [k] that it is not, and the normalised residual [V]."""
     accepted = np.where(stages.subsets, np.minimum(ps, stages.alphas[:, None] * q), ps)
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)

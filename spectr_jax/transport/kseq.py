@@ -23,35 +23,35 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.types import Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 STEPS = 12
-"""Of Newton's method, each a pass over the vocabulary: on 1,500 laws of many kinds, 10 left |f| < 4e-6 and 12 no more; with
-one dominant token and p close to q, 2e-5 at k = 8 and 9e-4 at k = 64, which `sequential` makes good."""
+"""Steps of Newton's method, each a pass over the vocabulary. On 1,500 pairs of many kinds, 10 left |f| < 4e-6 and 12 no
+more. With one dominant token and p close to q they left 2e-5 at k = 8 and 9e-4 at k = 64, which `sequential` corrects."""
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return sequential(key, p, q, drafts, valid, optimal_gamma(p, q, jnp.sum(valid), len(drafts)))
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
-    return sequential_law(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
+    return sequential_pmf(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
     return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
 
 
-def accept_probability(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
     p, q = np.asarray(p, float), np.asarray(q, float)
     return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
 
 
-def sequential(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, gamma: float | FloatScalar) -> Choice:
+def sequential(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar) -> Choice:
     """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`.
 
     Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it, one coin of
@@ -68,7 +68,7 @@ def sequential(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, 
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def sequential_law(p: ExactLaw, q: ExactLaw, drafts: Sequence[int], gamma: float) -> ExactLaw:
+def sequential_pmf(p: ExactProbs, q: ExactProbs, drafts: Sequence[int], gamma: float) -> ExactProbs:
     """The distribution [V] of Algorithm 2's token given the drafts, in float64."""
     _, residual = _shared_and_residual(p, q, len(drafts), gamma)
     result, none_before = np.zeros(len(p)), 1.0
@@ -79,7 +79,7 @@ def sequential_law(p: ExactLaw, q: ExactLaw, drafts: Sequence[int], gamma: float
     return result + none_before * residual
 
 
-def sequential_acceptance(p: ExactLaw, q: ExactLaw, k: int, gamma: float) -> float:
+def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> float:
     """The probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
     shared, residual = _shared_and_residual(p, q, k, gamma)
     rejected = 1 - shared.sum()
@@ -87,7 +87,7 @@ def sequential_acceptance(p: ExactLaw, q: ExactLaw, k: int, gamma: float) -> flo
     return float(1 - rejected**k + np.sum(residual * (rejected**k - rejected_without)))
 
 
-def optimal_gamma(p: Law, q: Law, k: IntScalar, most: int) -> FloatScalar:
+def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
     """gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma)), f(gamma) = 0 in Lemma 3.
 
     Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and gamma*: each step moves an
@@ -111,7 +111,7 @@ def optimal_gamma(p: Law, q: Law, k: IntScalar, most: int) -> FloatScalar:
     return found
 
 
-def optimal_gamma_exact(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def optimal_gamma_exact(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """gamma* in float64, by bisection."""
     low, high = 1.0, float(k)
     for _ in range(100):
@@ -131,7 +131,7 @@ def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatSca
     return jnp.sum(powers), jnp.sum(derivatives)
 
 
-def _shared_and_residual(p: ExactLaw, q: ExactLaw, k: int, gamma: float) -> tuple[ExactLaw, ExactLaw]:
+def _shared_and_residual(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> tuple[ExactProbs, ExactProbs]:
     """min(p, q / gamma) and the normalised residual, in float64."""
     shared = np.minimum(p, q / gamma)
     residual = np.maximum(q - shared * np.sum((1 - shared.sum()) ** np.arange(k)), 0)

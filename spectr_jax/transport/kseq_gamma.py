@@ -11,10 +11,10 @@ from jaxtyping import PRNGKeyArray
 from spectr_jax.errors import UserError
 from spectr_jax.transport import kseq
 from spectr_jax.transport.base import Choice
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, *, gamma: float | None = None) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, *, gamma: float | None = None) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     k = jnp.sum(valid)
     if gamma is None:
@@ -24,17 +24,17 @@ def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, *, g
     return kseq.sequential(key, p, q, drafts, valid, used)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...], *, gamma: float | None = None) -> ExactLaw:
-    """See `Plan.law`."""
-    return kseq.sequential_law(p, q, drafts, _gamma(p, q, len(drafts), gamma))
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], *, gamma: float | None = None) -> ExactProbs:
+    """See `Plan.pmf`."""
+    return kseq.sequential_pmf(p, q, drafts, _gamma(p, q, len(drafts), gamma))
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int, *, gamma: float | None = None) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int, *, gamma: float | None = None) -> float:
     """See `Plan.acceptance`."""
     return kseq.sequential_acceptance(p, q, k, _gamma(p, q, k, gamma))
 
 
-def _gamma(p: ExactLaw, q: ExactLaw, k: int, gamma: float | None) -> float:
+def _gamma(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> float:
     return float(k) if gamma is None else max(_checked(gamma), kseq.optimal_gamma_exact(p, q, k))
 
 

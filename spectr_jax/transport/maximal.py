@@ -13,30 +13,30 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.transport.winner import Winner, select_winner
 
 
-def win(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Winner:
+def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
     """See `Plan.win`: the first valid draft, whatever the others."""
     return Winner(jnp.argmax(valid), p)
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. SpecTr, Algorithm 1."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
     residual = np.maximum(q - p, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     accept = min(1.0, q[drafts[0]] / p[drafts[0]])
-    result: ExactLaw = accept * np.eye(len(p))[drafts[0]] + (1 - accept) * residual
+    result: ExactProbs = accept * np.eye(len(p))[drafts[0]] + (1 - accept) * residual
     return result
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`: 1 - TV(p, q) from the first draft, and the residual may hit one of the k - 1 others."""
     overlap = np.minimum(p, q).sum()
     return float(overlap + np.sum(np.maximum(q - p, 0) * (1 - (1 - p) ** (k - 1))))

@@ -10,20 +10,20 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     token = draw(key, q)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`: q, whatever the drafts."""
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`: q, whatever the drafts."""
     return q
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`."""
     return float(np.sum(q * -np.expm1(k * np.log1p(-np.minimum(p, 1 - 1e-16)))))

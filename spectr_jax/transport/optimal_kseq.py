@@ -16,29 +16,29 @@ from jaxtyping import Bool, PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport import iopt
-from spectr_jax.transport.base import Choice, select_by_law
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.base import Choice, select_by_pmf
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 LARGEST = 40
 """Binary variables, V * k, that the search may have: more take hours."""
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Searches on the host: for tiny vocabularies."""
-    return select_by_law(law, key, p, q, drafts, valid)
+    return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`.
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`.
 
     Raises:
       UserError: the search would be too large.
     """
     k = len(drafts)
-    return iopt.law(np.tile(p, (k, 1)), q, drafts, _search(p.tobytes(), q.tobytes(), k))
+    return iopt.pmf(np.tile(p, (k, 1)), q, drafts, _search(p.tobytes(), q.tobytes(), k))
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`.
 
     Raises:
@@ -63,7 +63,7 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
     return max(found, start, key=lambda stages: iopt.accept_probability(ps, q, stages))
 
 
-def _branch_and_bound(p: ExactLaw, q: ExactLaw, k: int) -> Bool[np.ndarray, "k vocab"]:
+def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, "k vocab"]:
     """The best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k, V] and inside z [k, V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse

@@ -21,7 +21,7 @@ with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in
 3. The draft in the highest cell wins, ties broken uniformly, and the winner y goes through Algorithm 1 as a single draft
    with distribution g: accepted with probability min(1, q(y) / g(y)), else a draw from (q - g)+.
 
-With one draft g = p, and this is Algorithm 1. `law` and `acceptance` sort; so does `select` for small vocabularies. For
+With one draft g = p, and this is Algorithm 1. `pmf` and `acceptance` sort; so does `select` for small vocabularies. For
 large ones it sorts nothing: tokens whose ratios agree to six bits share a cell, O(V + cells). It is just as exact, since
 tokens of a cell may move with different probabilities; only in the few cells in which rho meets low, high or phi must
 they share one rho, which costs 1e-6 of the acceptance (mean over 72 cases with V = 1,024 and 8,192; at most 3e-5;
@@ -38,8 +38,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, product
-from spectr_jax.transport.types import AnyArray, Drafts, ExactLaw, IntScalar, Law, Number, Valid
-from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_law
+from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, IntScalar, Number, Probs, Valid
+from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_pmf
 
 SORTED = 256
 """Vocabularies up to this size are sorted, and each token is a cell."""
@@ -67,7 +67,7 @@ class Cells(NamedTuple):
     of_token: Int[AnyArray, " vocab"]
 
 
-class WinnerLaw(NamedTuple):
+class WinnerPmf(NamedTuple):
     """The distribution of the winning draft, by cell, and its parameters.
 
     Attributes:
@@ -91,7 +91,7 @@ class Matching(NamedTuple):
     Attributes:
       surplus: [C] what a cell wins beyond its share; negative for a deficit.
       sums: [2, C] prefix sums of the surpluses and of the deficits.
-      phi: [C] as in `WinnerLaw`.
+      phi: [C] as in `WinnerPmf`.
     """
 
     surplus: Float[Array, " cells"]
@@ -99,24 +99,24 @@ class Matching(NamedTuple):
     phi: Float[Array, " cells"]
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
-def win(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Winner:
+def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
     """See `Plan.win`: steps 1 to 3."""
     cells = cells_of(p, q, len(drafts))
-    law = winner_law(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
-    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, law))
-    return Winner(winning_draft(key, p, drafts, valid, cells, law, rho), p * rho)
+    pmf = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
+    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, pmf))
+    return Winner(winning_draft(key, p, drafts, valid, cells, pmf, rho), p * rho)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
     cells, winner, moves = _exact(p, q, len(drafts))
     wins = highest_wins(moves[cells.of_token[list(drafts)]])
-    return winner_accepted_law(q, p * winner.rho[cells.of_token], drafts, wins)
+    return winner_accepted_pmf(q, p * winner.rho[cells.of_token], drafts, wins)
 
 
 def acceptance(p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number) -> Float[AnyArray, ""]:
@@ -126,65 +126,76 @@ def acceptance(p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Nu
     rounded by cells at large V.
     """
     cells = cells_of(p, q, MOST) if isinstance(p, jax.Array) else exact_cells(p, q)
-    alpha = 1 - winner_law(cells.p, cells.q, k).rejection
+    alpha = 1 - winner_pmf(cells.p, cells.q, k).rejection
     return alpha * (alpha > 0)  # Rounding may leave a little less than 0.
 
 
-def winner_law(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Number) -> WinnerLaw:
-    """Step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q / p, and k >= 1 drafts.
+def winner_pmf(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Number) -> WinnerPmf:
+    """Returns step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q / p, and k >= 1 drafts.
 
-    Written once, for float64 NumPy and for JAX. Sums of the head and of the tail are kept apart, and no neighbouring
-    powers are subtracted: either would lose what is small.
+    Written once, for float64 NumPy and for JAX.
     """
     xp = p.__array_namespace__()
-    head_p, head_q = xp.minimum(cumulative(xp, p), 1), cumulative(xp, q)  # Above 1 a large power overflows.
-    tail_p, tail_q = (cumulative(xp, x[::-1])[::-1] - x for x in (p, q))
-    tail_p, tail_q = xp.maximum(tail_p, 0), xp.maximum(tail_q, 0)
+    head_p = xp.minimum(cumulative(xp, p), 1)  # Above 1 a large power overflows.
+    low, high, rejection = _levels(xp, p, q, head_p, k)
+    drawn = p > 0
+    rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
+    share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
+    log_rest = xp.log1p(-xp.where(share < 1, share, 0))  # No neighbouring powers are subtracted: that loses what is small.
+    phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
+    return WinnerPmf(rho, xp.where(drawn, phi, 0), low, high, rejection)
+
+
+def _levels(
+    xp: ModuleType,
+    p: Float[AnyArray, " cells"],
+    q: Float[AnyArray, " cells"],
+    head_p: Float[AnyArray, " cells"],
+    k: Number,
+) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""], Float[AnyArray, ""]]:
+    """Returns the levels between which rho is clipped, and the least rejection probability D.
+
+    Sums of the head and of the tail are kept apart, since a difference of one from 1 loses what is small.
+    """
+    head_q = cumulative(xp, q)
+    tail_p, tail_q = (xp.maximum(cumulative(xp, x[::-1])[::-1] - x, 0) for x in (p, q))
     excess = xp.where(head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q)
-    at = xp.argmax(excess)
+    at, index = xp.argmax(excess), xp.arange(len(p))
     rejection = xp.maximum(excess[at], 0)
-    index = xp.arange(len(p))
     in_head = (index <= at) & (head_p > 0) & (rejection > 0)
     in_tail = (index >= at) & (tail_p > 0) & (rejection > 0)
     # Each level is where its clipped sum is right; as a function of the number of clipped cells it is extreme there.
     low = xp.min(xp.where(in_head, (rejection + head_q) / xp.where(in_head, head_p, 1), xp.inf))
-    low = xp.where(rejection > 0, xp.minimum(low, 1), 0)
     high = xp.max(xp.where(in_tail, (tail_q - rejection) / xp.where(in_tail, tail_p, 1), -xp.inf))
     # Nothing to clip: no ratio that counts exceeds k. And low <= 1 <= high <= k, which a tail of rounding errors may break.
-    high = xp.clip(xp.where(xp.any(in_tail), high, k), 1, k)
-
-    drawn = p > 0
-    rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
-    share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
-    log_rest = xp.log1p(-xp.where(share < 1, share, 0))
-    phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
-    return WinnerLaw(rho, xp.where(drawn, phi, 0), low, high, rejection)
+    low = xp.where(rejection > 0, xp.minimum(low, 1), 0)
+    return low, xp.clip(xp.where(xp.any(in_tail), high, k), 1, k), rejection
 
 
-def shared_ratios(cells: Cells, winner: WinnerLaw) -> Float[Array, " cells"]:
+def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
     """rho [C] that the tokens of a cell share; -1 where it is on one side of low, high and phi, and each has its own."""
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
     return jnp.where(own, -1, winner.rho)
 
 
-def token_ratios(p: Law, q: Law, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]) -> Law:
+def token_ratios(p: Probs, q: Probs, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]) -> Probs:
     """rho [V] of each token: its cell's `shared` ratio, or its own."""
     of_cell = shared[of_token]
     return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
 
 
 def winning_draft(
-    key: PRNGKeyArray, p: Law, drafts: Drafts, valid: Valid, cells: Cells, winner: WinnerLaw, rho: Law
+    key: PRNGKeyArray, p: Probs, drafts: Drafts, valid: Valid, cells: Cells, winner: WinnerPmf, rho: Probs
 ) -> IntScalar:
-    """Steps 2 and 3 of the plan: the index of the draft that wins, of law p * rho; consumes `key`."""
+    """Steps 2 and 3 of the plan: the index of the draft that wins, of distribution p * rho; consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
     final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
     final = jnp.where(valid, final, -1)
     return jnp.argmax(jnp.where(final == jnp.max(final), tie, -1))
 
 
-def matched(cells: Cells, winner: WinnerLaw) -> Matching:
+def matched(cells: Cells, winner: WinnerPmf) -> Matching:
     """Step 2: which cells exchange drafts."""
     surplus = cells.p * (winner.rho - winner.phi)
     sums = cumulative(jnp, jnp.stack([jnp.maximum(surplus, 0), jnp.maximum(-surplus, 0)]))
@@ -215,12 +226,12 @@ def moved(
     return jnp.where(exchanges & (move < toward), partner, own)
 
 
-def cells_of(p: Law, q: Law, most: int) -> Cells:
+def cells_of(p: Probs, q: Probs, most: int) -> Cells:
     """The cells of p [V] and q [V] for at most `most` drafts."""
     return _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, most)
 
 
-def _sorted_cells(p: Law, q: Law) -> Cells:
+def _sorted_cells(p: Probs, q: Probs) -> Cells:
     """A cell for each ratio; the cells after the last one are empty."""
     ratio = jnp.where(p > 0, q / p, jnp.inf)
     order = jnp.argsort(ratio)
@@ -232,7 +243,7 @@ def _sorted_cells(p: Law, q: Law) -> Cells:
     return Cells(mass_p, mass_q, levels, levels, of_token)
 
 
-def _ratio_cells(p: Law, q: Law, most: int) -> Cells:
+def _ratio_cells(p: Probs, q: Probs, most: int) -> Cells:
     """Cells by the leading bits of the ratio, which order as ratios do. Those above `most`, the k, are clipped anyway."""
     highest = jnp.float32(1 << (most - 1).bit_length())
     first = _bits(highest) - (OCTAVES << BITS)
@@ -248,7 +259,7 @@ def _bits(ratio: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(ratio, jnp.int32) >> (23 - BITS)
 
 
-def _masses(p: Law, q: Law, of_token: Int[Array, " vocab"], count: int) -> Float[Array, "2 {count}"]:
+def _masses(p: Probs, q: Probs, of_token: Int[Array, " vocab"], count: int) -> Float[Array, "2 {count}"]:
     """Masses [2, count] of the cells. Adding more than a thousand equal masses one by one loses precision in float32,
     so they are added in parts, and what rounding adds to their sum is taken off."""
     parts = -(-len(p) // 1024)
@@ -259,16 +270,16 @@ def _masses(p: Law, q: Law, of_token: Int[Array, " vocab"], count: int) -> Float
     return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
 
 
-def exact_cells(p: ExactLaw, q: ExactLaw) -> Cells:
+def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:
     ratio = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
     levels, of_token = np.unique(ratio, return_inverse=True)
     return Cells(np.bincount(of_token, p), np.bincount(of_token, q), levels, levels, of_token)
 
 
-def _exact(p: ExactLaw, q: ExactLaw, k: int | float) -> tuple[Cells, WinnerLaw, Float[np.ndarray, "cells cells"]]:
-    """Cells, winner law, and the law [C, C] of a draft's cell after its move, by its own cell."""
+def _exact(p: ExactProbs, q: ExactProbs, k: int | float) -> tuple[Cells, WinnerPmf, Float[np.ndarray, "cells cells"]]:
+    """Cells, winner distribution, and the distribution [C, C] of a draft's cell after its move, by its own cell."""
     cells = exact_cells(p, q)
-    winner = winner_law(cells.p, cells.q, k)
+    winner = winner_pmf(cells.p, cells.q, k)
     surplus = cells.p * (winner.rho - winner.phi)
     given, taken = np.cumsum(np.maximum(surplus, 0)), np.cumsum(np.maximum(-surplus, 0))
     before = np.maximum(given[:, None] - np.maximum(surplus, 0)[:, None], taken - np.maximum(-surplus, 0))

@@ -16,31 +16,31 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.errors import UserError
-from spectr_jax.transport.base import Choice, select_by_law
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.base import Choice, select_by_pmf
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 LARGEST = 1_000_000
 """Flow variables that the program may have: more take minutes and gigabytes."""
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Solves on the host: for small vocabularies."""
-    return select_by_law(law, key, p, q, drafts, valid)
+    return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`.
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`.
 
     Raises:
       UserError: the program would be too large.
     """
-    _, laws, residual = _solve(p.tobytes(), q.tobytes(), len(drafts))
-    accepted = laws[frozenset(drafts)]
-    result: ExactLaw = accepted + (1 - accepted.sum()) * residual
+    _, pmfs, residual = _solve(p.tobytes(), q.tobytes(), len(drafts))
+    accepted = pmfs[frozenset(drafts)]
+    result: ExactProbs = accepted + (1 - accepted.sum()) * residual
     return result
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`: the value of the program. (A residual that could hit a draft would raise it.)
 
     Raises:
@@ -49,7 +49,7 @@ def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     return _solve(p.tobytes(), q.tobytes(), k)[0]
 
 
-def set_probabilities(p: ExactLaw, k: int) -> dict[frozenset[int], float]:
+def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
     """The probability of each set of tokens that k i.i.d. drafts from p [V] can show."""
     support = np.flatnonzero(p).tolist()
     sets: dict[frozenset[int], float] = {frozenset(): 1.0}
@@ -64,8 +64,8 @@ def set_probabilities(p: ExactLaw, k: int) -> dict[frozenset[int], float]:
 
 
 @functools.lru_cache(maxsize=64)
-def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], ExactLaw], ExactLaw]:
-    """The largest acceptance, for each set the accepted part [V] of the token's law, and the law [V] of a rejection."""
+def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], ExactProbs], ExactProbs]:
+    """Returns the largest acceptance, the accepted part [V] of the token's pmf for each set, and the residual [V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse
 
@@ -95,10 +95,10 @@ def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozense
     if result.status != 0:
         raise RuntimeError(f"HiGHS did not solve OTM-k: {result.message}")
     flow = np.maximum(result.x, 0)
-    laws = np.zeros((len(sets), len(q)))
+    pmfs = np.zeros((len(sets), len(q)))
     masses = np.array(list(sets.values()))
-    laws[rows, tokens] = flow / masses[rows]
-    laws /= np.maximum(laws.sum(axis=1, keepdims=True), 1)  # What the solver's tolerance is to a tiny mass.
-    residual = np.maximum(q - masses @ laws, 0)
+    pmfs[rows, tokens] = flow / masses[rows]
+    pmfs /= np.maximum(pmfs.sum(axis=1, keepdims=True), 1)  # What the solver's tolerance is to a tiny mass.
+    residual = np.maximum(q - masses @ pmfs, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
-    return float(flow.sum()), dict(zip(sets, laws, strict=True)), residual
+    return float(flow.sum()), dict(zip(sets, pmfs, strict=True)), residual

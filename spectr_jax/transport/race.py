@@ -11,7 +11,7 @@ so it is a draw from q that does not depend on p, and is often one of the drafts
 Poisson
 functional representation). Nothing is drawn again after a rejection.
 
-The key is the noise: `select` must be given the key that `arrivals` drew the drafts with. Exact laws follow from the
+The key is the noise: `select` must be given the key that `arrivals` drew the drafts with. The exact pmf follows from the
 clocks given the token: if y wins the race of q at time u, token i starts at r_i u, r = q / p, and then arrives in the race
 of p at rate p_i, while y arrives at r_y u; and u is Exp(1).
 """
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.enumeration import probability_in_order
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 DRAFTS = "race"
 LARGEST = 1_000
@@ -35,41 +35,41 @@ WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)
 """Double exponential quadrature of functions of u ~ Exp(1), to 1e-12 for sums of exponentials."""
 
 
-def scores(key: PRNGKeyArray, law: Law) -> Law:
-    """[V] minus the logarithms of arrival times in the race of `law`, -inf for never; the same key is the same clocks."""
+def scores(key: PRNGKeyArray, pmf: Probs) -> Probs:
+    """[V] minus the logarithms of arrival times in the race of `pmf`, -inf for never; the same key is the same clocks."""
     # Rare tokens win by tiny clocks. The usual uniforms step by 2^-24, too coarse for tokens below 1e-7, which can hold
     # 1e-3 of the mass.
-    return jax.random.gumbel(key, law.shape, law.dtype, mode="high") + jnp.log(law)
+    return jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf)
 
 
-def arrivals(key: PRNGKeyArray, p: Law, count: int) -> Int[Array, " {count}"]:
+def arrivals(key: PRNGKeyArray, p: Probs, count: int) -> Int[Array, " {count}"]:
     """The first `count` tokens in the race of p [V], in order; the key is `select`'s."""
     return jax.lax.top_k(scores(key, p), count)[1].astype(jnp.int32)
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`; `key` is the one that drew the drafts. Runs in the jitted sampler."""
     token = jnp.argmax(scores(key, q)).astype(jnp.int32)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`; `drafts` in order of arrival."""
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`; `drafts` in order of arrival."""
     order = np.array(drafts)
-    result: ExactLaw = q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
+    result: ExactProbs = q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
     return result
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
-    """See `Plan.acceptance`; by `index_law`.
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
+    """See `Plan.acceptance`; by `index_pmf`.
 
     Raises:
       UserError: V is too large for it.
     """
-    return float(index_law(p, q, k).sum())
+    return float(index_pmf(p, q, k).sum())
 
 
-def index_law(p: ExactLaw, q: ExactLaw, k: int) -> Float[np.ndarray, " {k}"]:
+def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]:
     """R [k]: the probability that the token is the first, second, ..., k-th draft (ERSD, eq. (3)), in float64.
 
     Given the clock of the winner, the other tokens are ahead of it in the race of p independently of each other; the number
@@ -83,7 +83,7 @@ def index_law(p: ExactLaw, q: ExactLaw, k: int) -> Float[np.ndarray, " {k}"]:
     result = np.zeros(k)
     for x in np.flatnonzero((p > 0) & (q > 0)):
         # Clocks in units of that of x, which is Exp(1): the others lose against x under q; under p, they do or not.
-        by_p, by_q = (np.delete(law / law[x], x) for law in (p, q))
+        by_p, by_q = (np.delete(pmf / pmf[x], x) for pmf in (p, q))
         behind = np.exp(-TIMES * np.maximum(by_p, by_q)[:, None])
         ahead = np.exp(-TIMES * by_q[:, None]) * -np.expm1(-TIMES * np.maximum(by_p - by_q, 0)[:, None])
         counts = np.zeros((k, len(TIMES)))
@@ -95,7 +95,7 @@ def index_law(p: ExactLaw, q: ExactLaw, k: int) -> Float[np.ndarray, " {k}"]:
     return result
 
 
-def _drafts_given_winner(p: ExactLaw, q: ExactLaw, order: Int[np.ndarray, " k"]) -> Float[np.ndarray, "vocab times"]:
+def _drafts_given_winner(p: ExactProbs, q: ExactProbs, order: Int[np.ndarray, " k"]) -> Float[np.ndarray, "vocab times"]:
     """The probability [V, U] of these drafts in this order, if token y wins the race of q at each of the U TIMES."""
     k, winners = len(order), np.arange(len(p))
     starts = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)

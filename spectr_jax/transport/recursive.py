@@ -15,20 +15,20 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
-    return law_in_turn(p, q, drafts, lambda p, draft: p)
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
+    return pmf_in_turn(p, q, drafts, lambda p, draft: p)
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`. A rejected draft has no residual, so nothing is accepted by chance."""
     none, left = 1.0, q
     for _ in range(k):
@@ -38,23 +38,23 @@ def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
 
 
 def reject_in_turn(
-    key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, next_law: Callable[[Law, IntScalar], Law]
+    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, next_pmf: Callable[[Probs, IntScalar], Probs]
 ) -> Choice:
-    """Recursive rejection, where `next_law(p, draft)` is proportional to the distribution of the next draft; consumes
+    """Recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of the next draft; consumes
     `key`."""
     accept_key, residual_key = jax.random.split(key)
 
     def attempt(
-        carry: tuple[Law, Law, IntScalar], this: tuple[IntScalar, BoolScalar, FloatScalar]
-    ) -> tuple[tuple[Law, Law, IntScalar], None]:
-        law, left, chosen = carry
+        carry: tuple[Probs, Probs, IntScalar], this: tuple[IntScalar, BoolScalar, FloatScalar]
+    ) -> tuple[tuple[Probs, Probs, IntScalar], None]:
+        pmf, left, chosen = carry
         draft, usable, uniform = this
         # Normalised first: a product of what little is left and of another mass may be 0 in float32.
-        given, wanted = law / jnp.sum(law), left / jnp.sum(left)
+        given, wanted = pmf / jnp.sum(pmf), left / jnp.sum(left)
         accepted = usable & (uniform * given[draft] < wanted[draft])
         rest = or_else(jnp.maximum(wanted - given, 0), left)
         return (
-            jnp.where(usable, next_law(law, draft), law),
+            jnp.where(usable, next_pmf(pmf, draft), pmf),
             jnp.where(usable, rest, left),
             jnp.where((chosen < 0) & accepted, draft, chosen),
         ), None
@@ -65,18 +65,20 @@ def reject_in_turn(
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def law_in_turn(p: ExactLaw, q: ExactLaw, drafts: Sequence[int], next_law: Callable[[ExactLaw, int], ExactLaw]) -> ExactLaw:
-    """The law [V] of recursive rejection given the drafts, in float64; `next_law(p, draft)` is a law."""
+def pmf_in_turn(
+    p: ExactProbs, q: ExactProbs, drafts: Sequence[int], next_pmf: Callable[[ExactProbs, int], ExactProbs]
+) -> ExactProbs:
+    """The distribution [V] of recursive rejection given the drafts, in float64; `next_pmf(p, draft)` is a pmf."""
     result, none_before, left = np.zeros(len(p)), 1.0, q
     for draft in drafts:
         accept = min(1.0, left[draft] / p[draft])
         result[draft] += none_before * accept
         none_before *= 1 - accept
-        left, p = residual(p, left), next_law(p, draft)
+        left, p = residual(p, left), next_pmf(p, draft)
     return result + none_before * left
 
 
-def residual(p: ExactLaw, q: ExactLaw) -> ExactLaw:
+def residual(p: ExactProbs, q: ExactProbs) -> ExactProbs:
     """(q - p)+ [V], normalised, in float64; q itself where nothing is left."""
     rest = np.maximum(q - p, 0)
     return rest / rest.sum() if rest.sum() > 0 else q

@@ -1,6 +1,6 @@
 r"""Recursive rejection of drafts without replacement (Yang et al., 2024; Jeon et al., 2024; GSD, ERSD's Algorithm 4).
 
-As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and tested against that law:
+As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and tested against that:
 with $p_1 = p$, $q_1 = q$ and N for normalising, draft i is accepted with probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p_i(x_i)}\right), \qquad q_{i+1} = N (q_i - p_i)_+, \qquad
@@ -12,25 +12,25 @@ from jaxtyping import PRNGKeyArray
 
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
-from spectr_jax.transport.recursive import law_in_turn, reject_in_turn, residual
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.recursive import pmf_in_turn, reject_in_turn, residual
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 DRAFTS = "without_replacement"
 LARGEST = 10_000_000
 """The most draft sequences that `acceptance` enumerates."""
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`; drafts in the order in which they were drawn. Runs in the jitted sampler."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p.at[draft].set(0))
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
-    return law_in_turn(p, q, drafts, without)
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
+    return pmf_in_turn(p, q, drafts, without)
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`: over all sequences of k - 1 drafts, so for small vocabularies.
 
     Raises:
@@ -45,7 +45,7 @@ def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     return _acceptance(p, q, k)
 
 
-def _acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def _acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     if k == 0 or not p.any():
         return 0.0
     overlap, left = float(np.minimum(p, q).sum()), residual(p, q)
@@ -57,7 +57,7 @@ def _acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
     )
 
 
-def without(p: ExactLaw, token: int) -> ExactLaw:
+def without(p: ExactProbs, token: int) -> ExactProbs:
     """p [V] without a token, renormalised; all 0 where nothing is left."""
     rest = np.where(np.arange(len(p)) == token, 0, p)
     return rest / rest.sum() if rest.sum() > 0 else rest

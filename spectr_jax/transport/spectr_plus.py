@@ -3,20 +3,20 @@
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice
-from spectr_jax.transport.spectr_plus_plus import improved, improved_acceptance, improved_law
-from spectr_jax.transport.types import Drafts, ExactLaw, Law, Valid
+from spectr_jax.transport.spectr_plus_plus import improved, improved_acceptance, improved_pmf
+from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return improved(key, p, q, drafts, valid, iterations=1)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
-    return improved_law(p, q, drafts, iterations=1)
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
+    return improved_pmf(p, q, drafts, iterations=1)
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`."""
     return improved_acceptance(p, q, k, iterations=1)

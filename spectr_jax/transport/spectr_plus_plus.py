@@ -12,7 +12,7 @@ s passes no threshold: of the V constraints of (LP_k) at most k + 1 count, those
 of the tokens above all. The program then has k variables and about 3 k rows, and is solved inside jit (`simplex`). In
 y_i = alpha_i u_(i-1), with u_i = P(the first i drafts are rejected) linear in y, the last alphas are a feasible start.
 
-`law` and `acceptance` run the same program in float64. `iopt` has the general form, a law for each draft, by HiGHS.
+`pmf` and `acceptance` run the same program in float64. `iopt` has the general form, a distribution for each draft, by HiGHS.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from spectr_jax.transport import iopt, simplex
 from spectr_jax.transport.base import Choice, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactLaw, FloatScalar, IntScalar, Law, Valid
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 ITERATIONS = 32
 """The most iterations of Algorithm 2; it usually stops by itself after 2 to 6."""
@@ -39,22 +39,22 @@ class _Stages(NamedTuple):
     thresholds: Float[Array, " stages"]
 
 
-def select(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """See `Plan.select`. Runs in the jitted sampler."""
     return improved(key, p, q, drafts, valid, ITERATIONS)
 
 
-def law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...]) -> ExactLaw:
-    """See `Plan.law`."""
-    return improved_law(p, q, drafts, ITERATIONS)
+def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+    """See `Plan.pmf`."""
+    return improved_pmf(p, q, drafts, ITERATIONS)
 
 
-def acceptance(p: ExactLaw, q: ExactLaw, k: int) -> float:
+def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """See `Plan.acceptance`."""
     return improved_acceptance(p, q, k, ITERATIONS)
 
 
-def improved(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, iterations: int) -> Choice:
+def improved(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, iterations: int) -> Choice:
     """Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
     accept_key, residual_key = jax.random.split(key)
     k, most = jnp.sum(valid), len(drafts)
@@ -65,7 +65,7 @@ def improved(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, it
     outside = p[drafts] <= thresholds[stage] * q[drafts]
     passes = valid & (q[drafts] > 0) & (outside | (uniforms * p[drafts] < alphas[stage] * q[drafts]))
 
-    def accept(i: IntScalar, carry: tuple[Law, FloatScalar]) -> tuple[Law, FloatScalar]:
+    def accept(i: IntScalar, carry: tuple[Probs, FloatScalar]) -> tuple[Probs, FloatScalar]:
         left, reached = carry
         accepted = jnp.where(p <= thresholds[i] * q, p, jnp.minimum(p, alphas[i] * q)) * (i < k)
         return left - reached * accepted, reached * jnp.maximum(1 - jnp.sum(accepted), 0)
@@ -76,22 +76,22 @@ def improved(key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid, it
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def improved_law(p: ExactLaw, q: ExactLaw, drafts: tuple[int, ...], iterations: int) -> ExactLaw:
+def improved_pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int) -> ExactProbs:
     """The distribution [V] of Algorithm 1's token given the drafts, in float64."""
-    return iopt.law(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
+    return iopt.pmf(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
 
 
-def improved_acceptance(p: ExactLaw, q: ExactLaw, k: int, iterations: int) -> float:
+def improved_acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> float:
     """The probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
     return iopt.acceptance(np.tile(p, (k, 1)), q, stages(p, q, k, iterations))
 
 
-def stages(p: ExactLaw, q: ExactLaw, k: int, iterations: int) -> iopt.Stages:
+def stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stages:
     """The plan that `select` uses, computed in float64 by the same code."""
     return _stages(p.tobytes(), q.tobytes(), k, iterations)
 
 
-@functools.lru_cache(maxsize=64)  # `law` is asked for one pair of laws and many drafts.
+@functools.lru_cache(maxsize=64)  # `pmf` is asked for one pair of distributions and many drafts.
 def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Stages:
     p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     with jax.enable_x64(True):
@@ -102,7 +102,7 @@ def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Sta
     return iopt.Stages(alphas, p > thresholds[:, None] * q)
 
 
-def _iopt(p: Law, q: Law, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar) -> _Stages:
+def _iopt(p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar) -> _Stages:
     """Algorithm 2 for a traced `k <= most`; from k on a stage does nothing."""
     tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
@@ -128,15 +128,36 @@ def _iopt(p: Law, q: Law, gamma: FloatScalar, k: IntScalar, most: int, iteration
 _jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
 
 
-def _best_alphas(p: Law, q: Law, ratio: Law, stages: _Stages, active: Bool[Array, " stages"]) -> Float[Array, " stages"]:
-    """The alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas."""
+class _Program(NamedTuple):
+    """The program (LP_k) in y_i = alpha_i u_(i-1): least `slope[-1] @ y` where `rows @ y <= bounds` and y >= 0.
+
+    Attributes:
+      inside_p: [K] mass of p in each subset; 1 for a stage that is not used.
+      inside_q: [K] mass of q in each subset.
+      cap: [K] the largest alphas.
+      slope: [K + 1, K] u_i = constant_i + slope_i @ y for i = 0 .. K.
+      constant: [K + 1]
+      rows: [R, K]
+      bounds: [R]
+    """
+
+    inside_p: Float[Array, " stages"]
+    inside_q: Float[Array, " stages"]
+    cap: Float[Array, " stages"]
+    slope: Float[Array, "sums stages"]
+    constant: Float[Array, " sums"]
+    rows: Float[Array, "rows stages"]
+    bounds: Float[Array, " rows"]
+
+
+def _program(p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]) -> _Program:
+    """Returns (LP_k) for the subsets of `stages`."""
     inside = ratio > stages.thresholds[:, None]
     inside_p = jnp.where(active, jnp.sum(jnp.where(inside, p, 0), axis=1), 1)
     inside_q = jnp.where(active, jnp.sum(jnp.where(inside, q, 0), axis=1), 0)
     cap = jnp.minimum(jnp.min(jnp.where(inside, ratio, jnp.inf), axis=1), LARGEST_ALPHA) * active
     nearest = jnp.max(jnp.where(inside | (q == 0), 0, ratio), axis=1)
 
-    # u_i = constant_i + slope_i @ y for i = 0 .. K.
     K = len(cap)
     affine = [jnp.zeros(K + 1, p.dtype).at[K].set(1)]
     for i in range(K):
@@ -150,24 +171,35 @@ def _best_alphas(p: Law, q: Law, ratio: Law, stages: _Stages, active: Bool[Array
     rows = jnp.concatenate([jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
     sum_bound = jnp.where(above_all, 1, LARGEST_ALPHA)
     bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), sum_bound[None]])
+    return _Program(inside_p, inside_q, cap, slope, constant, rows, bounds)
 
-    def y_of(alphas: Float[Array, " stages"]) -> Float[Array, " stages"]:
-        ys, u = [], jnp.ones((), p.dtype)
-        for i in range(K):
-            ys.append(alphas[i] * u)
-            u = jnp.maximum(inside_p[i] * u - inside_q[i] * ys[i], 0)
-        return jnp.stack(ys)
 
-    start = y_of(jnp.minimum(stages.alphas, cap))
-    room = jnp.maximum(bounds - product(rows, start), 0)
+def _best_alphas(
+    p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]
+) -> Float[Array, " stages"]:
+    """Returns the alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas."""
+    program = _program(p, q, ratio, stages, active)
+    rows, slope, identity = program.rows, program.slope, jnp.eye(len(program.cap), dtype=p.dtype)
+    start = _feasible(program, jnp.minimum(stages.alphas, program.cap))
+    room = jnp.maximum(program.bounds - product(rows, start), 0)
     change = simplex.maximise(
         jnp.concatenate([-slope[-1], slope[-1]]),
-        jnp.block([[rows, -rows], [-jnp.eye(K, dtype=p.dtype), jnp.eye(K, dtype=p.dtype)]]),
+        jnp.block([[rows, -rows], [-identity, identity]]),
         jnp.concatenate([room, start]),
     )
-    y = jnp.maximum(start + change[:K] - change[K:], 0)
+    y = jnp.maximum(start + change[: len(start)] - change[len(start) :], 0)
     # Rounding may lead the simplex astray: the start is feasible, and stays where the end is not, or is worse.
-    feasible = jnp.all(product(rows, y) <= jnp.maximum(bounds, product(rows, start)) + simplex.tolerance(p.dtype))
-    y = jnp.where(feasible & (product(slope[-1], y) <= product(slope[-1], start)), y, start)
-    u = (constant + product(slope, y))[:-1]
-    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), cap)
+    bounds = jnp.maximum(program.bounds, product(rows, start)) + simplex.tolerance(p.dtype)
+    improved = jnp.all(product(rows, y) <= bounds) & (product(slope[-1], y) <= product(slope[-1], start))
+    y = jnp.where(improved, y, start)
+    u = (program.constant + product(slope, y))[:-1]
+    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), program.cap)
+
+
+def _feasible(program: _Program, alphas: Float[Array, " stages"]) -> Float[Array, " stages"]:
+    """Returns y [K] of given alphas."""
+    ys, u = [], jnp.ones((), alphas.dtype)
+    for alpha, inside_p, inside_q in zip(alphas, program.inside_p, program.inside_q, strict=True):
+        ys.append(alpha * u)
+        u = jnp.maximum(inside_p * u - inside_q * ys[-1], 0)
+    return jnp.stack(ys)

@@ -1,15 +1,15 @@
-"""The types of arrays: `Law` and `Drafts` of JAX, concrete or traced, and `ExactLaw` of NumPy in float64."""
+"""The types of arrays: `Probs` and `Drafts` of JAX, concrete or traced, and `ExactProbs` of NumPy in float64."""
 
 from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-Law: TypeAlias = Float[Array, " vocab"]
+Probs: TypeAlias = Float[Array, " vocab"]
 Drafts: TypeAlias = Int[Array, " k"]
 Valid: TypeAlias = Bool[Array, " k"]
 
-ExactLaw: TypeAlias = Float[np.ndarray, " vocab"]
+ExactProbs: TypeAlias = Float[np.ndarray, " vocab"]
 
 BoolScalar: TypeAlias = Bool[Array, ""]
 FloatScalar: TypeAlias = Float[Array, ""]

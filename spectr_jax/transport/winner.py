@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.types import Drafts, ExactLaw, IntScalar, Law, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Probs, Valid
 
 
 class Winner(NamedTuple):
@@ -24,14 +24,14 @@ class Winner(NamedTuple):
 
     Attributes:
       draft: [] int32, the index of the winning draft; undefined if none is valid.
-      law: [V] g, the distribution of its token for that number of drafts; undefined if there are none.
+      pmf: [V] g, the distribution of its token for that number of drafts; undefined if there are none.
     """
 
     draft: IntScalar
-    law: Law
+    pmf: Probs
 
 
-def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Law, q: Law, drafts: Drafts, valid: Valid) -> Choice:
+def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
     """Accepts the winner y with probability min(1, q(y) / g(y)), else draws from (q - g)+; consumes `key`."""
     accept_key, residual_key, win_key = jax.random.split(key, 3)
     first, g = win(win_key, p, q, drafts, valid)
@@ -44,8 +44,8 @@ def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Law, q: Law,
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def winner_accepted_law(q: ExactLaw, g: ExactLaw, drafts: Sequence[int], wins: Float[np.ndarray, " k"]) -> ExactLaw:
-    """The law [V] of the token in float64, if each of `drafts` wins with the probability in `wins`."""
+def winner_accepted_pmf(q: ExactProbs, g: ExactProbs, drafts: Sequence[int], wins: Float[np.ndarray, " k"]) -> ExactProbs:
+    """The distribution [V] of the token in float64, if each of `drafts` wins with the probability in `wins`."""
     residual = np.maximum(q - g, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     result = np.zeros(len(q))
@@ -57,7 +57,7 @@ def winner_accepted_law(q: ExactLaw, g: ExactLaw, drafts: Sequence[int], wins: F
 
 
 def highest_wins(final: Float[np.ndarray, "k cells"]) -> Float[np.ndarray, " k"]:
-    """The probability [k] that each draft is highest, ties broken uniformly; `final` [k, C]: the law of each one's cell."""
+    """Returns the probability [k] that each draft is highest, ties broken uniformly; `final` [k, C] is its cell's pmf."""
     k = len(final)
     below = np.cumsum(final, axis=1) - final
     # A draft at priority u within its cell wins if no other is above; the integral over u breaks ties uniformly, and

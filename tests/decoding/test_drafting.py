@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """The laws [N, V] behind each of N tokens, by one forward."""
+    """The distributions [N, V] behind each of N tokens, by one forward."""
 
     @jax.jit
     def forward(tokens_N):
@@ -95,23 +95,23 @@ def test_every_level_and_every_call_sees_the_right_text(model, full, case):
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
 
 
-LAWS = np.float32([[0.5, 0.3, 0.15, 0.05, 0.0], [0.1, 0.2, 0.3, 0.4, 0.0], [0.0, 0.7, 0.0, 0.3, 0.0]])
+PROBS = np.float32([[0.5, 0.3, 0.15, 0.05, 0.0], [0.1, 0.2, 0.3, 0.4, 0.0], [0.0, 0.7, 0.0, 0.3, 0.0]])
 
 
 @pytest.mark.parametrize(
-    ("rule", "law"), [("without_replacement", "without_replacement"), ("race", "race"), ("greedy", "greedy"), ("iid", "iid")]
+    ("rule", "pmf"), [("without_replacement", "without_replacement"), ("race", "race"), ("greedy", "greedy"), ("iid", "iid")]
 )
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_rules_draw_from_their_laws(rule, law, count):
-    """Distinct and Plackett-Luce without replacement; each node of a level by its own law."""
+def test_rules_draw_from_their_pmfs(rule, pmf, count):
+    """Distinct and Plackett-Luce without replacement; each node of a level by its own distribution."""
     draws = 40_000
     keys = jax.random.split(jax.random.key(count), draws)
     drawn = np.asarray(
-        jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, jnp.asarray(LAWS), np.full(len(LAWS), count))))(keys)
+        jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, jnp.asarray(PROBS), np.full(len(PROBS), count))))(keys)
     )
-    assert drawn.min() >= 0 and drawn.max() < LAWS.shape[1]
-    for node, p in enumerate(LAWS):
-        exact = dict(draft_tuples(p.astype(float), count, law))
+    assert drawn.min() >= 0 and drawn.max() < PROBS.shape[1]
+    for node, p in enumerate(PROBS):
+        exact = dict(draft_tuples(p.astype(float), count, pmf))
         short = min(count, len(next(iter(exact))))  # Behind the support anything goes, but for what is there already.
         seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
         observed = {tuple(row.tolist()): number for row, number in zip(seen, counts, strict=True)}
@@ -131,7 +131,7 @@ def test_nodes_of_a_level_race_apart_but_for_ersd():
     for rule in ("without_replacement", "race", "iid"):
         keys = jax.random.split(jax.random.key(0), 1000)
         drawn = np.asarray(
-            jax.jit(jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, jnp.asarray(LAWS[[0, 0]]), two)))(keys)
+            jax.jit(jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, jnp.asarray(PROBS[[0, 0]]), two)))(keys)
         )
         same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
     assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5

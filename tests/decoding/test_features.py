@@ -85,7 +85,7 @@ def seen_of(target, draft, tokens_BxT):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def expected_law(target, draft, drafted, tokens_T, length):
+def expected_pmf(target, draft, drafted, tokens_T, length):
     """p [V] behind a text whose last `drafted` tokens are drafts; what is at and behind `length` does not count."""
     target, draft = target.merge(), draft.merge()
     shown = seen_of(target, draft, tokens_T[None])
@@ -130,8 +130,8 @@ def test_each_node_is_drafted_from_what_a_whole_text_gives(request, kind, sees, 
             path = tokens[np.flatnonzero(method.tree.ancestors[node])[1:]].tolist()
             whole = np.zeros(96 if prompt == 70 else 24, np.int32)
             whole[: length + len(path)] = text + path
-            law = expected_law(*models, len(path), whole, length + len(path))
-            np.testing.assert_allclose(p[index], law, atol=2e-5, err_msg=f"call {number}, node {node}")
+            pmf = expected_pmf(*models, len(path), whole, length + len(path))
+            np.testing.assert_allclose(p[index], pmf, atol=2e-5, err_msg=f"call {number}, node {node}")
         text += step.tokens
         emitted += len(step.tokens)
     assert emitted == 12 and number > 1

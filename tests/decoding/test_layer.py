@@ -79,19 +79,19 @@ def _outputs(tree, tokens, p_of, q_of):
         wins = _win_probabilities(contests) if contests else []
         for share, (path, kept) in zip(wins, places, strict=True):
             score[path] = score.get(path, 0) + share * kept
-    law, left = {}, 1.0
+    pmf, left = {}, 1.0
     for depth in range(tree.height, -1, -1):
         r = sum(residual[path].sum() for path in layers[depth])
         S = sum(score[path] for path in layers[depth])
         stop = 1.0 if depth == 0 else r / (r + max(1 - S, 0)) if r else 0.0
         for path in layers[depth]:
             for token, mass in enumerate(residual[path] if r else []):
-                law[*path, token] = left * stop * mass / r
+                pmf[*path, token] = left * stop * mass / r
         left *= 1 - stop
-    return law
+    return pmf
 
 
-def _laws(seed, V, noise):
+def _p_and_q(seed, V, noise):
     target = random_table(seed, V, 0.7)
     draft = perturbed(target, seed + 1, noise)
 
@@ -118,7 +118,7 @@ def test_the_recipe_is_exact(tree, V, noise):
     """All drafted trees, weighted by their probability: outputs, continued by the target, have its distribution."""
     tree = parse(tree)
     for seed in range(3):
-        p_of, q_of = _laws(seed, V, noise)
+        p_of, q_of = _p_and_q(seed, V, noise)
         emitted = np.zeros([V] * (tree.height + 1))
         for drawn in itertools.product(range(V), repeat=tree.size):
             tokens = (0, *drawn)
@@ -177,25 +177,25 @@ def test_outputs_given_the_drafts(tree, tokens):
     """A walk on the same drafted tree, 5,000 times, with so many competitions that their shares are the probabilities."""
     tree, V, texts = parse(tree), 4, 5_000
     method = get_method("otm_layer", tree=tree, competitions=128)
-    p_of, q_of = _laws(5, V, 1.0)
+    p_of, q_of = _p_and_q(5, V, 1.0)
     tokens = (1, *tokens)
     spelled = [tuple(tokens[above] for above in np.flatnonzero(tree.ancestors[node])[1:]) for node in range(tree.size + 1)]
     p = jnp.float32([p_of(spelled[node]) for node in tree.inner])
     logits = jnp.log(jnp.float32([q_of(path) for path in spelled]))
 
     chosen = _walks(method, jax.random.split(jax.random.key(3), texts), jnp.int32(tokens), p, logits)
-    law = _outputs(tree, tokens, p_of, q_of)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-9)
-    numbers = {output: index for index, output in enumerate(law)}
-    emitted, counts = np.asarray(chosen.emitted), np.zeros(len(law))
+    pmf = _outputs(tree, tokens, p_of, q_of)
+    assert sum(pmf.values()) == pytest.approx(1, abs=1e-9)
+    numbers = {output: index for index, output in enumerate(pmf)}
+    emitted, counts = np.asarray(chosen.emitted), np.zeros(len(pmf))
     for length in range(1, tree.height + 2):
         rows, number = np.unique(np.asarray(chosen.tokens)[emitted == length, :length], axis=0, return_counts=True)
         for row, count in zip(rows.tolist(), number, strict=True):
             counts[numbers[tuple(row)]] += count
-    assert chi_square.p_value(counts, np.array(list(law.values()))) > 1e-4
+    assert chi_square.p_value(counts, np.array(list(pmf.values()))) > 1e-4
 
     expected = _expected(method, jax.random.split(jax.random.key(4), 200), jnp.int32(tokens), p, logits)
-    mean = sum(len(output) * probability for output, probability in law.items())
+    mean = sum(len(output) * probability for output, probability in pmf.items())
     assert np.mean(expected) == pytest.approx(mean, abs=0.01)
 
 

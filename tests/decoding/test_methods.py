@@ -50,7 +50,7 @@ every_method = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.xdist_group(case), pytest.mark.optimized]) for case in METHODS]
 )
 
-# These see a shaped law in all tests, the others the plain one: the policy acts before any method does.
+# These see a shaped distribution in all tests, the others the plain one: the policy acts before any method does.
 SHAPED = (
     "spectr K=2 L=5",
     "otm tree 3,2,1",
@@ -222,15 +222,15 @@ def test_special_cases_draw_for_draw(pair):
     ],
 )
 def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
-    """Two live nodes spell the same token, and one of them is a leaf: the law of the drafts is that of the other."""
+    """Two live nodes spell the same token, and one of them is a leaf: the drafts are distributed as those of the other."""
     V, texts = 3, 40_000
     target, draft = random_table(0, V, 0.7), np.random.default_rng(5).dirichlet(np.full(V, 0.5), size=(V, V))
     draft[1, 2] = target[1, 2] = [0.4, 0.35, 0.25]  # The first draft is always accepted.
     method, models = get_method(name, tree=Tree(tree)), (TableModel(target), TableModel(draft))
     result = generate(jax.random.key(0), method, *models, np.tile([1, 2], (texts, 1)), np.full(texts, 2), 2)
     first, second = np.asarray(result.tokens)[:, 2:4].T
-    law = np.array([target[1, 2, token] * target[2, token] for token in range(V)])
-    assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), law.ravel()) > 1e-4
+    pmf = np.array([target[1, 2, token] * target[2, token] for token in range(V)])
+    assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), pmf.ravel()) > 1e-4
 
 
 @pytest.mark.parametrize(

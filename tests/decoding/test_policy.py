@@ -32,15 +32,15 @@ def test_greedy_breaks_ties_alike():
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)])
 def test_logits_that_are_no_numbers_have_no_distribution(policy):
-    laws = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
-    assert np.isfinite(laws[0]).all()
-    assert not (laws[1] > 0).any()
+    pmfs = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
+    assert np.isfinite(pmfs[0]).all()
+    assert not (pmfs[1] > 0).any()
 
 
 def test_each_of_several_temperatures_is_its_own():
-    laws = jax.vmap(lambda temperature: probabilities(LOGITS, Policy(temperature=temperature)))(jnp.array([0.0, 0.5, 1.0]))
-    for law, temperature in zip(laws, [0.0, 0.5, 1.0], strict=True):
-        np.testing.assert_allclose(law, probabilities(LOGITS, Policy(temperature=temperature)), rtol=1e-6)
+    pmfs = jax.vmap(lambda temperature: probabilities(LOGITS, Policy(temperature=temperature)))(jnp.array([0.0, 0.5, 1.0]))
+    for pmf, temperature in zip(pmfs, [0.0, 0.5, 1.0], strict=True):
+        np.testing.assert_allclose(pmf, probabilities(LOGITS, Policy(temperature=temperature)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])
@@ -48,5 +48,5 @@ def test_each_of_several_temperatures_is_its_own():
 @pytest.mark.optimized
 def test_a_tiny_temperature_is_greedy(size, temperature):
     logits = 100 + 30 * np.random.default_rng(size).normal(size=(200, size))
-    laws = jax.jit(probabilities)(jnp.float32(logits), Policy(temperature=temperature, top_p=0.9))
-    np.testing.assert_array_equal(laws, np.eye(size)[logits.argmax(axis=1)])
+    pmfs = jax.jit(probabilities)(jnp.float32(logits), Policy(temperature=temperature, top_p=0.9))
+    np.testing.assert_array_equal(pmfs, np.eye(size)[logits.argmax(axis=1)])

@@ -43,7 +43,7 @@ def _kinds(V):
 
 
 @functools.cache
-def _laws(V):
+def _p_and_q(V):
     """p and q [CONTEXTS, V] in float64: what follows a token depends on its parity."""
     rng = np.random.default_rng(0)
     # Ratios of the tail by kind: equal ones, too small and too large for a cell, none of one model's.
@@ -56,9 +56,9 @@ def _laws(V):
         q[context] = ratio * p[context]
         q[context, :HEAD] = head
         p[context, _kinds(V) == 6], q[context, _kinds(V) == 6] = 0, rng.random(np.sum(_kinds(V) == 6))
-        for law in (p[context], q[context]):  # Half of the mass is the tail's, as much for each kind that has any.
-            law[:HEAD] /= 2 * law[:HEAD].sum()
-            law[HEAD:] /= 2 * law[HEAD:].sum()
+        for pmf in (p[context], q[context]):  # Half of the mass is the tail's, as much for each kind that has any.
+            pmf[:HEAD] /= 2 * pmf[:HEAD].sum()
+            pmf[HEAD:] /= 2 * pmf[HEAD:].sum()
     return p, q
 
 
@@ -99,11 +99,11 @@ def _emitted(verifier, tree, keys, p, q):
 )
 def test_two_tokens_follow_the_target(name, V):
     verifier, tree = VERIFIERS[name]
-    p, q = _laws(V)
+    p, q = _p_and_q(V)
     keys = jax.random.split(jax.random.key(7), CALLS[V] // (4 if name in SLOW else 1))
     first, second = np.asarray(_emitted(verifier, parse(tree), keys, jnp.float32(p), jnp.float32(q))).T
     cell = np.where(np.arange(V) < HEAD, np.arange(V), HEAD + _kinds(V))
-    expected = np.stack([np.bincount(cell, law) for law in q])
+    expected = np.stack([np.bincount(cell, pmf) for pmf in q])
     assert chi_square.p_value(np.bincount(cell[first], minlength=len(expected[0])), expected[0]) > 1e-4
     for context in range(CONTEXTS):
         after = second[first % CONTEXTS == context]

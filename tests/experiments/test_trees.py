@@ -91,12 +91,12 @@ def _synthetic(size):
     """R and carriers that are geometric; each node accepted as R says, on two seeds."""
     R = {name: [a * 0.3**rank for rank in range(size)] for name, a in (("gsd", 0.65), ("ersd", 0.6))}
     nodes = {}
-    for name, law in R.items():
+    for name, pmf in R.items():
         for shape in ersd.STRATEGIES:
-            paths = tree_search.optimal_order(law, size) if shape == "optimal" else None
+            paths = tree_search.optimal_order(pmf, size) if shape == "optimal" else None
             tree = trees._fixed_shapes(size)[shape] if paths is None else tree_search.tree_of(paths)
             paths = paths or [tree.path(node) for node in range(1, size + 1)]
-            accepted = np.array([np.prod([law[rank] for rank in path]) for path in paths])
+            accepted = np.array([np.prod([pmf[rank] for rank in path]) for path in paths])
             nodes[name, shape] = Nodes(paths, np.array([accepted, accepted]))
     table = np.zeros((size + 1, size + 1))
     table[0, 0] = 1
@@ -149,7 +149,7 @@ def _observed(method, tree, observe, max_new_tokens=1):
 
 def test_acceptance_by_child_index_is_that_of_the_race():
     seen = _observed("ersd", batch(3), observe_nodes)
-    R = race.index_law(P, Q, 3)
+    R = race.index_pmf(P, Q, 3)
     assert seen["nodes"][0] == TEXTS
     np.testing.assert_allclose(seen["nodes"][1:] / TEXTS, R, atol=4 * np.sqrt(0.25 / TEXTS))
     assert seen["kl"] / TEXTS == pytest.approx(np.sum(Q * np.log2(Q / P)), abs=1e-5)
@@ -172,9 +172,9 @@ def test_carriers_of_iid_drafts():
     for name, k in itertools.product(counts, range(4)):
         exact = np.zeros(4)
         for drafts in np.ndindex(*[4] * k):
-            law = transport.get(name).law(P, Q, drafts) if k else Q
+            pmf = transport.get(name).pmf(P, Q, drafts) if k else Q
             for token in range(4):
-                exact[drafts.count(token)] += np.prod(P[list(drafts)]) * law[token]
+                exact[drafts.count(token)] += np.prod(P[list(drafts)]) * pmf[token]
         np.testing.assert_allclose(counts[name][k] / TEXTS, exact, atol=4 * np.sqrt(0.25 / TEXTS))
 
 

@@ -16,12 +16,12 @@ TARGET = random_table(0, VOCAB)
 DRAFT = perturbed(TARGET, 1, 0.8)
 
 
-def _law(table):
+def _pmf(table):
     return lambda sequence: table[(*PROMPT, *sequence)[-2:]]
 
 
 def _most(tree):
-    return optimum.most_tokens(_law(DRAFT), _law(TARGET), tree)
+    return optimum.most_tokens(_pmf(DRAFT), _pmf(TARGET), tree)
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 4])
@@ -42,7 +42,7 @@ def test_one_chain_is_block_verification():
 
 def test_where_the_draft_is_perfect_all_is_accepted():
     for tree in (prefix_tree(2, 1), Tree((0, 0, 1))):
-        assert optimum.most_tokens(_law(TARGET), _law(TARGET), tree) == pytest.approx(tree.height + 1, abs=1e-7)
+        assert optimum.most_tokens(_pmf(TARGET), _pmf(TARGET), tree) == pytest.approx(tree.height + 1, abs=1e-7)
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ P, Q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
 TEXTS = 4_000
 
 
-def _everywhere(law):
-    """A model that has one law, so that all nodes are alike."""
-    return TableModel(np.broadcast_to(law, (len(law), len(law), len(law))))
+def _everywhere(pmf):
+    """A model that has one distribution, so that all nodes are alike."""
+    return TableModel(np.broadcast_to(pmf, (len(pmf), len(pmf), len(pmf))))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_chain_is_the_sum_over_its_paths(length):
 
 
 @pytest.mark.slow
-def test_what_is_seen_of_one_draft_is_its_law(winners):
+def test_what_is_seen_of_one_draft_is_its_pmf(winners):
     np.testing.assert_allclose(winners["otm_block"][1, :, :2], _chain_winners()[1], atol=0.01)
     np.testing.assert_allclose(winners["gbv_conditional"][1, :, :2], _chain_winners()[1], atol=0.01)
 

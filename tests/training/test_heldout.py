@@ -44,8 +44,8 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
         inputs = np.zeros((1, 28), np.int32)
         inputs[0, :count] = [BOS, *pieces]
         logits, _ = model.extend(inputs, np.arange(28)[None], np.tri(28, dtype=bool)[None])
-        law = jax.nn.log_softmax(logits[0, :count])
-        nats -= float(jnp.sum(law[np.arange(count), [*pieces, EOS]]))
+        pmf = jax.nn.log_softmax(logits[0, :count])
+        nats -= float(jnp.sum(pmf[np.arange(count), [*pieces, EOS]]))
         tokens += count
         characters += len(sentences[index]) + 1
     assert 0 < left_out < len(sentences)

@@ -13,7 +13,7 @@ from spectr_jax import transport
 from spectr_jax.errors import UserError
 from spectr_jax.transport import iopt, kseq, otm, race, spectr_plus_plus
 from spectr_jax.transport.base import draw
-from spectr_jax.transport.enumeration import emitted_law
+from spectr_jax.transport.enumeration import emitted_pmf
 
 pytestmark = pytest.mark.optimized
 TOLERANCE = 1e-9
@@ -57,8 +57,8 @@ def test_the_program_on_the_device_is_lp_k(part):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_iopt_with_a_law_for_each_draft(seed):
-    """SpecTr++, Appendix B: drafts of different laws, by enumeration; better after every iteration (Theorem 3)."""
+def test_iopt_with_a_pmf_for_each_draft(seed):
+    """SpecTr++, Appendix B: drafts of different distributions, by enumeration; better after every iteration (Theorem 3)."""
     rng = np.random.default_rng(seed)
     ps, q = rng.dirichlet(np.ones(5), 3), rng.dirichlet(np.ones(5))
     reached = []
@@ -67,9 +67,9 @@ def test_iopt_with_a_law_for_each_draft(seed):
         emitted, accepted = np.zeros(5), 0.0
         for drafts in itertools.product(range(5), repeat=3):
             weight = np.prod(ps[np.arange(3), drafts])
-            law = iopt.law(ps, q, drafts, stages)
-            emitted += weight * law
-            accepted += weight * law[list(set(drafts))].sum()
+            pmf = iopt.pmf(ps, q, drafts, stages)
+            emitted += weight * pmf
+            accepted += weight * pmf[list(set(drafts))].sum()
         np.testing.assert_allclose(emitted, q, atol=TOLERANCE)
         assert iopt.acceptance(ps, q, stages) == pytest.approx(accepted, abs=TOLERANCE)
         reached.append(iopt.accept_probability(ps, q, stages))
@@ -100,11 +100,11 @@ def _simulate(key, select, p, q, k, draws):
         # Not `Plan.select`: to it k depends on the drafts, and then nothing is shared between the draws.
         return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
 
-    choices = jax.lax.map(one, jax.random.split(key, draws), batch_size=50)  # So many laws stay in a cache.
+    choices = jax.lax.map(one, jax.random.split(key, draws), batch_size=50)  # So many distributions stay in a cache.
     return jnp.bincount(choices.token, length=len(q)), jnp.sum(choices.accepted)
 
 
-def _assert_law_is(counts, q):
+def _assert_pmf_is(counts, q):
     """Chi-square of the counts against q; tokens that are expected less than five times are pooled."""
     expected = q / q.sum() * counts.sum()
     rare = expected < 5
@@ -122,7 +122,7 @@ def _noisy_zipf(V, seed):
 
 @pytest.mark.parametrize("name", ["otm", "kseq", "spectr++"])
 def test_float32_select_at_vocabulary_8192(name):
-    """The sampler's path: the law is q, and the acceptance the exact one within four standard errors."""
+    """The sampler's path: the distribution is q, and the acceptance the exact one within four standard errors."""
     p, q = _noisy_zipf(8192, 0)
     k, chunk = 4, 2_000
     chunks = 500 if name == "otm" else 100
@@ -133,7 +133,7 @@ def test_float32_select_at_vocabulary_8192(name):
         part, hits = _simulate(key, plan.functions[0], jnp.float32(p), jnp.float32(q), k, chunk)
         counts += np.asarray(part)
         accepted += int(hits)
-    _assert_law_is(counts, q)
+    _assert_pmf_is(counts, q)
     exact = plan.acceptance(p, q, k)
     assert accepted / counts.sum() == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / counts.sum()))
 
@@ -141,7 +141,7 @@ def test_float32_select_at_vocabulary_8192(name):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bits", [0, 6])
 def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
-    """Without a sort: even with cells of a whole octave the law is q; with six bits the acceptance is the optimum."""
+    """Without a sort: even with cells of a whole octave the pmf is q; with six bits the acceptance is the optimum."""
     monkeypatch.setattr(otm, "SORTED", 0)
     monkeypatch.setattr(otm, "BITS", bits)
     rng = np.random.default_rng(seed)
@@ -152,7 +152,7 @@ def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
         return otm.select(*arguments)
 
     counts, accepted = _simulate(jax.random.key(seed), select, jnp.float32(p), jnp.float32(q), k, draws)
-    _assert_law_is(np.asarray(counts), q)
+    _assert_pmf_is(np.asarray(counts), q)
     exact = otm.acceptance(p, q, k)
     error = 4 * np.sqrt(exact * (1 - exact) / draws)
     assert accepted / draws < exact + error
@@ -190,7 +190,7 @@ def test_bernoulli_closed_form(p, q, k):
 
 
 @pytest.mark.parametrize(("r", "k"), [(2, 2), (3, 4), (10, 8)])
-def test_uniform_laws(r, k):
+def test_uniform_pmfs(r, k):
     """SpecTr, Appendices B.2 and D.1: K-SEQ is optimal from U(d) to U(d / r)."""
     d = 60  # One vocabulary, and so one program, for all r.
     p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)
@@ -203,9 +203,9 @@ def test_the_three_token_example():
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.4, 0.5, 0.1])
     for name in ("maximal", "kseq", "otm", "spectr++", "recursive"):
         plan = transport.get(name)
-        np.testing.assert_allclose(plan.law(p, q, [0]), [2 / 3, 1 / 3, 0], atol=1e-12)
-        np.testing.assert_allclose(plan.law(p, q, [1]), [0, 1, 0], atol=1e-12)
-        np.testing.assert_allclose(plan.law(q, p, [1]), [0.4, 0.6, 0], atol=1e-12)  # B with 0.6, else A.
+        np.testing.assert_allclose(plan.pmf(p, q, [0]), [2 / 3, 1 / 3, 0], atol=1e-12)
+        np.testing.assert_allclose(plan.pmf(p, q, [1]), [0, 1, 0], atol=1e-12)
+        np.testing.assert_allclose(plan.pmf(q, p, [1]), [0.4, 0.6, 0], atol=1e-12)  # B with 0.6, else A.
 
 
 def test_bounds_on_random_pairs():
@@ -231,7 +231,7 @@ def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
     """ERSD, Lemma 3.1, with the exact first-token acceptance: by enumeration, and in closed form."""
     plan = transport.get("race")
     for p, q, _ in itertools.islice(_random_pairs(200), part, None, 2):
-        _, accepted = emitted_law(plan, p, q, 1)
+        _, accepted = emitted_pmf(plan, p, q, 1)
         both = (p > 0) & (q > 0)
         closed = np.sum(1 / np.maximum(p / p[both, None], q / q[both, None]).sum(axis=1))
         assert accepted == pytest.approx(closed, abs=TOLERANCE)
@@ -243,7 +243,7 @@ def test_acceptance_by_child_index_of_a_race():
     """ERSD, eq. (3): R sums to 1 over all tokens that the draft can propose, and is what `select` does."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
-    R = race.index_law(p, q, 6)
+    R = race.index_pmf(p, q, 6)
     assert R.sum() == pytest.approx(1, abs=TOLERANCE)
     np.testing.assert_allclose(np.cumsum(R), [transport.get("race").acceptance(p, q, k) for k in range(1, 7)], atol=1e-12)
 
@@ -266,6 +266,6 @@ def test_clocks_of_rare_tokens_are_fine_enough():
     assert np.mean(np.abs(steps - np.round(steps))) > 0.1
 
 
-def test_index_law_of_a_large_vocabulary_is_refused():
+def test_index_pmf_of_a_large_vocabulary_is_refused():
     with pytest.raises(UserError, match="V=2000 tokens are more than 1,000; measure the acceptance"):
         transport.get("race").acceptance(np.full(2000, 1 / 2000), np.full(2000, 1 / 2000), 2)

@@ -1,4 +1,4 @@
-"""One table of plans x laws: a new plan is tested by adding a line to PLANS."""
+"""One table of plans x distributions: a new plan is tested by adding a line to PLANS."""
 
 import functools
 
@@ -34,12 +34,12 @@ PLANS = {
 cases = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS]
 )
-laws = pytest.mark.parametrize("law", testing.LAWS)
+pmfs = pytest.mark.parametrize("pmf", testing.DISTRIBUTIONS)
 ks = pytest.mark.parametrize("k", [1, 2, 3, 4])
 
 
-def _law(name):
-    p, q = testing.LAWS[name]
+def _pmf(name):
+    p, q = testing.DISTRIBUTIONS[name]
     return np.asarray(p, float), np.asarray(q, float)
 
 
@@ -48,16 +48,16 @@ def _plan(name):
 
 
 @cases
-@laws
+@pmfs
 @ks
-def test_emitted_law_is_q_and_acceptance_exact_by_enumeration(name, law, k):
-    testing.check_emitted_law(_plan(name), *_law(law), k)
+def test_emitted_pmf_is_q_and_acceptance_exact_by_enumeration(name, pmf, k):
+    testing.check_emitted_pmf(_plan(name), *_pmf(pmf), k)
 
 
 @cases
-@laws
-def test_select_draws_from_law(name, law):
-    testing.check_select(_plan(name), *_law(law), least=1e-4)
+@pmfs
+def test_select_draws_from_pmf(name, pmf):
+    testing.check_select(_plan(name), *_pmf(pmf), least=1e-4)
 
 
 @cases
@@ -79,7 +79,7 @@ def test_no_product_is_left_to_the_default_precision_of_accelerators(name):
         ({"p": [1.1, -0.1]}, r"p\[1\] is -0\.1.*; probabilities are finite and at least 0"),
         ({"q": [np.nan, 1.0]}, r"q\[0\] is nan"),
         ({"q": [0.2, 0.3, 0.5]}, "p has 2 tokens and q has 3; use one vocabulary for both"),
-        ({"p": [[0.5, 0.5]]}, r"p has shape \(1, 2\); give one law \[V\]"),
+        ({"p": [[0.5, 0.5]]}, r"p has shape \(1, 2\); give one distribution \[V\]"),
         ({"p": [1.0, 0.0], "drafts": [1]}, "draft 1 has p = 0; give drafts that were drawn from p"),
         ({"drafts": [2]}, r"draft 2 is outside the vocabulary 0\.\.1"),
         ({"drafts": []}, "k=0: no valid draft; give at least one"),
@@ -89,7 +89,7 @@ def test_bad_arguments_outside_jit(change, message):
     arguments = {"p": [0.5, 0.5], "q": [0.5, 0.5], "drafts": [0], **change}
     plan = transport.get("kseq")
     with pytest.raises(UserError, match=message):
-        plan.law(**arguments)
+        plan.pmf(**arguments)
     drafts = np.array(arguments.pop("drafts") or [0], np.int32)
     with pytest.raises(UserError, match=message):
         plan.select(jax.random.key(0), **arguments, drafts=drafts, valid=np.full(len(drafts), change.get("drafts") != []))
@@ -104,9 +104,9 @@ def test_bad_arguments_of_acceptance_and_of_plans():
     with pytest.raises(UserError, match=r"gamma=0\.5 is not at least 1"):
         transport.get("kseq_gamma", gamma=0.5).acceptance(half, half, 2)
     with pytest.raises(UserError, match=r"drafts \(0, 0\) repeat a token"):
-        transport.get("recursive_without_replacement").law(half, half, (0, 0))
+        transport.get("recursive_without_replacement").pmf(half, half, (0, 0))
     with pytest.raises(UserError, match=r"drafts \(1,\) are not the 1 likeliest tokens of p; draft greedily"):
-        transport.get("greedy").law([0.5, 0.2, 0.3], [0.5, 0.2, 0.3], (1, 0))
+        transport.get("greedy").pmf([0.5, 0.2, 0.3], [0.5, 0.2, 0.3], (1, 0))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_bad_arguments_of_acceptance_and_of_plans():
     ],
 )
 def test_too_large_a_problem_is_refused_with_its_size(name, V, k, message):
-    law = np.full(V, 1 / V)
+    pmf = np.full(V, 1 / V)
     with pytest.raises(UserError, match=message):
-        transport.get(name).acceptance(law, law, k)
+        transport.get(name).acceptance(pmf, pmf, k)
 
 
 def test_theorem_1_bound_of_too_many_subsets_is_refused():
@@ -136,11 +136,11 @@ def _tokens(plan, key, p, q, draft):
     return jax.vmap(lambda key: plan.select(key, p, q, draft, jnp.ones(1, bool)).token)(keys)
 
 
-@laws
+@pmfs
 @pytest.mark.parametrize("name", ["kseq", "otm"])
 @pytest.mark.xdist_group("one draft")  # They share programs.
-def test_one_draft_is_maximal_coupling_draw_for_draw(law, name):
-    p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _law(law))
+def test_one_draft_is_maximal_coupling_draw_for_draw(pmf, name):
+    p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _pmf(pmf))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
     tokens = [_tokens(transport.get(plan), jax.random.key(0), p, q, draft) for plan in ("maximal", name)]
     np.testing.assert_array_equal(*tokens)
@@ -148,7 +148,7 @@ def test_one_draft_is_maximal_coupling_draw_for_draw(law, name):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-30])
 def test_kseq_gamma_when_supports_nearly_part(scale):
-    """beta -> 0: gamma* -> k, and the residual stays a law."""
+    """beta -> 0: gamma* -> k, and the residual stays a distribution."""
     p, q = jnp.float32([1.0, scale]), jnp.float32([scale, 1.0])
     gamma = kseq.optimal_gamma(p / p.sum(), q / q.sum(), jnp.int32(3), 3)
     exact = kseq.optimal_gamma_exact(np.array([1, scale]) / (1 + scale), np.array([scale, 1]) / (1 + scale), 3)
@@ -157,7 +157,7 @@ def test_kseq_gamma_when_supports_nearly_part(scale):
 
 
 @pytest.mark.parametrize(("r", "k"), [(2, 2), (3, 4), (10, 8)])
-def test_kseq_is_optimal_on_uniform_laws(r, k):
+def test_kseq_is_optimal_on_uniform_pmfs(r, k):
     """SpecTr, appendix D.1: p = U(d), q = U(d / r) accepts with probability 1 - (1 - 1 / r)^k."""
     d = 6 * r
     p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)
@@ -166,9 +166,9 @@ def test_kseq_is_optimal_on_uniform_laws(r, k):
 
 
 @ks
-@laws
-def test_kseq_acceptance_is_at_least_p_acc(law, k):
-    p, q = _law(law)
+@pmfs
+def test_kseq_acceptance_is_at_least_p_acc(pmf, k):
+    p, q = _pmf(pmf)
     assert transport.get("kseq").acceptance(p, q, k) >= kseq.accept_probability(p, q, k) - 1e-12
 
 

@@ -1,4 +1,4 @@
-"""Laws at which float32 is put to the test: whatever rounds, tokens follow q."""
+"""Distributions at which float32 is put to the test: whatever rounds, tokens follow q."""
 
 import functools
 
@@ -35,7 +35,7 @@ def test_otm_finds_partners_without_a_loop():
     """Of which a GPU would start each step anew, and those that NumPy finds. Uniforms at 0 and 1 end a stretch."""
     p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
     cells = otm.cells_of(p, q, 8)
-    winner = otm.winner_law(cells.p, cells.q, 8)
+    winner = otm.winner_pmf(cells.p, cells.q, 8)
     matching, own, levels = otm.matched(cells, winner), cells.of_token, jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None]
     rho = otm.token_ratios(p, q, own, otm.shared_ratios(cells, winner))
     search = jax.jit(functools.partial(otm.moved, move=0.0)).lower(matching, own, rho, levels)
@@ -62,7 +62,7 @@ def test_otm_moves_no_draft_without_a_partner(seed):
 @pytest.mark.xdist_group("simplex")  # One program.
 @pytest.mark.parametrize("seed", [941, 1872, 665])
 def test_spectr_plus_plus_never_overfills_a_token(seed):
-    """Laws that differ much: in float32 the simplex method ends beside its program, by up to 0.03 of the mass."""
+    """Distributions that differ much: in float32 the simplex method ends beside its program, by up to 0.03 of the mass."""
     p, q = np.exp(4 * np.random.default_rng(seed).normal(size=(2, 20)))
     p, q = p / p.sum(), q / q.sum()
     counts = _emitted(transport.get("spectr++").select, jnp.float32(p), jnp.float32(q), 8, 40_000)
@@ -83,8 +83,8 @@ def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
 def test_masses_of_cells_bear_many_equal_tokens(V):
     p, q = jnp.full(V, 1 / V), jnp.asarray(np.where(np.arange(V) % 2, 1.5 / V, 0.5 / V), jnp.float32)
     cells = jax.jit(otm.cells_of, static_argnums=2)(p, q, 8)
-    for mass, law in ((cells.p, p), (cells.q, q)):
-        assert abs(np.asarray(mass, float).sum() - np.asarray(law, float).sum()) < 1e-6
+    for mass, pmf in ((cells.p, p), (cells.q, q)):
+        assert abs(np.asarray(mass, float).sum() - np.asarray(pmf, float).sum()) < 1e-6
 
 
 @pytest.mark.parametrize("name", sorted(transport.PLANS.keys() - {"otm_lp", "optimal_kseq"}))

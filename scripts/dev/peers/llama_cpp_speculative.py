@@ -1,6 +1,6 @@
 """Whether llama.cpp's two speculative programs keep the target's distribution: a chi-square test of their first two tokens.
 
-Each run is a process with a seed of its own. The law comes from the logits of the same file, read through its library.
+Each run is a process with its own seed. The distribution comes from the logits of the same file, read through its library.
 """
 
 import collections
@@ -22,7 +22,7 @@ PROGRAMS = {"llama-speculative-simple": ["--spec-type", "draft-simple"], "llama-
 DRAFTS = {"the target itself": "F32", "the target without ten layers": "pruned"}
 
 
-def law(worker: subprocess.Popen, files: Built, tokenizer: Any) -> dict[str, float]:
+def pmf(worker: subprocess.Popen, files: Built, tokenizer: Any) -> dict[str, float]:
     """The probability of each text of the first two tokens at temperature 1, with the top 4 of each kept."""
     ask(worker, op="load", file=files.files["F32"], threads=1)
     prompt, made = tokenizer.encode(PROMPT), {}
@@ -55,7 +55,7 @@ def outcome(command: list[str], seed: int, texts: list[str]) -> str:
 
 def compare_speculative(worker: subprocess.Popen, files: Built, tokenizer: Any, runs: int) -> dict[str, Any]:
     """The p-value of each program with each draft; tokens of small probability are one cell."""
-    expected, rows = law(worker, files, tokenizer), []
+    expected, rows = pmf(worker, files, tokenizer), []
     texts = sorted(expected, key=lambda text: -expected[text])
     seeds = np.random.default_rng(0).integers(1, 2**31 - 1, (len(PROGRAMS) * len(DRAFTS), runs))
     common = ["-p", PROMPT, "-n", "2", "--temp", "1", "--top-k", str(TOP_K), "--samplers", "top_k;temperature"]
@@ -75,8 +75,8 @@ def chi_square(counts: collections.Counter, expected: dict[str, float], texts: l
     """The p-value of counts, with the texts of fewer than five expected runs in one cell."""
     large = [text for text in texts if expected[text] * runs >= 5]
     seen = [counts[text] for text in large]
-    law_ = [expected[text] * runs for text in large]
+    pmf_ = [expected[text] * runs for text in large]
     if len(large) < len(texts):
-        seen, law_ = [*seen, runs - sum(seen)], [*law_, runs - sum(law_)]
-    statistic, p_value = scipy.stats.chisquare(seen, law_)
-    return {"p_value": float(p_value), "statistic": float(statistic), "cells": len(seen), "seen": seen, "expected": law_}
+        seen, pmf_ = [*seen, runs - sum(seen)], [*pmf_, runs - sum(pmf_)]
+    statistic, p_value = scipy.stats.chisquare(seen, pmf_)
+    return {"p_value": float(p_value), "statistic": float(statistic), "cells": len(seen), "seen": seen, "expected": pmf_}

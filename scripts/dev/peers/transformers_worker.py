@@ -47,7 +47,7 @@ def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length
     once. So tokens over calls are in both cases, as in spectr_jax, tokens over those calls that emit.
 
     Near the end transformers drafts less: one token fewer than `max_new_tokens` leaves room for, so that the last call may
-    draft none. Ours drafts L and cuts what is too much; both emit as many tokens a call, in law.
+    draft none. Ours drafts L and cuts what is too much; both emit as many tokens a call, in distribution.
     """
     config = GenerationConfig(
         do_sample=True,

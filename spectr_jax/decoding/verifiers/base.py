@@ -13,13 +13,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray, Shaped
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.base import draw
+from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 SMALL_VOCABULARY = 64
 """The largest vocabulary for which a CPU takes as long to start an operation as to compute it."""
@@ -69,7 +70,7 @@ class Verifier(abc.ABC):
         """Raises `UserError` if this verifier is not exact on `tree`. The default accepts every tree."""
 
     @abc.abstractmethod
-    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
+    def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """Returns the tokens that one call emits, for one sequence; consumes `key`."""
 
 
@@ -88,7 +89,7 @@ def for_each_sequence(
       scored_B: its arrays have a leading B, except those of the policy.
     """
 
-    def one(key: Key[Array, ""], *arrays: Any) -> Selection:
+    def one(key: PRNGKeyArray, *arrays: Any) -> Selection:
         return verifier(key, scored_B.with_arrays(*arrays))
 
     return for_each_row(scored_B, ~done_B, one, keys_B, *scored_B.arrays)
@@ -108,7 +109,7 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
         return function
     table = jax.vmap(function)(jnp.arange(scored.tree.size + 1))
 
-    def looked_up(node: Int[Array, ""], *known: Any) -> Result:
+    def looked_up(node: IntScalar, *known: Any) -> Result:
         result: Result = jax.tree.map(lambda leaf: leaf[node], table)
         return result
 
@@ -133,7 +134,7 @@ def for_each_row(
 def repeat(
     scored: ScoredTree,
     times: int,
-    alive: Callable[[State], Bool[Array, ""]],
+    alive: Callable[[State], BoolScalar],
     step: Callable[[State], State],
     state: State,
     settles: bool = False,
@@ -147,7 +148,7 @@ def repeat(
         last: State = jax.lax.while_loop(alive, step, state)
         return last
 
-    def step_if_alive(_: Int[Array, ""] | int, state: State) -> State:
+    def step_if_alive(_: IntScalar | int, state: State) -> State:
         if settles:
             return step(state)
         going = alive(state)
@@ -171,11 +172,11 @@ class Candidates(NamedTuple):
     tokens: Int[Array, " k"]
     valid: Bool[Array, " k"]
 
-    def first(self) -> Int[Array, ""]:
+    def first(self) -> IntScalar:
         """Returns the first valid node."""
         return self.nodes[jnp.argmax(self.valid)]
 
-    def carrying(self, tree: Tree, token: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+    def carrying(self, tree: Tree, token: IntScalar) -> tuple[IntScalar, BoolScalar]:
         """Returns the node at which the walk continues if `token` was chosen, and whether there is one.
 
         Of several it is one with children, if there is one: the draft model ran on nodes with children only, so the path
@@ -186,7 +187,7 @@ class Candidates(NamedTuple):
         return self.nodes[jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))], jnp.any(carried)
 
 
-def candidates(scored: ScoredTree, rule: str) -> Callable[[Int[Array, ""]], Candidates]:
+def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidates]:
     """Returns a function of a node that returns its `Candidates`.
 
     I.i.d. drafts below all nodes that spell the same tokens are i.i.d. drafts of one distribution. Drafts by other rules
@@ -199,7 +200,7 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[Int[Array, ""]], Cand
     alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
     levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
-    def below(node: Int[Array, ""]) -> Candidates:
+    def below(node: IntScalar) -> Candidates:
         children = levels[depth[node] + 1]
         valid = (children >= 0) & alike[node, parent[children]] & drawable[children]
         return Candidates(nodes=children, tokens=scored.tokens[children], valid=valid)
@@ -207,7 +208,7 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[Int[Array, ""]], Cand
     return below
 
 
-def ending_at(scored: ScoredTree, node: Int[Array, ""], token: Int[Array, ""], drafts: Int[Array, " nodes"]) -> Selection:
+def ending_at(scored: ScoredTree, node: IntScalar, token: IntScalar, drafts: Int[Array, " nodes"]) -> Selection:
     """Returns what a call emits that ends at `node`: the path to it and `token`; `drafts` [N + 1] are those of each node."""
     tree = scored.tree
     depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]
@@ -220,14 +221,12 @@ def ending_at(scored: ScoredTree, node: Int[Array, ""], token: Int[Array, ""], d
     )
 
 
-def last_token(key: Key[Array, ""], weights: Float[Array, " vocab"]) -> Int[Array, ""]:
+def last_token(key: PRNGKeyArray, weights: Probs) -> IntScalar:
     """Draws a token from `weights` [V], or returns -1 where none is positive, as for logits that are NaN; consumes `key`."""
     return jnp.where(jnp.any(weights > 0), draw(key, weights), -1)
 
 
-def residual_mass(
-    residual: Float[Array, " vocab"], q: Float[Array, " vocab"], reached: Float[Array, ""]
-) -> Float[Array, ""]:
+def residual_mass(residual: Probs, q: Probs, reached: FloatScalar) -> FloatScalar:
     """Returns the sum of what is left of `reached * q` once the drafts have taken their part.
 
     Where q is 0 everywhere, the target has no distribution. Then no draft can be accepted, and all of `reached` is left for

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers.base import (
@@ -42,6 +42,7 @@ from spectr_jax.decoding.verifiers.base import (
 )
 from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Plan, or_else
+from spectr_jax.transport.types import FloatScalar, IntScalar, Probs
 from spectr_jax.transport.winner import Winner
 
 Prepared = TypeVar("Prepared")
@@ -66,11 +67,11 @@ class Block(Verifier):
                 f"plan={self.plan.name!r}: names no winner among i.i.d. drafts; give one that does, such as 'otm'"
             )
 
-    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
+    def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
 
-        def follow(known: tuple[()], winner: Winner) -> tuple[Int[Array, ""], Float[Array, " vocab"], tuple[()]]:
-            return winner.draft, winner.law, known
+        def follow(known: tuple[()], winner: Winner) -> tuple[IntScalar, Probs, tuple[()]]:
+            return winner.draft, winner.pmf, known
 
         return along_winners(key, scored, self.plan.win, follow, ())
 
@@ -86,18 +87,18 @@ class _Node(NamedTuple):
     """
 
     drafts: Candidates
-    q: Float[Array, " vocab"]
+    q: Probs
     uniforms: Float[Array, " k"]
     prepared: Any
 
 
 class _Walk(NamedTuple):
-    depth: Int[Array, ""]
-    node: Int[Array, ""]
-    run: Float[Array, ""]  # rho
-    uniform: Float[Array, ""]  # Decides whether the path so far is accepted.
-    tau: Int[Array, ""]
-    residual: Float[Array, " vocab"]  # r_tau
+    depth: IntScalar
+    node: IntScalar
+    run: FloatScalar  # rho
+    uniform: FloatScalar  # Decides whether the path so far is accepted.
+    tau: IntScalar
+    residual: Probs  # r_tau
     tokens: Int[Array, " steps"]
     path: Int[Array, " steps"]
     drafts: Int[Array, " steps"]
@@ -105,12 +106,10 @@ class _Walk(NamedTuple):
 
 
 def along_winners(
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
     scored: ScoredTree,
-    win_at: Callable[
-        [Key[Array, ""], Float[Array, " vocab"], Float[Array, " vocab"], Int[Array, " k"], Bool[Array, " k"]], Prepared
-    ],
-    follow: Callable[[Known, Prepared], tuple[Int[Array, ""], Float[Array, " vocab"], Known]],
+    win_at: Callable[[PRNGKeyArray, Probs, Probs, Int[Array, " k"], Bool[Array, " k"]], Prepared],
+    follow: Callable[[Known, Prepared], tuple[IntScalar, Probs, Known]],
     known: Known,
 ) -> Selection:
     """Returns what block verification emits along a path of winners, whoever names them. Consumes `key`.
@@ -127,10 +126,10 @@ def along_winners(
     below = candidates(scored, "iid")
     open_N = jax.vmap(lambda node: jnp.any(below(node).valid))(jnp.arange(tree.size + 1))
 
-    def keys_at(depth: Int[Array, ""]) -> Key[Array, " 3"]:
+    def keys_at(depth: IntScalar) -> Key[Array, " 3"]:
         return jax.random.split(jax.random.fold_in(key, scored.length + depth), 3)
 
-    def look(node: Int[Array, ""]) -> _Node:
+    def look(node: IntScalar) -> _Node:
         accept_key, _, win_key = keys_at(depths[node])
         drafts = below(node)
         p, q = scored.p_and_q(node, drafts.first())

@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, checked
@@ -50,6 +50,7 @@ from spectr_jax.decoding.verifiers.base import (
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import draw, or_else
+from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 COMPETITIONS = 64
 """Drawn for a layer by default."""
@@ -71,13 +72,13 @@ class Layer(Verifier):
     def __post_init__(self) -> None:
         checked(competitions=self.competitions)
 
-    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
+    def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         classes = _classes(scored)
         scores = _scores(key, scored, classes, self.competitions)
         return _sweep(jax.random.fold_in(key, scored.length + scored.tree.height + 1), scored, classes, scores)
 
-    def expected(self, key: Key[Array, ""], scored: ScoredTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def expected(self, key: PRNGKeyArray, scored: ScoredTree) -> tuple[FloatScalar, FloatScalar]:
         """Returns the expected number of emitted tokens given the drafts and the competitions of `key`, which it consumes;
         and one more than the sum of all scores, which has the same mean over drafted trees."""
         scores = _scores(key, scored, _classes(scored), self.competitions)
@@ -152,9 +153,7 @@ class _Plan(NamedTuple):
     residual: Float[Array, "*width"]
 
 
-_PlanAt: TypeAlias = Callable[
-    [Int[Array, " drafts"], Int[Array, ""], Int[Array, ""], Float[Array, ""], Float[Array, ""]], _Plan
-]
+_PlanAt: TypeAlias = Callable[[Int[Array, " drafts"], IntScalar, IntScalar, FloatScalar, FloatScalar], _Plan]
 """A function of the tokens of a layer's drafts, a node, its k, its score and its budget."""
 
 
@@ -164,7 +163,7 @@ def _classes(scored: ScoredTree) -> _Classes:
     first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
     below = candidates(scored, "iid")
 
-    def of_drafts(node: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def of_drafts(node: IntScalar) -> tuple[IntScalar, IntScalar]:
         drafts = below(node)
         return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(drafts.valid, dtype=jnp.int32)
 
@@ -172,39 +171,31 @@ def _classes(scored: ScoredTree) -> _Classes:
     return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
-def _laws(
-    scored: ScoredTree, child_N: Int[Array, " nodes"], node: Int[Array, ""]
-) -> tuple[Float[Array, " vocab"], Float[Array, " vocab"]]:
+def _p_and_q(scored: ScoredTree, child_N: Int[Array, " nodes"], node: IntScalar) -> tuple[Probs, Probs]:
     """Returns p and q at a node; p is 0 where it is undefined."""
     p, q = scored.p_and_q(node, child_N[node])
     return jnp.where(p > 0, p, 0), q
 
 
-def _scores(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
+def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
     """Returns the scores of all nodes, from the root down. Consumes `key`."""
     depths = jnp.asarray(scored.tree.depth)
-    laws_at = at_nodes(scored, functools.partial(_laws, scored, classes.child))
+    p_and_q_at = at_nodes(scored, functools.partial(_p_and_q, scored, classes.child))
 
-    def cells_of(
-        node: Int[Array, ""], p: Float[Array, " vocab"] | None = None, q: Float[Array, " vocab"] | None = None
-    ) -> otm.Cells:
+    def cells_of(node: IntScalar, p: Probs | None = None, q: Probs | None = None) -> otm.Cells:
         if p is None or q is None:
-            p, q = laws_at(node)
+            p, q = p_and_q_at(node)
         return otm.cells_of(p, q, MOST)
 
     cells_at = at_nodes(scored, cells_of)
 
     def plan_at(
-        tokens_D: Int[Array, " drafts"],
-        node: Int[Array, ""],
-        k: Int[Array, ""],
-        score: Float[Array, ""],
-        budget: Float[Array, ""],
+        tokens_D: Int[Array, " drafts"], node: IntScalar, k: IntScalar, score: FloatScalar, budget: FloatScalar
     ) -> _Plan:
         """Returns the plan at a node, for drafts with these tokens."""
-        p, q = laws_at(node)
+        p, q = p_and_q_at(node)
 
-        def several() -> tuple[_Contest, Float[Array, " vocab"]]:
+        def several() -> tuple[_Contest, Probs]:
             return _contest(p, q, cells_at(node, p, q), k, budget, tokens_D)
 
         contest, g = jax.lax.cond(_is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several)
@@ -213,11 +204,11 @@ def _scores(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, competit
         residual = residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
         return _Plan(contest=contest, ratio=ratio_D, residual=residual)
 
-    def alive(carry: tuple[Int[Array, ""], _Scores]) -> Bool[Array, ""]:
+    def alive(carry: tuple[IntScalar, _Scores]) -> BoolScalar:
         depth, scores = carry
         return jnp.any((scores.score > 0) & (depths == depth))
 
-    def step(carry: tuple[Int[Array, ""], _Scores]) -> tuple[Int[Array, ""], _Scores]:
+    def step(carry: tuple[IntScalar, _Scores]) -> tuple[IntScalar, _Scores]:
         depth, scores = carry
         own_key = jax.random.fold_in(key, scored.length + depth)
         return depth + 1, _compete(own_key, scored, classes, plan_at, depth, scores, competitions)
@@ -228,11 +219,11 @@ def _scores(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, competit
 
 
 def _compete(
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
     scored: ScoredTree,
     classes: _Classes,
     plan_at: _PlanAt,
-    depth: Int[Array, ""],
+    depth: IntScalar,
     scores: _Scores,
     competitions: int,
 ) -> _Scores:
@@ -264,7 +255,7 @@ def _compete(
 
 
 def _at_level(
-    tree: Tree, depth: Int[Array, ""], values_W: Float[Array, " width"], of_nodes: Float[Array, " nodes"]
+    tree: Tree, depth: IntScalar, values_W: Float[Array, " width"], of_nodes: Float[Array, " nodes"]
 ) -> Float[Array, " nodes"]:
     """Returns `of_nodes` with the values of the nodes of one level."""
     rank = np.concatenate([np.arange(len(nodes)) for nodes in tree.levels])
@@ -272,13 +263,8 @@ def _at_level(
 
 
 def _contest(
-    p: Float[Array, " vocab"],
-    q: Float[Array, " vocab"],
-    cells: otm.Cells,
-    k: Int[Array, ""],
-    budget: Float[Array, ""],
-    tokens_D: Int[Array, " drafts"],
-) -> tuple[_Contest, Float[Array, " vocab"]]:
+    p: Probs, q: Probs, cells: otm.Cells, k: IntScalar, budget: FloatScalar, tokens_D: Int[Array, " drafts"]
+) -> tuple[_Contest, Probs]:
     """Returns how drafts with these tokens compete, and the winner's distribution g."""
     winner, shared = _winner(cells, k, budget)
     rho = otm.token_ratios(p, q, cells.of_token, shared)
@@ -293,15 +279,13 @@ def _contest(
     return contest, p * rho
 
 
-def _winner(cells: otm.Cells, k: Int[Array, ""], budget: Float[Array, ""]) -> tuple[otm.WinnerLaw, Float[Array, " cells"]]:
+def _winner(cells: otm.Cells, k: IntScalar, budget: FloatScalar) -> tuple[otm.WinnerPmf, Float[Array, " cells"]]:
     """Returns the winner's distribution by cell, and the ratios that tokens share, for kappa drafts."""
-    winner = otm.winner_law(cells.p, cells.q, _kappa(k, budget))
+    winner = otm.winner_pmf(cells.p, cells.q, _kappa(k, budget))
     return winner, otm.shared_ratios(cells, winner)
 
 
-def _winner_law(
-    p: Float[Array, " vocab"], q: Float[Array, " vocab"], k: Int[Array, ""], budget: Float[Array, ""]
-) -> Float[Array, " vocab"]:
+def _winner_pmf(p: Probs, q: Probs, k: IntScalar, budget: FloatScalar) -> Probs:
     """Returns the winner's distribution g."""
 
     def several() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
@@ -316,7 +300,7 @@ def _winner_law(
     return p * otm.token_ratios(p, q, *jax.lax.cond(_is_alone(k, budget), alone, several))
 
 
-def _is_alone(k: Int[Array, ""], budget: Float[Array, ""]) -> Bool[Array, ""]:
+def _is_alone(k: IntScalar, budget: FloatScalar) -> BoolScalar:
     """Returns whether the layer has one draft and no other: it wins, and g is p."""
     return (k == 1) & (budget == 1)
 
@@ -327,7 +311,7 @@ def _kappa(k: Int[Array, "*width"], budget: Float[Array, "*width"]) -> Float[Arr
 
 
 def _shares(
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
     contests_W: _Contest,
     kappa_W: Float[Array, " width"],
     node_D: Int[Array, " drafts"],
@@ -356,8 +340,8 @@ def _places(
     contests_W: _Contest,
     kappa_W: Float[Array, " width"],
     uniforms_3xM: Float[Array, "3 competitions"],
-    node: Int[Array, ""],
-    draft: Int[Array, ""],
+    node: IntScalar,
+    draft: IntScalar,
 ) -> Float[Array, " competitions"]:
     """Returns kappa log U of one draft, in each competition; near 1 it is precise, as large kappa want it."""
     contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
@@ -375,7 +359,7 @@ def _of_layers(tree: Tree, scores: _Scores) -> Float[Array, "2 steps"]:
     return sums.at[:, jnp.asarray(tree.depth)].add(jnp.stack([scores.residual, scores.score]))
 
 
-def _sweep(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
+def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
     """Stops at a node, from the deepest layer up, and emits the path to it and one more token; consumes `key`."""
     tree = scored.tree
     layer_key, node_key, token_key = jax.random.split(key, 3)
@@ -388,7 +372,7 @@ def _sweep(key: Key[Array, ""], scored: ScoredTree, classes: _Classes, scores: _
     weights = jnp.where(depth == last, scores.residual, 0)
     node = draw(node_key, or_else(weights, is_root.astype(weights.dtype)))  # By rounding alone none is left.
 
-    p, q = _laws(scored, classes.child, node)
-    g = _winner_law(p, q, classes.drafts[node], scores.budget[node])
+    p, q = _p_and_q(scored, classes.child, node)
+    g = _winner_pmf(p, q, classes.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
     return ending_at(scored, node, last_token(token_key, or_else(left, q)), classes.drafts[classes.first])

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.scored import ScoredTree
@@ -31,6 +31,7 @@ from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.verifiers.block import along_winners
 from spectr_jax.errors import UserError
 from spectr_jax.transport.otm import cumulative
+from spectr_jax.transport.types import FloatScalar, IntScalar, Probs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +45,21 @@ class MultiPath(Verifier):
         if tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
             raise UserError("it chooses one of K chains, and its tree is not K chains; give num_drafts")
 
-    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
+    def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         chains = len(scored.tree.levels[1]) if scored.tree.size else 1
 
         def win_at(
-            key: Key[Array, ""],
-            p: Float[Array, " vocab"],
-            q: Float[Array, " vocab"],
-            drafts: Int[Array, " k"],
-            valid: Bool[Array, " k"],
-        ) -> tuple[Ranked, Int[Array, ""], Int[Array, ""]]:
+            key: PRNGKeyArray, p: Probs, q: Probs, drafts: Int[Array, " k"], valid: Bool[Array, " k"]
+        ) -> tuple[Ranked, IntScalar, IntScalar]:
             del key  # Tokens of equal ratio are ranked by their numbers.
             ranked = ranked_by_ratio(p, q)
             draft = jnp.argmax(jnp.where(valid, ranked.rank[drafts], -1))
             return ranked, draft, drafts[draft]
 
-        def follow(
-            beta: Float[Array, ""], prepared: tuple[Ranked, Int[Array, ""], Int[Array, ""]]
-        ) -> tuple[Int[Array, ""], Float[Array, " vocab"], Float[Array, ""]]:
+        def follow(beta: FloatScalar, prepared: tuple[Ranked, IntScalar, IntScalar]) -> tuple[IntScalar, Probs, FloatScalar]:
             ranked, draft, token = prepared
-            g, below, upto = winner_law(ranked, beta, chains)
+            g, below, upto = winner_pmf(ranked, beta, chains)
             return draft, g, below[token] / jnp.where(upto[token] > 0, upto[token], 1)
 
         return along_winners(key, scored, win_at, follow, jnp.zeros((), scored.p.dtype))
@@ -81,12 +76,12 @@ class Ranked(NamedTuple):
     """
 
     rank: Int[Array, " vocab"]
-    p: Float[Array, " vocab"]
-    below: Float[Array, " vocab"]
-    upto: Float[Array, " vocab"]
+    p: Probs
+    below: Probs
+    upto: Probs
 
 
-def ranked_by_ratio(p: Float[Array, " vocab"], q: Float[Array, " vocab"]) -> Ranked:
+def ranked_by_ratio(p: Probs, q: Probs) -> Ranked:
     """Returns the order of tokens by q / p, for p [V] and q [V]; tokens that are never drafted come last."""
     order = jnp.argsort(jnp.where(p > 0, q / jnp.where(p > 0, p, 1), jnp.inf))
     rank = jnp.zeros(len(p), jnp.int32).at[order].set(jnp.arange(len(p), dtype=jnp.int32))
@@ -94,9 +89,7 @@ def ranked_by_ratio(p: Float[Array, " vocab"], q: Float[Array, " vocab"]) -> Ran
     return Ranked(rank=rank, p=p, below=jnp.pad(upto[:-1], (1, 0))[rank], upto=upto[rank])
 
 
-def winner_law(
-    ranked: Ranked, beta: Float[Array, ""], chains: int
-) -> tuple[Float[Array, " vocab"], Float[Array, " vocab"], Float[Array, " vocab"]]:
+def winner_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, Probs, Probs]:
     """Returns by token [V] the winner's distribution g, and y below the token and up to it.
 
     Args:
@@ -113,7 +106,7 @@ def _mixed_powers(x: Float[Array, "*vocab"], y: Float[Array, "*vocab"], k: int) 
     """Returns the sum of x^j y^(k-1-j) over j = 0..k-1, which is (x^k - y^k) / (x - y)."""
 
     def add(
-        _: Int[Array, ""] | int, carry: tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]
+        _: IntScalar | int, carry: tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]
     ) -> tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]:
         total, power = carry
         return total * x + power, power * y

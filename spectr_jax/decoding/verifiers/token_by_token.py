@@ -11,24 +11,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers.base import Selection, Verifier, at_nodes, candidates, repeat
 from spectr_jax.transport.base import Plan
+from spectr_jax.transport.types import BoolScalar, IntScalar
 
 
 class _Chosen(NamedTuple):
-    token: Int[Array, ""]
-    next: Int[Array, ""]  # The node that carries it.
-    accepted: Bool[Array, ""]  # Whether there is one.
-    drafts: Int[Array, ""]
+    token: IntScalar
+    next: IntScalar  # The node that carries it.
+    accepted: BoolScalar  # Whether there is one.
+    drafts: IntScalar
 
 
 class _Walk(NamedTuple):
-    depth: Int[Array, ""]
-    node: Int[Array, ""]
-    alive: Bool[Array, ""]
+    depth: IntScalar
+    node: IntScalar
+    alive: BoolScalar
     tokens: Int[Array, " steps"]
     path: Int[Array, " steps"]
     drafts: Int[Array, " steps"]
@@ -52,12 +53,12 @@ class TokenByToken(Verifier):
     def statistic(self) -> str | None:  # type: ignore[override]
         return {"iid": "carriers", "without_replacement": "children", "race": "children"}.get(self.rule)
 
-    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
+    def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
         tree, depth = scored.tree, jnp.asarray(scored.tree.depth)
         below = candidates(scored, self.rule)
 
-        def choose(node: Int[Array, ""]) -> _Chosen:
+        def choose(node: IntScalar) -> _Chosen:
             drafts = below(node)
             p, q = scored.p_and_q(node, drafts.first())
             own_key = jax.random.fold_in(key, scored.length + depth[node])

@@ -21,12 +21,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, Verifier, ending_at, last_token, repeat, residual_mass
 from spectr_jax.transport.base import or_else
+from spectr_jax.transport.types import BoolScalar, IntScalar, Probs
 
 
 class _State(NamedTuple):
@@ -40,8 +41,8 @@ class _State(NamedTuple):
       p: [height + 1, V]
     """
 
-    visit: Int[Array, ""]
-    accepted: Bool[Array, ""]
+    visit: IntScalar
+    accepted: BoolScalar
     score: Float[Array, " steps"]
     q: Float[Array, "steps vocab"]
     p: Float[Array, "steps vocab"]
@@ -53,7 +54,7 @@ class Traversal(Verifier):
 
     rule = "without_replacement"
 
-    def __call__(self, key: Key[Array, ""], scored: ScoredTree) -> Selection:
+    def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
         nodes, begins = (jnp.asarray(each) for each in _visits(tree))
@@ -73,7 +74,7 @@ class Traversal(Verifier):
         return ending_at(scored, node, last_token(token_key, last.q[depths[node]]), children)
 
 
-def _begun(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: Int[Array, ""]) -> _State:
+def _begun(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar) -> _State:
     """Begins the visit of `node`: it gets its score, by the present state of its parent, and its distributions."""
     del uniforms
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
@@ -85,7 +86,7 @@ def _begun(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, 
     return state._replace(score=state.score.at[depth].set(score), q=state.q.at[depth].set(q), p=state.p.at[depth].set(p))
 
 
-def _ended(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: Int[Array, ""]) -> _State:
+def _ended(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar) -> _State:
     """Ends the visit of `node`: it is accepted, or its parent loses it. The root is accepted."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
@@ -103,7 +104,7 @@ def _ended(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, 
     )
 
 
-def _normal(weights: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
+def _normal(weights: Probs) -> Probs:
     """Returns the weights scaled to sum to 1, or zeros as they are."""
     total = jnp.sum(weights)
     return weights / jnp.where(total > 0, total, 1)
