@@ -51,12 +51,13 @@ _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 8, "Of each prompt, behin
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed rounds, after one that warms up.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Texts at once in the second table, of at most three rounds; 1 for no such table.")
 _TREES = flags.DEFINE_string("trees", "2,1,1,1;4,2,1", "Candidate trees of otm_block, with semicolons between.")
-_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16", "int8"], "Of spectr_jax; transformers runs in float32.")
+_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16", "int8"], "Of spectr_jax.")
+_PEERS_DTYPE = flags.DEFINE_enum("peers_dtype", "float32", ["float32", "bfloat16"], "Of transformers.")
+_COMPILED = flags.DEFINE_bool("compiled", False, "Also time transformers' baseline compiled, with a static cache.")
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "An interpreter with torch and transformers to use as it is.")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REQUIREMENTS = ("torch==2.13.0", "transformers>=5,<6")
-BASELINE, ASSISTED = ("transformers", "baseline", "float32", 1), ("transformers", "assisted", "float32", 1)
 DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 """torch's names of JAX's backends."""
 COLUMNS = {
@@ -114,8 +115,11 @@ def read_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def load_models() -> dict[str, tuple[Trained, list[Trained]]]:
-    """The target and a list of the draft, of each dtype; float32 always, for transformers."""
-    models = {d: load_pair(_TARGET.value, (_DRAFT.value,), d) for d in dict.fromkeys(["float32", *_DTYPES.value])}
+    """The target and a list of the draft, of each dtype; float32 always, whose logits are compared."""
+    models = {
+        d: load_pair(_TARGET.value, (_DRAFT.value,), d)
+        for d in dict.fromkeys(["float32", _PEERS_DTYPE.value, *_DTYPES.value])
+    }
     target, (draft,) = models["float32"]
     shortest = min(target, draft, key=lambda trained: trained.model.context)
     if 1 + _PROMPT_TOKENS.value + _NEW_TOKENS.value > shortest.model.context:
@@ -124,6 +128,11 @@ def load_models() -> dict[str, tuple[Trained, list[Trained]]]:
             f"{shortest.model.context} of {shortest.name!r}; shorten one of them"
         )
     return models
+
+
+def peer(name: str) -> Row:
+    """The row of a method of transformers."""
+    return "transformers", name, _PEERS_DTYPE.value, 1
 
 
 def peers_python() -> str:
@@ -229,8 +238,8 @@ def summary(samples: dict[Row, list[Sample]], row: Row, floor: float) -> dict[st
         "ms_per_token": per_token * 1e3,
         "tokens_per_second": 1 / per_token,
         "to_own_baseline": ratio((framework, "baseline", dtype, batch)),
-        "to_transformers_baseline": ratio(BASELINE),
-        "to_transformers_assisted": ratio(ASSISTED),
+        "to_transformers_baseline": ratio(peer("baseline")),
+        "to_transformers_assisted": ratio(peer("assisted")),
         "floor_ms_per_token": floor / batch * 1e3 if method == "baseline" else None,
         "seconds": seconds[row].tolist(),
     }
@@ -256,9 +265,10 @@ def notes(facts: dict[str, Any]) -> str:
 - Tokens per call: new tokens over the calls of the target that emit any. With transformers these are all calls: the one on
   the prompt emits the first token, or in `assisted` scores the first drafts. With spectr_jax the call on the prompt emits
   none and is not counted, so that a baseline of n tokens makes n + 1 calls, and n with transformers.
-- transformers {facts["transformers"]} on torch {facts["torch"]}: `generate` as installed, in float32, not compiled, on
-  {where}. `assisted` drafts {_L.value} tokens a call (constant schedule, no confidence threshold or top-k),
-  fewer at the end. It refuses more than one text, and caches of a fixed size.
+- transformers {facts["transformers"]} on torch {facts["torch"]}: `generate` as installed, in {_PEERS_DTYPE.value},
+  on {where}. `compiled` is its baseline with `torch.compile` and a static cache.
+  `assisted` drafts {_L.value} tokens a call (constant schedule, no confidence threshold or top-k), fewer at the end. It is
+  not compiled, and refuses more than one sequence and caches of a fixed size.
 - On random tokens the logits of the frameworks differ by at most {facts["logits_difference"]:.1e}.
 - Memory floor: the bytes of the target's weights, less the embedding table, over the bandwidth of reading measured here,
   {facts["bandwidth_gb_per_second"]:.1f} GB/s. No call takes less, unless the weights fit into a cache.
@@ -298,7 +308,9 @@ def main() -> None:
         place = {"device": DEVICES[jax.default_backend()], "threads": os.cpu_count()}
         facts |= ask(worker, op="load", **place, **{name: f"{made}/{name}" for name in pair})
         facts["logits_difference"] = max(logits_difference(worker, name, pair[name]) for name in pair)
-        runs: Runs = {row: functools.partial(peer_run, worker, row[1]) for row in (BASELINE, ASSISTED)}
+        ask(worker, op="narrow", dtype=_PEERS_DTYPE.value)
+        names = ("baseline", "assisted", *(["compiled"] if _COMPILED.value else []))
+        runs: Runs = {peer(name): functools.partial(peer_run, worker, name) for name in names}
         trees = dict.fromkeys(_DTYPES.value, _TREES.value.split(";"))
         for batch in dict.fromkeys((1, _BATCH.value)):
             for dtype in trees:

@@ -5,6 +5,7 @@ Runs in an environment of its own, of torch and transformers; nothing of spectr_
     {"op": "load", "target": folder, "draft": folder, "device": "cpu", "threads": 2}
                                                                        -> {"torch": version, "transformers": version}
     {"op": "logits", "model": "target", "tokens": [[...]]}             -> {"logits": [[[...]]]}
+    {"op": "narrow", "dtype": "bfloat16"}                              -> {}: both models, after their logits were compared
     {"op": "generate", "method": "assisted", "prompt": [[...]], "new_tokens": 64, "draft_length": 4, "seed": 0}
                                                                        -> {"seconds", "new_tokens", "target_calls"}
 """
@@ -20,6 +21,7 @@ from transformers import GenerationConfig, GPT2LMHeadModel
 
 MODELS: dict[str, GPT2LMHeadModel] = {}
 CALLS = {"target": 0}
+COMPILED: dict = {}
 
 
 def load(target: str, draft: str, device: str, threads: int) -> dict:
@@ -29,6 +31,14 @@ def load(target: str, draft: str, device: str, threads: int) -> dict:
         MODELS[name] = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     MODELS["target"].register_forward_hook(_count)
     return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def narrow(dtype: str) -> dict:
+    """Converts both models, and compiles the target for `compiled`, with what transformers advises for a static cache."""
+    for model in MODELS.values():
+        model.to(getattr(torch, dtype))
+    COMPILED["target"] = torch.compile(MODELS["target"].forward, mode="reduce-overhead", fullgraph=True)
+    return {}
 
 
 def logits(model: str, tokens: list[list[int]]) -> dict:
@@ -65,6 +75,9 @@ def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length
     if tokens.is_cuda:
         torch.set_float32_matmul_precision("high")  # TF32, as JAX's products of float32 there.
     options = {"generation_config": config, "attention_mask": torch.ones_like(tokens)}
+    plain = target.forward
+    if method == "compiled":
+        config.cache_implementation, target.forward = "static", COMPILED["target"]
     if method == "assisted":
         # These are read from the assistant, not from the config of the call. The defaults are drafts of 20 tokens that end
         # where the draft is less than 0.4 sure.
@@ -76,7 +89,10 @@ def generate(method: str, prompt: list[list[int]], new_tokens: int, draft_length
     torch.manual_seed(seed)
     CALLS["target"] = 0
     started = time.perf_counter()
-    out = target.generate(tokens, **options)
+    try:
+        out = target.generate(tokens, **options)
+    finally:
+        target.forward = plain
     if out.is_cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
@@ -93,7 +109,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    operations = {"load": load, "logits": logits, "generate": generate}
+    operations = {"load": load, "logits": logits, "narrow": narrow, "generate": generate}
     for line in sys.stdin:
         request = json.loads(line)
         answer = operations[request.pop("op")](**request)

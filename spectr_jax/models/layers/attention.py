@@ -3,6 +3,10 @@
 Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and value heads, G = H / K, D head width.
 """
 
+import functools
+import os
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +24,11 @@ def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if cpu.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    return jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
+    # One kernel of cuDNN for three of XLA, where it takes these shapes; not the default, since no GPU has run it yet.
+    attend: Any = jax.nn.dot_product_attention
+    if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
+        attend = functools.partial(attend, implementation="cudnn")
+    return attend(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
