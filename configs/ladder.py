@@ -27,7 +27,7 @@ def get_config(target: str = "20m"):
     config.batch_size = 16
     config.max_new_tokens = 32
     if target == "97m":
-        config.target = "results/target_97m/target_97m"
+        config.target = "97m"
         config.drafts = (*config.drafts, "embedded:20m")
         config.methods = ("spectr", "otm_block", "otm_layer")
         config.update(dtype="bfloat16", num_prompts=64, batch_size=32, optimal_acceptance=False)

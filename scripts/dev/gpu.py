@@ -43,7 +43,7 @@ PLAIN = (("baseline", {}), ("speculative", {"draft_length": 4}), ("block", {"dra
 LARGE = (*PLAIN, ("otm_block", {"tree": "4,2,1,1"}), ("otm_layer", {"tree": "8x4"}))
 SEQUENCES = (1, 8, 32, 250)
 TOKENS = 64
-TARGETS = ("results/target_97m/target_97m", "embedded:6m")
+TARGETS = ("97m", "embedded:6m")
 
 
 class Row(NamedTuple):

@@ -40,7 +40,7 @@ tables() {
         --config.models="('embedded:2m','embedded:6m','embedded:20m','results/target_97m/target_97m')"
     evaluated target_97m/cpu ladder.py:97m
     fastest target_97m/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(1,2,3,4)' \
-        --config.target=results/target_97m/target_97m --config.draft=embedded:6m --config.dtype=int8
+        --config.target=97m --config.draft=embedded:6m --config.dtype=int8
     evaluated demo demo.py:full
     evaluated ladder ladder.py
     evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
@@ -65,7 +65,7 @@ tables() {
 }
 
 of_smollm2() {
-    local eagle=results/smollm2/eagle/smollm2_eagle students=results/smollm2/students/smollm2
+    local eagle=smollm2-draft students=results/smollm2/students/smollm2
     local pair=(--config.target=smollm2 --config.draft="$eagle" --config.dtype=int8)
     evaluated smollm2/ladder ladder.py:smollm2
     evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft="${students}_6m" \

@@ -23,8 +23,7 @@ from spectr_jax.distillation.online import Lessons
 from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head, widened
 from spectr_jax.distillation.teacher import taught
 from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import expanded
-from spectr_jax.loading import Trained, check_dtype, load
+from spectr_jax.loading import Trained, check_dtype, load, weights_path
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
@@ -324,7 +323,7 @@ def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
 
 def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons) -> Llama:
     """The student that `config.init` names; one that saw the last hidden state alone may come to see more layers."""
-    model, vocabulary = load_weights(expanded(config.init))
+    model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
     if shape.feature_layers and not model.config.feature_layers and model.config.features:
