@@ -81,7 +81,7 @@ PLANS: dict[str, PlanFunctions] = {
 
 
 def register(name: str, plan: PlanFunctions) -> None:
-    """Adds a plan of your own: from now on `get(name)` returns it.
+    """Adds a plan of your own, so that `get(name)` returns it.
 
     `spectr_jax.testing.check_plan(get(name))` says whether it is exact.
 
@@ -104,7 +104,7 @@ def register(name: str, plan: PlanFunctions) -> None:
 
 
 def get(name: str, **options: Any) -> Plan:
-    """The plan `name`, with `options` bound to its functions.
+    """Returns the plan `name` with `options` bound to its functions.
 
     Raises:
       UserError: an unknown plan, or an option that it does not have.

@@ -1,7 +1,8 @@
-r"""What a transport plan is: drafts from p in, one token with distribution q out.
+r"""Transport plans: from drafts with distribution p to one token with distribution q.
 
 Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$ (`Plan.pmf`). It is exact if
-y, averaged over the drafts, is distributed as q. It is the better, the more often y is among the drafts (`Plan.acceptance`):
+y, averaged over the drafts, is distributed as q. Its acceptance is the probability that y is among the drafts
+(`Plan.acceptance`), and higher is better:
 
 $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y), \qquad
 \alpha = P(y = x_i \text{ for some } i).$$
@@ -59,11 +60,13 @@ class Plan:
     def select(self, key: PRNGKeyArray, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> Choice:
         """Chooses a token with distribution q.
 
-        Jittable and vmappable; the number of drafts is the traced sum of `valid`. No token with q = 0 is ever chosen.
-        Outside jit, bad arguments raise. Under jit, where values are not known: with no valid draft the token is a plain
-        draw from q; a draft with p = 0 or outside the vocabulary counts as not valid; negative and NaN entries of p and q
-        count as 0, and the rest is scaled to sum to 1; where q has no positive entry, or an infinite one, the token
-        is -1.
+        Jittable and vmappable. The number of drafts is the sum of `valid`, which may be traced. A token with q = 0 is never
+        chosen. Outside jit, bad arguments raise. Under jit their values are not known:
+
+        - With no valid draft the token is drawn from q.
+        - A draft with p = 0 or outside the vocabulary is not valid.
+        - Negative and NaN entries of p and q count as 0, and the rest is scaled to sum to 1.
+        - If q has no positive entry, or an infinite one, the token is -1.
 
         Args:
           key: consumed.
@@ -85,8 +88,9 @@ class Plan:
         return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
 
     def win(self, key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Any:
-        """The winner among the drafts and its distribution, a `transport.winner.Winner`; arguments as for `select`
-        under jit.
+        """Returns the winner among the drafts and its distribution, a `transport.winner.Winner`.
+
+        The arguments are those of `select` under jit.
 
         Raises:
           UserError: the plan names no winner.
@@ -97,7 +101,7 @@ class Plan:
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
     def pmf(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactProbs:
-        """The exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
+        """Returns the exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
 
         Raises:
           UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too large for the plan.
@@ -106,7 +110,7 @@ class Plan:
         return self.functions[1](p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options))
 
     def acceptance(self, p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-        """The exact probability that the token is among k drafts, in float64.
+        """Returns the exact probability that the token is among k drafts, in float64.
 
         Raises:
           UserError: p or q is no distribution, k < 1, or the problem is too large for the plan.
@@ -120,7 +124,7 @@ def _dtypes(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> 
 
 
 def _usable(p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> tuple[Probs, Probs, Valid]:
-    """The arguments of `Plan.select` under jit, made valid."""
+    """Returns the arguments of `Plan.select` under jit, made valid."""
     p, q = _normalised(p), _normalised(q)
     return p, q, valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0)
 
@@ -134,9 +138,9 @@ def _normalised(pmf: Probs) -> Probs:
 def select_by_pmf(
     pmf: Callable[..., ExactProbs], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
 ) -> Choice:
-    """A `select` for plans for analysis only: the host computes `pmf(p, q, drafts)`, and a token is drawn from it.
+    """Draws a token from `pmf(p, q, drafts)`, which the host computes; consumes `key`.
 
-    For small vocabularies and for tests: it runs inside jit through a callback, one host call a choice. Consumes `key`.
+    This is the `select` of plans for analysis, for small vocabularies and tests: each choice is a callback to the host.
     """
 
     def on_host(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> Float[np.ndarray, " vocab"]:
@@ -155,9 +159,9 @@ def select_by_pmf(
 def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
     """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative sum; consumes `key`.
 
-    One uniform a token, where the Gumbel trick needs V. The sum is inverted in two stages, a block of tokens and a token
-    in it, so that nothing of size V is scanned. No token of weight 0 is drawn, whatever the rounding; where all are 0 the
-    last token is.
+    It takes one uniform per token, where the Gumbel trick needs V. The sum is inverted in two stages, for a block of tokens
+    and for a token in it, so that nothing of size V is scanned. A token of weight 0 is never drawn, whatever the rounding,
+    unless all are 0: then it is the last.
 
     A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the block, to 1e-7 of the
     mass, and the nine bits that are left of its 32 refine the place in it.
@@ -179,7 +183,7 @@ def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[
 
 
 def _invert(cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar) -> IntScalar:
-    """The first index of positive weight whose cumulative sum exceeds `level`; rounded past the end, the last such."""
+    """Returns the first index of positive weight whose cumulative sum exceeds `level`, or the last such index."""
     positive = weights > 0
     reached = positive & (cumulative > level)
     last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
@@ -187,11 +191,13 @@ def _invert(cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: 
 
 
 def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`a @ b` in full float32: by default TPUs and GPUs round the factors to 8 or 11 bits, too few for an exact
-    distribution."""
+    """Returns `a @ b` in full float32.
+
+    By default TPUs and GPUs round the factors to 8 or 11 bits, too few for an exact distribution.
+    """
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def or_else(weights: Probs, fallback: Probs) -> Probs:
-    """`weights` [V] if any is positive, else `fallback`: the limit of a residual 0/0, reached only by rounding."""
+    """Returns `weights` [V] if any is positive, else `fallback`, the limit of a residual 0/0 that only rounding reaches."""
     return jnp.where(jnp.any(weights > 0), weights, fallback)

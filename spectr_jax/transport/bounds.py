@@ -10,11 +10,11 @@ from spectr_jax.errors import UserError
 from spectr_jax.transport import checks, otm
 
 LARGEST = 5_000_000
-"""Terms that `theorem_1_bound` may have."""
+"""The most terms of `theorem_1_bound`."""
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> float:
-    """TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section 4).
+    """Returns TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section 4).
 
     Args:
       p, q: [V] distributions.
@@ -27,7 +27,7 @@ def total_variation(p: ArrayLike, q: ArrayLike) -> float:
 
 
 def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-    """alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, at any V in O(V log V) (see `otm`).
+    """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, in O(V log V) (see `otm`).
 
     Args:
       p, q: [V] distributions of drafts and target.
@@ -41,7 +41,7 @@ def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
 
 
 def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
-    """ERSD, Lemma 3.1: sum p q / (p + q), a lower bound on the acceptance of one exponential race.
+    """Returns sum p q / (p + q), a lower bound on the acceptance of one exponential race (ERSD, Lemma 3.1).
 
     Args:
       p, q: [V] distributions.
@@ -55,7 +55,7 @@ def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
 
 
 def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-    r"""SpecTr, Theorem 1: the bound on alpha_k, minimised over all subsets Omega_0, for small vocabularies.
+    r"""Returns the bound on alpha_k of SpecTr's Theorem 1, minimised over all subsets Omega_0, for small vocabularies.
 
     $$\alpha_k \le \min_{\Omega_0} \left[\sum_{y \in \Omega_0} \min\left(q(y), 1 - (1 - p(y))^k\right) +
     \sum_{x_1, \dots, x_k} \min\left(\prod_i p(x_i), \sum_{y \in S \setminus \Omega_0} q(y)\right)\right],

@@ -1,4 +1,4 @@
-"""What the arguments of a plan must be; each error names the value and the remedy."""
+"""Checks of the arguments of a plan. Each error names the value and the remedy."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ TOLERANCE = 1e-3
 
 
 def known(*arrays: object) -> bool:
-    """Whether all values are concrete, not traced by JAX."""
+    """Returns whether all values are concrete, not traced by JAX."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def check_distributions(p: ArrayLike, q: ArrayLike) -> tuple[ExactProbs, ExactProbs]:
-    """p [V] and q [V] in float64, normalised; raises `UserError` unless both are distributions on one vocabulary."""
+    """Returns p [V] and q [V] in float64, normalised; raises `UserError` unless both are distributions on one vocabulary."""
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for name, pmf in (("p", p), ("q", q)):
         if pmf.ndim != 1 or not len(pmf):
@@ -36,14 +36,14 @@ def check_distributions(p: ArrayLike, q: ArrayLike) -> tuple[ExactProbs, ExactPr
 
 
 def check_number(k: int | float) -> int:
-    """The number of drafts; raises `UserError` unless it is at least 1."""
+    """Returns the number of drafts; raises `UserError` unless it is at least 1."""
     if isinstance(k, bool) or int(k) != k or k < 1:
         raise UserError(f"k={k} drafts; give a whole number of at least 1")
     return int(k)
 
 
 def check_drafts(p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str) -> tuple[int, ...]:
-    """The drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
+    """Returns the drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
     drafts = tuple(int(draft) for draft in drafts)
     if not drafts:
         raise UserError("k=0: no valid draft; give at least one, or draw from q itself")

@@ -19,7 +19,7 @@ DRAFTS = "greedy"
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`; the last valid draft is the random one. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. The last valid draft is the random one."""
     accept_key, residual_key = jax.random.split(key)
     index = jnp.arange(len(drafts))
     last = jnp.max(jnp.where(valid, index, -1))
@@ -34,7 +34,7 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     rest = _rest(p, drafts[:-1])
     residual = np.maximum(q - rest, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
@@ -44,7 +44,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`."""
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     likeliest = np.argsort(-p, kind="stable")[: k - 1]
     return float(np.minimum(_rest(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum())
 

@@ -20,12 +20,12 @@ from spectr_jax.transport.winner import Winner, highest_wins, select_winner, win
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """See `Plan.win`; ties, and at large V ratios that agree to six bits, are broken at random."""
+    """Returns the winner; see `Plan.win`. Ties, and at large V ratios that agree to six bits, are broken at random."""
     cells = otm.cells_of(p, q, len(drafts))
     phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
     height = jnp.where(valid, cells.of_token[drafts], -1)
@@ -34,14 +34,14 @@ def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> 
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     cells = otm.exact_cells(p, q)
     wins = highest_wins(np.eye(len(cells.p))[cells.of_token[list(drafts)]])
     return winner_accepted_pmf(q, _winner_pmf(p, q, cells, len(drafts)), drafts, wins)
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`: the residual may hit a draft of a lower ratio than the winner's."""
+    """Returns the exact acceptance; see `Plan.acceptance`. The residual may hit a draft whose ratio is lower."""
     cells = otm.exact_cells(p, q)
     g = _winner_pmf(p, q, cells, k)
     residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)

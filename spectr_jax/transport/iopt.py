@@ -42,7 +42,7 @@ class Stages(NamedTuple):
 
 
 def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None = None) -> Stages:
-    """Algorithm 2: alternates between the best alphas and smaller subsets until nothing changes (Theorem 3).
+    """Runs Algorithm 2: alternates between the best alphas and smaller subsets until nothing changes (Theorem 3).
 
     Args:
       ps: [k, V] distribution of each draft.
@@ -61,7 +61,7 @@ def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None
 
 
 def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
-    """Definition 3, the start of SpecTr++, [k, V] bool: {p_i >= alpha q}, alpha the constant of K-SEQ.
+    """Returns the subsets that SpecTr++ starts from (Definition 3), [k, V] bool: {p_i >= alpha q}, alpha that of K-SEQ.
 
     For drafts of different distributions alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where they are the same.
     """
@@ -75,7 +75,7 @@ def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
 
 
 def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.ndarray, " k"]:
-    """The alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in the variables u_i = P(the first i drafts are rejected)."""
+    """Returns the alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in u_i = P(the first i drafts are rejected)."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
 
     k = len(ps)
@@ -116,7 +116,7 @@ def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.nda
 
 
 def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) -> ExactProbs:
-    """The distribution [V] of Algorithm 1's token given the drafts."""
+    """Returns the distribution [V] of Algorithm 1's token given the drafts."""
     accepted, _, residual = _masses(ps, q, stages)
     result, none_before = np.zeros(len(q)), 1.0
     for i, draft in enumerate(drafts):
@@ -127,7 +127,7 @@ def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) 
 
 
 def acceptance(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
-    """The probability that Algorithm 1's token is among the drafts: one passes, or the residual hits a rejected one."""
+    """Returns the probability that Algorithm 1's token is a draft: one passes, or the residual hits a rejected one."""
     accepted, rejected, residual = _masses(ps, q, stages)
     none = np.prod(rejected)
     none_without = np.prod(np.maximum(rejected[:, None] - (ps - accepted), 0), axis=0)
@@ -135,12 +135,12 @@ def acceptance(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
 
 
 def accept_probability(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
-    """One less the transport cost (2): the probability that a draft passes its test."""
+    """Returns the probability that a draft passes its test, 1 minus the transport cost (2)."""
     return float(1 - np.prod(_masses(ps, q, stages)[1]))
 
 
 def _masses(ps: DraftProbs, q: ExactProbs, stages: Stages) -> tuple[DraftProbs, Float[np.ndarray, " k"], ExactProbs]:
-    """Mass [k, V] that each draft is accepted with, the chance [k] that it is not, and the normalised residual [V]."""
+    """Returns the accepted mass [k, V] of each draft, the probability [k] that it is rejected, and the residual [V]."""
     accepted = np.where(stages.subsets, np.minimum(ps, stages.alphas[:, None] * q), ps)
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)
     reached = np.cumprod(np.append(1.0, rejected))[:-1]

@@ -31,28 +31,28 @@ more. With one dominant token and p close to q they left 2e-5 at k = 8 and 9e-4 
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     return sequential(key, p, q, drafts, valid, optimal_gamma(p, q, jnp.sum(valid), len(drafts)))
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return sequential_pmf(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
+    """Returns the exact acceptance: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
     return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
 
 
 def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
+    """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
     p, q = np.asarray(p, float), np.asarray(q, float)
     return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
 
 
 def sequential(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar) -> Choice:
-    """SpecTr, Algorithm 2, at any gamma >= gamma*; consumes `key`.
+    """Runs SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
 
     Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it, one coin of
     probability gamma / S_k decides whether any draft may pass, which corrects this.
@@ -69,7 +69,7 @@ def sequential(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Val
 
 
 def sequential_pmf(p: ExactProbs, q: ExactProbs, drafts: Sequence[int], gamma: float) -> ExactProbs:
-    """The distribution [V] of Algorithm 2's token given the drafts, in float64."""
+    """Returns the distribution [V] of Algorithm 2's token given the drafts, in float64."""
     _, residual = _shared_and_residual(p, q, len(drafts), gamma)
     result, none_before = np.zeros(len(p)), 1.0
     for draft in drafts:
@@ -80,7 +80,7 @@ def sequential_pmf(p: ExactProbs, q: ExactProbs, drafts: Sequence[int], gamma: f
 
 
 def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> float:
-    """The probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
+    """Returns the probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
     shared, residual = _shared_and_residual(p, q, k, gamma)
     rejected = 1 - shared.sum()
     rejected_without = np.maximum(rejected - (p - shared), 0) ** k  # All rejected, and none of them is x.
@@ -88,7 +88,7 @@ def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) ->
 
 
 def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
-    """gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma)), f(gamma) = 0 in Lemma 3.
+    """Returns gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma)) (Lemma 3).
 
     Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and gamma*: each step moves an
     end of the bracket there, and a step that would leave the bracket goes to its middle.
@@ -112,7 +112,7 @@ def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
 
 
 def optimal_gamma_exact(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """gamma* in float64, by bisection."""
+    """Returns gamma* in float64, by bisection."""
     low, high = 1.0, float(k)
     for _ in range(100):
         middle = (low + high) / 2
@@ -124,7 +124,7 @@ def optimal_gamma_exact(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
 
 def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatScalar, FloatScalar]:
-    """S_k(beta) and -dS_k/dbeta for a traced `k <= most`; both 0 for k = 0."""
+    """Returns S_k(beta) and -dS_k/dbeta for a traced `k <= most`; both 0 for k = 0."""
     index = jnp.arange(most)
     powers = jnp.where(index < k, (1 - beta) ** index.astype(beta.dtype), 0)
     derivatives = index[1:] * powers[:-1] * (index[1:] < k)
@@ -132,7 +132,7 @@ def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatSca
 
 
 def _shared_and_residual(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> tuple[ExactProbs, ExactProbs]:
-    """min(p, q / gamma) and the normalised residual, in float64."""
+    """Returns min(p, q / gamma) and the normalised residual, in float64."""
     shared = np.minimum(p, q / gamma)
     residual = np.maximum(q - shared * np.sum((1 - shared.sum()) ** np.arange(k)), 0)
     return shared, residual / residual.sum() if residual.sum() > 0 else q

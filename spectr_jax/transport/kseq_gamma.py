@@ -15,7 +15,7 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, *, gamma: float | None = None) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     k = jnp.sum(valid)
     if gamma is None:
         used = jnp.maximum(k, 1).astype(p.dtype)
@@ -25,12 +25,12 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, 
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], *, gamma: float | None = None) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return kseq.sequential_pmf(p, q, drafts, _gamma(p, q, len(drafts), gamma))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int, *, gamma: float | None = None) -> float:
-    """See `Plan.acceptance`."""
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return kseq.sequential_acceptance(p, q, k, _gamma(p, q, k, gamma))
 
 

@@ -18,17 +18,17 @@ from spectr_jax.transport.winner import Winner, select_winner
 
 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """See `Plan.win`: the first valid draft, whatever the others."""
+    """Returns the first valid draft as the winner; see `Plan.win`."""
     return Winner(jnp.argmax(valid), p)
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. SpecTr, Algorithm 1."""
+    """Returns the choice of a token by SpecTr's Algorithm 1; see `Plan.select`."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     residual = np.maximum(q - p, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     accept = min(1.0, q[drafts[0]] / p[drafts[0]])
@@ -37,6 +37,6 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`: 1 - TV(p, q) from the first draft, and the residual may hit one of the k - 1 others."""
+    """Returns 1 - TV(p, q) from the first draft, and the chance that the residual hits one of the k - 1 others."""
     overlap = np.minimum(p, q).sum()
     return float(overlap + np.sum(np.maximum(q - p, 0) * (1 - (1 - p) ** (k - 1))))

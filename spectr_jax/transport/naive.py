@@ -14,16 +14,16 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     token = draw(key, q)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`: q, whatever the drafts."""
+    """Returns q, whatever the drafts; see `Plan.pmf`."""
     return q
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`."""
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return float(np.sum(q * -np.expm1(k * np.log1p(-np.minimum(p, 1 - 1e-16)))))

@@ -24,12 +24,12 @@ LARGEST = 40
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Searches on the host: for tiny vocabularies."""
+    """Returns the choice of a token; see `Plan.select`. It searches on the host, so it is for tiny vocabularies."""
     return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`.
+    """Returns the exact distribution of the token; see `Plan.pmf`.
 
     Raises:
       UserError: the search would be too large.
@@ -64,7 +64,7 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
 
 
 def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, "k vocab"]:
-    """The best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k, V] and inside z [k, V]."""
+    """Returns the best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k, V] and inside z [k, V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse
 
@@ -109,7 +109,7 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """HiGHS prints a line of debugging now and then, whatever its options, below the level of sys.stdout."""
+    """Silences the lines that HiGHS prints below the level of sys.stdout, whatever its options."""
     sys.stdout.flush()
     saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -100,12 +100,12 @@ class Matching(NamedTuple):
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """See `Plan.win`: steps 1 to 3."""
+    """Returns the winner, by steps 1 to 3; see `Plan.win`."""
     cells = cells_of(p, q, len(drafts))
     pmf = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
     rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, pmf))
@@ -113,14 +113,14 @@ def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> 
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     cells, winner, moves = _exact(p, q, len(drafts))
     wins = highest_wins(moves[cells.of_token[list(drafts)]])
     return winner_accepted_pmf(q, p * winner.rho[cells.of_token], drafts, wins)
 
 
 def acceptance(p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number) -> Float[AnyArray, ""]:
-    """See `Plan.acceptance`: alpha_k = 1 - D, the largest of all plans.
+    """Returns alpha_k = 1 - D, the largest acceptance of all plans; see `Plan.acceptance`.
 
     Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at most `MOST`, and a little
     rounded by cells at large V.
@@ -173,14 +173,14 @@ def _levels(
 
 
 def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
-    """rho [C] that the tokens of a cell share; -1 where it is on one side of low, high and phi, and each has its own."""
+    """Returns rho [C] of the cells whose tokens share it; -1 for a cell on one side of low, high and phi."""
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
     return jnp.where(own, -1, winner.rho)
 
 
 def token_ratios(p: Probs, q: Probs, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]) -> Probs:
-    """rho [V] of each token: its cell's `shared` ratio, or its own."""
+    """Returns rho [V] of each token: its cell's `shared` ratio, or its own."""
     of_cell = shared[of_token]
     return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
 
@@ -188,7 +188,7 @@ def token_ratios(p: Probs, q: Probs, of_token: Int[Array, " vocab"], shared: Flo
 def winning_draft(
     key: PRNGKeyArray, p: Probs, drafts: Drafts, valid: Valid, cells: Cells, winner: WinnerPmf, rho: Probs
 ) -> IntScalar:
-    """Steps 2 and 3 of the plan: the index of the draft that wins, of distribution p * rho; consumes `key`."""
+    """Returns the index of the winning draft, whose token is distributed as p * rho (steps 2 and 3); consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
     final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
     final = jnp.where(valid, final, -1)
@@ -196,7 +196,7 @@ def winning_draft(
 
 
 def matched(cells: Cells, winner: WinnerPmf) -> Matching:
-    """Step 2: which cells exchange drafts."""
+    """Returns which cells exchange drafts (step 2)."""
     surplus = cells.p * (winner.rho - winner.phi)
     sums = cumulative(jnp, jnp.stack([jnp.maximum(surplus, 0), jnp.maximum(-surplus, 0)]))
     return Matching(surplus, sums, winner.phi)
@@ -227,12 +227,12 @@ def moved(
 
 
 def cells_of(p: Probs, q: Probs, most: int) -> Cells:
-    """The cells of p [V] and q [V] for at most `most` drafts."""
+    """Returns the cells of p [V] and q [V] for at most `most` drafts."""
     return _sorted_cells(p, q) if len(p) <= SORTED else _ratio_cells(p, q, most)
 
 
 def _sorted_cells(p: Probs, q: Probs) -> Cells:
-    """A cell for each ratio; the cells after the last one are empty."""
+    """Returns a cell for each ratio; the cells after the last one are empty."""
     ratio = jnp.where(p > 0, q / p, jnp.inf)
     order = jnp.argsort(ratio)
     ascending = ratio[order]
@@ -244,7 +244,7 @@ def _sorted_cells(p: Probs, q: Probs) -> Cells:
 
 
 def _ratio_cells(p: Probs, q: Probs, most: int) -> Cells:
-    """Cells by the leading bits of the ratio, which order as ratios do. Those above `most`, the k, are clipped anyway."""
+    """Returns cells by the leading bits of the ratio, which order as ratios do. Ratios above `most` are clipped anyway."""
     highest = jnp.float32(1 << (most - 1).bit_length())
     first = _bits(highest) - (OCTAVES << BITS)
     count = (OCTAVES << BITS) + 1
@@ -260,8 +260,11 @@ def _bits(ratio: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def _masses(p: Probs, q: Probs, of_token: Int[Array, " vocab"], count: int) -> Float[Array, "2 {count}"]:
-    """Masses [2, count] of the cells. Adding more than a thousand equal masses one by one loses precision in float32,
-    so they are added in parts, and what rounding adds to their sum is taken off."""
+    """Returns the masses [2, count] of the cells.
+
+    Adding more than a thousand equal masses one by one loses precision in float32. So they are added in parts, and scaled
+    to the right sum.
+    """
     parts = -(-len(p) // 1024)
     part = jnp.arange(len(p), dtype=jnp.int32) % parts
     sums = jnp.zeros((2, parts, count), p.dtype).at[:, part, of_token].add(jnp.stack([p, q]), mode="promise_in_bounds")
@@ -277,7 +280,7 @@ def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:
 
 
 def _exact(p: ExactProbs, q: ExactProbs, k: int | float) -> tuple[Cells, WinnerPmf, Float[np.ndarray, "cells cells"]]:
-    """Cells, winner distribution, and the distribution [C, C] of a draft's cell after its move, by its own cell."""
+    """Returns the cells, the winner's pmf, and the pmf [C, C] of a draft's cell after its move, by its own cell."""
     cells = exact_cells(p, q)
     winner = winner_pmf(cells.p, cells.q, k)
     surplus = cells.p * (winner.rho - winner.phi)
@@ -293,7 +296,7 @@ def _exact(p: ExactProbs, q: ExactProbs, k: int | float) -> tuple[Cells, WinnerP
 
 
 def cumulative(xp: ModuleType, x: Float[AnyArray, "*rows n"]) -> Float[AnyArray, "*rows n"]:
-    """The cumulative sum along the last axis; for JAX on long rows in two stages, as it scans slowly."""
+    """Returns the cumulative sum along the last axis; JAX takes two stages for long rows, since its scans are slow."""
     width, n = 64, x.shape[-1]
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)

@@ -20,16 +20,16 @@ from spectr_jax.transport.base import Choice, select_by_pmf
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 LARGEST = 1_000_000
-"""Flow variables that the program may have: more take minutes and gigabytes."""
+"""The most flow variables: more take minutes and gigabytes."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Solves on the host: for small vocabularies."""
+    """Returns the choice of a token; see `Plan.select`. The host solves the program, so it is for small vocabularies."""
     return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`.
+    """Returns the exact distribution of the token; see `Plan.pmf`.
 
     Raises:
       UserError: the program would be too large.
@@ -41,7 +41,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`: the value of the program. (A residual that could hit a draft would raise it.)
+    """Returns the value of the program; see `Plan.acceptance`. A residual that could hit a draft would raise it.
 
     Raises:
       UserError: the program would be too large.
@@ -50,7 +50,7 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
 
 def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
-    """The probability of each set of tokens that k i.i.d. drafts from p [V] can show."""
+    """Returns the probability of each set of tokens that k i.i.d. drafts from p [V] can show."""
     support = np.flatnonzero(p).tolist()
     sets: dict[frozenset[int], float] = {frozenset(): 1.0}
     for _ in range(k):

@@ -36,32 +36,32 @@ WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)
 
 
 def scores(key: PRNGKeyArray, pmf: Probs) -> Probs:
-    """[V] minus the logarithms of arrival times in the race of `pmf`, -inf for never; the same key is the same clocks."""
+    """Returns [V] minus the logarithms of arrival times in the race of `pmf`, -inf for never; a key fixes the clocks."""
     # Rare tokens win by tiny clocks. The usual uniforms step by 2^-24, too coarse for tokens below 1e-7, which can hold
     # 1e-3 of the mass.
     return jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf)
 
 
 def arrivals(key: PRNGKeyArray, p: Probs, count: int) -> Int[Array, " {count}"]:
-    """The first `count` tokens in the race of p [V], in order; the key is `select`'s."""
+    """Returns the first `count` tokens in the race of p [V], in order; `key` is the one that `select` is given."""
     return jax.lax.top_k(scores(key, p), count)[1].astype(jnp.int32)
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`; `key` is the one that drew the drafts. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. `key` is the one that drew the drafts."""
     token = jnp.argmax(scores(key, q)).astype(jnp.int32)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`; `drafts` in order of arrival."""
+    """Returns the exact distribution of the token; see `Plan.pmf`. `drafts` are in order of arrival."""
     order = np.array(drafts)
     result: ExactProbs = q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
     return result
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`; by `index_pmf`.
+    """Returns the exact acceptance, by `index_pmf`; see `Plan.acceptance`.
 
     Raises:
       UserError: V is too large for it.
@@ -70,7 +70,7 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
 
 def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]:
-    """R [k]: the probability that the token is the first, second, ..., k-th draft (ERSD, eq. (3)), in float64.
+    """Returns R [k], the probability that the token is the first, second, ..., k-th draft (ERSD, eq. (3)), in float64.
 
     Given the clock of the winner, the other tokens are ahead of it in the race of p independently of each other; the number
     of those is Poisson-binomial.
@@ -96,7 +96,7 @@ def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]
 
 
 def _drafts_given_winner(p: ExactProbs, q: ExactProbs, order: Int[np.ndarray, " k"]) -> Float[np.ndarray, "vocab times"]:
-    """The probability [V, U] of these drafts in this order, if token y wins the race of q at each of the U TIMES."""
+    """Returns the probability [V, U] of these drafts in this order if token y wins the race of q at each of the U TIMES."""
     k, winners = len(order), np.arange(len(p))
     starts = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
     place = np.array([order.tolist().index(y) if y in order else k for y in winners])

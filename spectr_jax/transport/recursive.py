@@ -19,17 +19,17 @@ from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScal
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return pmf_in_turn(p, q, drafts, lambda p, draft: p)
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`. A rejected draft has no residual, so nothing is accepted by chance."""
+    """Returns the exact acceptance; see `Plan.acceptance`. A rejected draft has no residual to be hit by."""
     none, left = 1.0, q
     for _ in range(k):
         none *= 1 - np.minimum(p, left).sum()
@@ -40,7 +40,7 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 def reject_in_turn(
     key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, next_pmf: Callable[[Probs, IntScalar], Probs]
 ) -> Choice:
-    """Recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of the next draft; consumes
+    """Runs recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of the next draft; consumes
     `key`."""
     accept_key, residual_key = jax.random.split(key)
 
@@ -68,7 +68,7 @@ def reject_in_turn(
 def pmf_in_turn(
     p: ExactProbs, q: ExactProbs, drafts: Sequence[int], next_pmf: Callable[[ExactProbs, int], ExactProbs]
 ) -> ExactProbs:
-    """The distribution [V] of recursive rejection given the drafts, in float64; `next_pmf(p, draft)` is a pmf."""
+    """Returns the distribution [V] of recursive rejection given the drafts, in float64; `next_pmf(p, draft)` is a pmf."""
     result, none_before, left = np.zeros(len(p)), 1.0, q
     for draft in drafts:
         accept = min(1.0, left[draft] / p[draft])
@@ -79,6 +79,6 @@ def pmf_in_turn(
 
 
 def residual(p: ExactProbs, q: ExactProbs) -> ExactProbs:
-    """(q - p)+ [V], normalised, in float64; q itself where nothing is left."""
+    """Returns (q - p)+ [V], normalised, in float64; q itself if nothing is left."""
     rest = np.maximum(q - p, 0)
     return rest / rest.sum() if rest.sum() > 0 else q

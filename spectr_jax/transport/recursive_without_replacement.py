@@ -21,17 +21,17 @@ LARGEST = 10_000_000
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`; drafts in the order in which they were drawn. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Drafts are in the order in which they were drawn."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p.at[draft].set(0))
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return pmf_in_turn(p, q, drafts, without)
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`: over all sequences of k - 1 drafts, so for small vocabularies.
+    """Returns the exact acceptance; see `Plan.acceptance`. It enumerates k - 1 drafts, so it is for small vocabularies.
 
     Raises:
       UserError: too many of them.
@@ -58,6 +58,6 @@ def _acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
 
 def without(p: ExactProbs, token: int) -> ExactProbs:
-    """p [V] without a token, renormalised; all 0 where nothing is left."""
+    """Returns p [V] without a token, renormalised; all 0 if nothing is left."""
     rest = np.where(np.arange(len(p)) == token, 0, p)
     return rest / rest.sum() if rest.sum() > 0 else rest

@@ -19,13 +19,13 @@ _Carry: TypeAlias = tuple[Float[Array, "rows columns"], Int[Array, " m"], Int[Ar
 
 
 def tolerance(dtype: Any) -> float:
-    """What counts as 0: 1e-11 in float64, 1e-5 in float32."""
+    """Returns what counts as 0: 1e-11 in float64, 1e-5 in float32."""
     small: float = float(jnp.finfo(dtype).eps) ** 0.7
     return small
 
 
 def maximise(gain: Float[Array, " n"], rows: Float[Array, "m n"], bounds: Float[Array, " m"]) -> Float[Array, " n"]:
-    """The x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
+    """Returns the x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
     Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the limit on steps ends
     it early.

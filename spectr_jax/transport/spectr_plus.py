@@ -8,15 +8,15 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     return improved(key, p, q, drafts, valid, iterations=1)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return improved_pmf(p, q, drafts, iterations=1)
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`."""
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return improved_acceptance(p, q, k, iterations=1)

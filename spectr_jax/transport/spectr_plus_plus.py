@@ -31,7 +31,7 @@ from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScal
 ITERATIONS = 32
 """The most iterations of Algorithm 2; it usually stops by itself after 2 to 6."""
 LARGEST_ALPHA = 1e3
-"""Alphas are capped here: it binds only where Omega_i holds less than a thousandth of q."""
+"""The largest alpha. The cap binds only where Omega_i holds less than a thousandth of q."""
 
 
 class _Stages(NamedTuple):
@@ -40,22 +40,22 @@ class _Stages(NamedTuple):
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """See `Plan.select`. Runs in the jitted sampler."""
+    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     return improved(key, p, q, drafts, valid, ITERATIONS)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """See `Plan.pmf`."""
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return improved_pmf(p, q, drafts, ITERATIONS)
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`."""
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return improved_acceptance(p, q, k, ITERATIONS)
 
 
 def improved(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, iterations: int) -> Choice:
-    """Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
+    """Runs Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
     accept_key, residual_key = jax.random.split(key)
     k, most = jnp.sum(valid), len(drafts)
     alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, iterations)
@@ -77,17 +77,17 @@ def improved(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
 
 
 def improved_pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int) -> ExactProbs:
-    """The distribution [V] of Algorithm 1's token given the drafts, in float64."""
+    """Returns the distribution [V] of Algorithm 1's token given the drafts, in float64."""
     return iopt.pmf(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
 
 
 def improved_acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> float:
-    """The probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
+    """Returns the probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
     return iopt.acceptance(np.tile(p, (k, 1)), q, stages(p, q, k, iterations))
 
 
 def stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stages:
-    """The plan that `select` uses, computed in float64 by the same code."""
+    """Returns the plan that `select` uses, computed in float64 by the same code."""
     return _stages(p.tobytes(), q.tobytes(), k, iterations)
 
 
@@ -103,7 +103,7 @@ def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Sta
 
 
 def _iopt(p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar) -> _Stages:
-    """Algorithm 2 for a traced `k <= most`; from k on a stage does nothing."""
+    """Runs Algorithm 2 for a traced `k <= most`; stages from k on do nothing."""
     tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), jnp.inf)

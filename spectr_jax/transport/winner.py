@@ -1,5 +1,4 @@
-r"""Plans that name a winner among the drafts, of a known distribution g, and apply Algorithm 1 to it as a single draft
-from g.
+r"""Plans that name a winner among the drafts, with a known distribution g, and apply Algorithm 1 to it as a single draft.
 
 $$P(\text{accept the winner } y) = \min\left(1, \frac{q(y)}{g(y)}\right), \qquad \text{else a draw from } (q - g)_+$$
 
@@ -45,7 +44,7 @@ def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Probs, q: Pr
 
 
 def winner_accepted_pmf(q: ExactProbs, g: ExactProbs, drafts: Sequence[int], wins: Float[np.ndarray, " k"]) -> ExactProbs:
-    """The distribution [V] of the token in float64, if each of `drafts` wins with the probability in `wins`."""
+    """Returns the distribution [V] of the token in float64, if each of `drafts` wins with the probability in `wins`."""
     residual = np.maximum(q - g, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     result = np.zeros(len(q))
