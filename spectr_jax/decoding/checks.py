@@ -71,15 +71,15 @@ def check_request(
             if target.layers > 1
             else "the target has one layer, and no earlier one to draft with; give a draft model and another method"
         )
-    if method.verifier.rule != "iid" and method.tree.children_table.shape[1] > target.vocab_size:
+    if method.drafter is None and method.verifier.rule != "iid" and method.tree.children_table.shape[1] > target.vocab_size:
         raise UserError(
             f"the tree of method {method.name!r} has nodes with {method.tree.children_table.shape[1]} children, and the "
             f"vocabulary {target.vocab_size} distinct tokens; give a narrower tree"
         )
     models = [("target", target)]
-    if method.tree.size and not method.exit_layer:
+    if method.needs_draft:
         if draft is None:
-            raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'baseline'")
+            raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'lookup'")
         models.append(("draft", draft))
         if draft.features_seen not in (0, target.features_shown):
             raise UserError(

@@ -87,7 +87,7 @@ def generate(
       target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
         it is decoded with often.
       draft: likewise, with the target's vocabulary; `spectr_jax.pairs.fitted` fits one to it whose added or padded tokens
-        differ. None for a method that drafts nothing.
+        differ. None for a method that needs no draft model.
       prompts: [B, T] int32, BOS first, padded at the end, which is done here up to a multiple of `BUCKET`.
         `tokenizer.prompts` makes them of strings.
       prompt_lengths: [B] int32, at least 1.
@@ -133,7 +133,7 @@ def _checked(request: _Request) -> _Request:
     draft_policy = request.draft_policy or policy
     checks.check_method(method)
     tokens, lengths = checks.checked_prompts(request.prompts, request.prompt_lengths)
-    drafts = method.tree.size > 0 and not method.exit_layer and request.draft is not None
+    drafts = method.needs_draft and request.draft is not None
     models = freeze(request.target), freeze(request.draft) if drafts else None
     checks.check_request(method, *models, tokens, lengths, request.max_new_tokens)
     checks.check_key(request.key, len(tokens))
@@ -238,7 +238,7 @@ def decode(
         `fold_in(key, i)`.
       method: static.
       target: from `freeze`. Let it be an argument of the jitted function: what a function closes over is compiled into it.
-      draft: likewise; None for a method that drafts nothing with it.
+      draft: likewise; None for a method that needs none.
       prompts: [B, T] int32, padded at the end.
       prompt_lengths: [B] int32, from 1 to T.
       max_new_tokens: static; the contexts of the models are at least T + max_new_tokens.

@@ -50,7 +50,7 @@ class Loop(NamedTuple):
       lengths: the number of committed tokens.
       done: whether a sequence has ended.
       target_cache: holds all committed tokens but the last.
-      draft_cache: as `drafting.committed_length` says; None where the target's serves, or nothing is drafted.
+      draft_cache: as `drafting.committed_length` says; None where no draft model is used.
       features: the target's features that come with the last tokens, for a draft that sees them; else None.
       calls: those of the target that each sequence took.
       histogram: how many calls emitted 0, 1, 2, ... tokens.
@@ -86,7 +86,7 @@ def prefill(
     recalled = features.recalled(draft, tree)
     capacity = T + max_new_tokens + tree.size + recalled
     last_features, draft_cache = None, None
-    own = draft if tree.size > 0 and not method.exit_layer else None
+    own = draft if method.needs_draft else None
     show = None if own is None else features.wanted(own)
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
     if own is not None:
@@ -220,7 +220,8 @@ def call(
         tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
     with jax.named_scope("score"):
         show = None if loop.features is None else features.wanted(draft)
-        logits, shown, target_cache = scoring.score(target, tree, tokens_BxN, loop.lengths, target_cache, show)
+        scored_BxN = jnp.maximum(tokens_BxN, 0)  # What the target says of nodes without a draft is unused.
+        logits, shown, target_cache = scoring.score(target, tree, scored_BxN, loop.lengths, target_cache, show)
     with jax.named_scope("select"):
         scored = ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens_BxN, p=p, logits=logits)
         chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored)
@@ -237,9 +238,12 @@ def _draft(
     loop: Loop, method: Method, target: Model, draft: Model | None, keys_B: Key[Array, " batch"], policy: Policy
 ) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch inner vocab"], Cache, Cache | None]:
     """Returns the tokens of the tree, the draft distributions, and the caches of target and draft."""
-    if not method.tree.size:
-        tokens_Bx1 = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
-        return tokens_Bx1, jnp.zeros((len(tokens_Bx1), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
+    if method.drafter is not None or not method.tree.size:
+        tokens_BxN = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
+        if method.drafter is not None and method.tree.size:
+            found = jax.vmap(functools.partial(method.drafter, method.tree))(loop.tokens, loop.lengths)
+            tokens_BxN = jnp.concatenate([tokens_BxN, found], axis=1)
+        return tokens_BxN, jnp.zeros((len(tokens_BxN), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
     cache = loop.draft_cache
     if method.exit_layer:  # The draft's rows are the target's: it temporarily uses the target's cache.
         cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))

@@ -10,14 +10,22 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from jaxtyping import Array, Int
+
 from spectr_jax import transport
 from spectr_jax.decoding import tree as trees
+from spectr_jax.decoding.lookup import Lookup
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.verifiers import Block, Layer, MultiPath, TokenByToken, Traversal, Verifier
+from spectr_jax.decoding.verifiers import Block, FromTarget, Layer, MultiPath, TokenByToken, Traversal, Verifier
+from spectr_jax.decoding.verifiers.from_target import GIVEN
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
 from spectr_jax.errors import UserError, unknown
+from spectr_jax.transport.types import IntScalar
 
 Shape: TypeAlias = Tree | str | None
+Drafter: TypeAlias = Callable[[Tree, Int[Array, " time"], IntScalar], Int[Array, " nodes"]]
+"""Drafts without a model: a function of the tree, the tokens of a sequence and their number that returns the tokens of the
+nodes 1..N, -1 for none, with distinct siblings. Equal ones hash alike. `lookup.Lookup` is one."""
 NUM_DRAFTS, DRAFT_LENGTH = 8, 4
 """K and L of i.i.d. chains, where neither they nor a tree are given."""
 
@@ -31,15 +39,17 @@ class Method:
       tree: the shape that is drafted; empty for none.
       verifier: chooses the tokens that a call emits; its rule says how siblings are drafted.
       exit_layer: self-speculation: the draft is this number of the target's first layers; 0 for a draft model.
+      drafter: drafts without a model; None for a draft model.
 
     Raises:
-      UserError: the verifier is not exact on the tree.
+      UserError: the verifier is not exact on the tree, or not for these drafts.
     """
 
     name: str
     tree: Tree
     verifier: Verifier
     exit_layer: int = 0
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.verifier, Verifier):
@@ -51,6 +61,17 @@ class Method:
             self.verifier.check(self.tree)
         except UserError as error:
             raise UserError(f"method {self.name!r}: {error}") from None
+        if (self.verifier.rule == GIVEN) != (self.drafter is not None):
+            raise UserError(
+                f"method {self.name!r}: drafts of a drafter go with the verifier FromTarget(), and only those; give both"
+            )
+        if self.exit_layer and self.drafter is not None:
+            raise UserError(f"exit_layer={self.exit_layer}: the method {self.name!r} has a drafter; give one of the two")
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether it drafts with a draft model."""
+        return self.tree.size > 0 and not self.exit_layer and self.drafter is None
 
 
 def baseline() -> Method:
@@ -150,6 +171,24 @@ def greedy_drafts(*, tree: Tree | str = "4,2,1,1") -> Method:
     return Method("greedy_drafts", trees.parse(tree), TokenByToken(transport.get("greedy")))
 
 
+def lookup(
+    *,
+    num_drafts: int | None = None,
+    draft_length: int | None = None,
+    tree: Shape = None,
+    max_ngram: int = 3,
+    min_ngram: int = 1,
+) -> Method:
+    """Drafts what followed the last tokens where they occurred before (`decoding/lookup.py`), without a draft model.
+
+    One chain of L drafts, K of them with different first tokens, or any tree.
+    """
+    if tree is None and num_drafts is None:
+        num_drafts = 1
+    shape = _shape("lookup", num_drafts, draft_length, tree)
+    return Method("lookup", shape, FromTarget(), drafter=Lookup(max_ngram, min_ngram))
+
+
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
     """Any method, with the target's first `layers` and its own head as the draft; they share keys and values.
 
@@ -161,14 +200,17 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
 
 def _iid(name: str, verifier: Verifier, num_drafts: int | None, draft_length: int | None, tree: Shape) -> Method:
     """Returns the method that verifies i.i.d. drafts on a tree, or on K chains of L tokens."""
+    return Method(name, _shape(name, num_drafts, draft_length, tree), verifier)
+
+
+def _shape(name: str, num_drafts: int | None, draft_length: int | None, tree: Shape) -> Tree:
+    """Returns the tree, or K chains of L tokens."""
     if tree is None:
         drafts = NUM_DRAFTS if num_drafts is None else num_drafts
-        shape = trees.iid_chains(drafts, DRAFT_LENGTH if draft_length is None else draft_length)
-    elif num_drafts is None and draft_length is None:
-        shape = trees.parse(tree)
-    else:
-        raise UserError(f"method {name!r} is given tree={tree!r} and num_drafts or draft_length; give one of them")
-    return Method(name, shape, verifier)
+        return trees.iid_chains(drafts, DRAFT_LENGTH if draft_length is None else draft_length)
+    if num_drafts is None and draft_length is None:
+        return trees.parse(tree)
+    raise UserError(f"method {name!r} is given tree={tree!r} and num_drafts or draft_length; give one of them")
 
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -190,6 +232,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "traversal": traversal_verification,
     "ersd": ersd,
     "greedy_drafts": greedy_drafts,
+    "lookup": lookup,
     "self_speculative": self_speculative,
 }
 

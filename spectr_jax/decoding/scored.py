@@ -26,8 +26,9 @@ class ScoredTree:
       tree: static, N drafted nodes.
       policy: turns the target's logits into q.
       length: [] int32, committed tokens of the sequence before the call.
-      tokens: [N + 1] int32 by node; the root's is the last committed one.
-      p: [I, V] draft distributions at the inner nodes.
+      tokens: [N + 1] int32 by node; the root's is the last committed one. A node of -1 has no draft.
+      p: [I, V] draft distributions at the inner nodes; [0, V] for drafts that are not drawn but given, which have
+        probability 1 each.
       logits: [N + 1, V] of the target at each node.
     """
 
@@ -75,12 +76,12 @@ class ScoredTree:
         """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
 
         The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be
-        leaves, where the draft model did not run. It is undefined if `child` is the root. Where the target has no
-        distribution, as for logits that are NaN, q is 0 everywhere: its mass is that of -1, which is no token.
+        leaves, where the draft model did not run. It is undefined if `child` is the root, and q stands in where drafts
+        are given. Where the target has no distribution, as for logits that are NaN, q is 0 everywhere: its mass is that of -1, which is no token.
         """
         q = self.q(node)
         q = jnp.where(q > 0, q, 0)
-        return (self.p[self._rank_above(child)] if len(self.tree.inner) else q), q
+        return (self.p[self._rank_above(child)] if len(self.p) else q), q
 
     def spelled_alike(self) -> Bool[Array, "nodes nodes"]:
         """Returns [N + 1, N + 1] bool; entry (i, j) says that nodes i and j spell the same tokens."""
@@ -93,10 +94,14 @@ class ScoredTree:
 
         None has where the draft distribution is undefined, as for logits that are NaN.
         """
-        if not self.tree.size:
-            return jnp.ones(1, bool)
+        return self.draft_probability() > 0
+
+    def draft_probability(self) -> Float[Array, " nodes"]:
+        """Returns [N + 1] the draft's probability of each node's token given its parent; 1 for the root."""
+        if not len(self.p):
+            return (self.tokens >= 0).astype(self.p.dtype)
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
-        return jnp.concatenate([jnp.ones(1, bool), self.p[rows, self.tokens[1:]] > 0])
+        return jnp.concatenate([jnp.ones(1, self.p.dtype), self.p[rows, self.tokens[1:]]])
 
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
         """Returns what would have been drafted and scored on `tree`, whose nodes are `nodes` [N' + 1] of this one."""

@@ -73,7 +73,7 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
     check_positive(config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts")
     check_dtype(config.dtype)
     for name, length in itertools.product(config.methods, config.lengths):
-        if _method(config, name, length).exit_layer:
+        if not _method(config, name, length).needs_draft:
             raise UserError(f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out")
 
 

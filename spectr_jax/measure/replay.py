@@ -40,7 +40,7 @@ def part_of(whole: Tree, part: Tree) -> np.ndarray:
 
 def can_be_replayed(method: Method) -> bool:
     """Whether parts of its drafted trees are drafted trees: of a draft model, i.i.d. or without replacement."""
-    return bool(method.tree.size) and not method.exit_layer and method.verifier.rule in ("iid", "without_replacement")
+    return method.needs_draft and method.verifier.rule in ("iid", "without_replacement")
 
 
 @functools.cache

@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
     Attributes:
       start: the number of tokens before the call.
-      tokens: [N + 1] by node of the tree, the last committed one first.
+      tokens: [N + 1] by node of the tree, the last committed one first; -1 where there was no draft.
       p: [N + 1] the draft's probability of each node's token given its parent; 1 for the root.
       q: [N + 1] the target's probability of the same.
       path: a node for each accepted draft, without those after EOS or the limit.
@@ -68,17 +68,15 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 def seen(call: Call) -> dict[str, jax.Array]:
     """What `read_call` needs of one call: an `observe` for `stream`."""
     scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
-    made = {
+    q = probabilities(scored.logits, scored.policy)[parent, jnp.maximum(scored.tokens, 0)]
+    return {
         "tokens": scored.tokens,
-        "q": probabilities(scored.logits, scored.policy)[parent, scored.tokens],
-        "p": jnp.ones(scored.tokens.shape),
+        "q": jnp.where(scored.tokens >= 0, q, 0),
+        "p": scored.draft_probability(),
         "path": call.chosen.path,
         "chosen": call.chosen.tokens,
         "emitted": call.chosen.emitted,
     }
-    if scored.tree.size:
-        made["p"] = scored.p[jnp.asarray(scored.tree.inner_rank)[parent], scored.tokens]
-    return made
 
 
 def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
@@ -97,7 +95,7 @@ def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> 
     accepted = int(made["emitted"]) - 1
     path = made["path"][:accepted].tolist()
     tokens = np.asarray(made["tokens"])
-    last = _last_origin(tree, _live(tree, tokens, path))
+    last = _last_origin(tree, _live(tree, tokens, path)) if (tokens[1:] >= 0).any() else TARGET
     p, q = np.array(made["p"]), np.array(made["q"])
     p[0] = q[0] = 1
     return Recorded(
@@ -123,7 +121,5 @@ def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
 
 def _last_origin(tree: Tree, live: list[int]) -> str:
     """The origin of the token after the accepted ones."""
-    if not tree.size:
-        return TARGET
     deepest = [node for node in (0, *live) if tree.depth[node] == tree.depth[live[-1] if live else 0]]
     return CORRECTION if (tree.children_table[deepest, 0] >= 0).any() else BONUS

@@ -37,10 +37,10 @@ def statistic(method: Method) -> str | None:
 
     It is the verifier's `statistic`. For i.i.d. drafts this is `CARRIERS`, how many of k carry the token, or, for block
     verification, `WINNERS`, the ratio of the winner too. For distinct drafts, drawn one after the other, it is `CHILDREN`,
-    the acceptance by child index. Methods without drafts, and those whose target drafts for itself, have none;
+    the acceptance by child index. Methods without a draft model have none;
     `measure.replay` compares the others.
     """
-    if not method.tree.size or method.exit_layer:
+    if not method.needs_draft:
         return None
     return method.verifier.statistic
 

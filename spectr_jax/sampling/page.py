@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+import numpy as np
+
 from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.errors import UserError
@@ -103,7 +105,7 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
     """The continuation as HTML; with a `number` of the prompt each token links to its call."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
-        about = f'class="{token.origin}" title="call {token.call + 1}: {NAMES.get(token.origin, "from the target")}"'
+        about = f'class="{token.origin}" title="call {token.call + 1}: {_name(token.origin)}"'
         tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
         text = token.text.lstrip()
         space = token.text[: len(token.text) - len(text)]  # Not underlined.
@@ -117,25 +119,29 @@ def _anchor(number: int, call: int) -> str:
 
 def _caption(index: int, call: Recorded) -> str:
     drafts = f"{len(call.path)} accepted draft{'' if len(call.path) == 1 else 's'}"
-    last = "" if len(call.emitted) == len(call.path) else f" and a {NAMES[call.origins[-1]]}"
+    last = "" if len(call.emitted) == len(call.path) else f" and a {_name(call.origins[-1])}"
     return f"Call {index + 1}: {drafts}{last}"
+
+
+def _name(origin: str) -> str:
+    return NAMES.get(origin, "token of the target")
 
 
 def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
     """The tree from left to right; the accepted path is bold, and the token that follows it hangs on it."""
-    end = call.path[-1] if call.path else 0
-    paths = [tree.path(node) for node in range(tree.size + 1)]
-    parents, tokens, kinds = tree.parent.tolist(), call.tokens.tolist(), ["draft"] * (tree.size + 1)
-    about = [f"draft p = {p:.3f}, target q = {q:.3f}" for p, q in zip(call.p, call.q, strict=True)]
-    for node in call.live:
-        kinds[node] = "accepted"
+    drafted = np.flatnonzero(call.tokens >= 0).tolist()
+    paths, tokens = [tree.path(node) for node in drafted], call.tokens[drafted].tolist()
+    parents = np.searchsorted(drafted, tree.parent[drafted]).tolist()
+    end = int(np.searchsorted(drafted, call.path[-1])) if call.path else 0
+    about = [f"draft p = {call.p[node]:.3f}, target q = {call.q[node]:.3f}" for node in drafted]
+    kinds = ["accepted" if node in call.live else "draft" for node in drafted]
     kinds[0], about[0] = "root", "the last token before the call"
     if len(call.emitted) > len(call.path):
         paths.append((*paths[end], tree.size))  # Below its siblings.
         parents.append(end)
         tokens.append(call.emitted[-1])
         kinds.append(call.origins[-1])
-        about.append(f"{NAMES[call.origins[-1]]}, from the target")
+        about.append(f"{_name(call.origins[-1])}, from the target")
     rows = rows_of_paths(paths)
     places = [(MARGIN + COLUMN * len(path), MARGIN + ROW * row) for path, row in zip(paths, rows.tolist(), strict=True)]
     order = sorted(range(1, len(paths)), key=lambda node: kinds[node] != "draft")  # What was emitted lies on top.

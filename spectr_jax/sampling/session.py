@@ -95,7 +95,7 @@ def open_session(
     """
     wanted = method or get_method("block", draft_length=3)
     others = target.startswith(("hf:", "gguf:")) or target == SMOLLM2  # These have vocabularies of their own.
-    if not wanted.tree.size or wanted.exit_layer:
+    if not wanted.needs_draft:
         loaded, drafts = load_alone(target, dtype), None
     elif draft is not None:
         loaded, (drafts,) = load_pair(target, (draft,), dtype)

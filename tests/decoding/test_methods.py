@@ -43,6 +43,8 @@ METHODS = {
     "traversal wide": ("traversal", {"tree": WIDE}),
     "ersd wide": ("ersd", {"tree": WIDE}),
     "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
+    "lookup L=3": ("lookup", {"draft_length": 3}),
+    "lookup tree 3,2,1": ("lookup", {"tree": "3,2,1", "max_ngram": 2}),
     "self_speculative": ("self_speculative", {"method": "otm_block", "tree": "2,2,1"}),
 }
 # The tests of a method run in one process: most share one compiled program.
@@ -59,6 +61,7 @@ SHAPED = (
     "gsd wide",
     "traversal wide",
     "ersd wide",
+    "lookup tree 3,2,1",
 )
 
 GENERATIONS = 60_000
@@ -103,7 +106,7 @@ def test_second_call_compiles_nothing(case):
 PERFECT = [
     case
     for case, (name, _) in METHODS.items()
-    if name not in ("kseq_gamma", "naive", "gbv", "greedy_drafts")  # These may refuse drafts of the target itself.
+    if name not in ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup")  # These may refuse drafts of the target itself.
 ]
 
 

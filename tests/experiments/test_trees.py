@@ -185,7 +185,10 @@ def test_carriers_of_iid_drafts():
         ({"extra_trees": ("star:3",)}, "tree 'star:3' is not known"),
         ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "is no prefix tree"),
         ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(1,\)"),
-        ({"methods": ("baseline",)}, "methods has 'baseline', which drafts nothing, or no tree of N=1; leave it out"),
+        (
+            {"methods": ("baseline",)},
+            "methods has 'baseline', which uses no draft model, or drafts no tree of N=1; leave it out",
+        ),
         ({"temperature": 0.0}, "temperature=0.0 has no acceptance to measure; give a positive one"),
         ({"exit_layer": 1}, "exit_layer=1 of a target of 1 layers; give fewer, or 0"),
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),

@@ -64,7 +64,7 @@ class Verifier(abc.ABC):
     @property
     @abc.abstractmethod
     def rule(self) -> str:
-        """How siblings must be drafted: one of `drafting.RULES`."""
+        """How siblings must be drafted: one of `drafting.RULES`, or "given" for drafts that a method's drafter finds."""
 
     def check(self, tree: Tree) -> None:  # noqa: B027
         """Raises `UserError` if this verifier is not exact on `tree`. The default accepts every tree."""
@@ -196,7 +196,12 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
     tree = scored.tree
     if rule != "iid":
         table = jnp.asarray(tree.children_table)
-        return lambda node: Candidates(nodes=table[node], tokens=scored.tokens[table[node]], valid=table[node] >= 0)
+
+        def of_node(node: IntScalar) -> Candidates:
+            tokens = scored.tokens[table[node]]
+            return Candidates(nodes=table[node], tokens=tokens, valid=(table[node] >= 0) & (tokens >= 0))
+
+        return of_node
     alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
     levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
