@@ -76,8 +76,9 @@ class ScoredTree:
         """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
 
         The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be
-        leaves, where the draft model did not run. It is undefined if `child` is the root, and q stands in where drafts
-        are given. Where the target has no distribution, as for logits that are NaN, q is 0 everywhere: its mass is that of -1, which is no token.
+        leaves, where the draft model did not run. It is undefined if `child` is the root, and q where drafts are given.
+        Where the target has no distribution, as for logits that are NaN, q is 0 everywhere: its mass is that of -1,
+        which is no token.
         """
         q = self.q(node)
         q = jnp.where(q > 0, q, 0)

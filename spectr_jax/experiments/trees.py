@@ -114,7 +114,7 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
     for name in config.methods:
         if not get_method(name).needs_draft or all(on_tree(name, tree_lib.chain(size)) is None for size in config.sizes):
             raise UserError(
-                f"methods has {name!r}, which uses no draft model, or drafts no tree of N={max(config.sizes)}; leave it out"
+                f"methods has {name!r}, which has no draft model, or no tree of N={max(config.sizes)}; leave it out"
             )
     if config.exit_layer < 0:
         raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")

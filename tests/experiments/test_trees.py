@@ -187,7 +187,7 @@ def test_carriers_of_iid_drafts():
         ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(1,\)"),
         (
             {"methods": ("baseline",)},
-            "methods has 'baseline', which uses no draft model, or drafts no tree of N=1; leave it out",
+            "methods has 'baseline', which has no draft model, or no tree of N=1; leave it out",
         ),
         ({"temperature": 0.0}, "temperature=0.0 has no acceptance to measure; give a positive one"),
         ({"exit_layer": 1}, "exit_layer=1 of a target of 1 layers; give fewer, or 0"),
