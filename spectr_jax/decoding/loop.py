@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
 
 from spectr_jax.decoding import drafting, features, scoring
+from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.scored import ScoredTree
@@ -21,7 +22,8 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
 from spectr_jax.models.base import Model, features_shown
 from spectr_jax.models.cache import Cache
-from spectr_jax.transport.types import IntScalar
+from spectr_jax.models.layers import cpu
+from spectr_jax.transport.types import BoolScalar, IntScalar
 
 PIECE = 64
 """The most tokens of a prompt that the models run on at once: the memory of attention goes by it."""
@@ -67,6 +69,22 @@ class Loop(NamedTuple):
     calls: Int[Array, " batch"]
     histogram: Int[Array, "batch counts"]
     observed: Any
+
+
+class _Selected(NamedTuple):
+    """What the target and the verifier make of the drafts of a call.
+
+    Attributes:
+      logits: of the target at the nodes.
+      shown: the target's features, for a draft that sees them.
+      cache: the target's, with the nodes pending.
+      chosen: the tokens.
+    """
+
+    logits: Float[Array, "batch nodes vocab"]
+    shown: Float[Array, "batch nodes features"] | None
+    cache: Cache
+    chosen: Selection
 
 
 def prefill(
@@ -218,20 +236,49 @@ def call(
 
     with jax.named_scope("draft"):
         tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
-    with jax.named_scope("score"):
-        show = None if loop.features is None else features.wanted(draft)
-        scored_BxN = jnp.maximum(tokens_BxN, 0)  # What the target says of nodes without a draft is unused.
-        logits, shown, target_cache = scoring.score(target, tree, scored_BxN, loop.lengths, target_cache, show)
-    with jax.named_scope("select"):
-        scored = ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens_BxN, p=p, logits=logits)
-        chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored)
+
+    def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
+        tokens = tokens_BxN[:, : tree.size + 1]
+        return ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=logits)
+
+    def score_and_select(tree: Tree) -> _Selected:
+        with jax.named_scope("score"):
+            show = None if loop.features is None else features.wanted(draft)
+            inputs = jnp.maximum(tokens_BxN[:, : tree.size + 1], 0)  # What follows nodes without a draft is unused.
+            logits, shown, cache = scoring.score(target, tree, inputs, loop.lengths, target_cache, show)
+        with jax.named_scope("select"):
+            chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored(tree, logits))
+        return _Selected(logits, shown, cache, chosen)
+
+    if method.drafter is not None and cpu.on_cpu():  # The host of an accelerator would wait.
+        drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
+        logits, shown, target_cache, chosen = _where_drafted(drafted, score_and_select, tree)
+    else:
+        logits, shown, target_cache, chosen = score_and_select(tree)
     with jax.named_scope("commit"):
         after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
         if loop.features is not None and shown is not None:
             added = after.lengths - loop.lengths
             after = after._replace(features=features.after_call(loop.features, shown, chosen.path, added))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
-    return after, Call(key=spare_keys, scored=scored, chosen=chosen)
+    return after, Call(key=spare_keys, scored=scored(tree, logits), chosen=chosen)
+
+
+def _where_drafted(drafted: BoolScalar, score_and_select: Callable[[Tree], _Selected], tree: Tree) -> _Selected:
+    """Returns what `score_and_select` does on `tree`; where nothing is drafted, what it does on the root alone, with zeros
+    for the other nodes."""
+
+    wide = jax.eval_shape(lambda: score_and_select(tree))
+
+    def on_root() -> _Selected:
+        def padded(narrow: Array, wide: Array) -> Array:
+            return jnp.pad(narrow, [(0, long - short) for short, long in zip(narrow.shape, wide.shape, strict=True)])
+
+        selected: _Selected = jax.tree.map(padded, score_and_select(trees.none()), wide)
+        return selected
+
+    selected: _Selected = jax.lax.cond(drafted, lambda: score_and_select(tree), on_root)
+    return selected
 
 
 def _draft(
