@@ -250,6 +250,25 @@ def auto_config() -> ml_collections.ConfigDict:
     )
 
 
+def spec_bench_config() -> ml_collections.ConfigDict:
+    """Spec-Bench: speed over the baseline's, by task, of one conversation at a time."""
+    return ml_collections.ConfigDict(
+        {
+            "experiment": "spec_bench",
+            "target": "smollm2",
+            "draft": "results/smollm2/eagle/smollm2_eagle",  # Of the methods that need one.
+            "dtype": "int8",
+            "questions": "",  # Spec-Bench's file, JSON lines.
+            "questions_per_task": 0,  # At equal distances; 0 for all.
+            "methods": ("lookup chain:4", "block chain:1", "otm_layer 2,1"),  # Beside the baseline: names and trees.
+            "temperatures": (0.0, 1.0),
+            "max_new_tokens": 1_024,  # Of an answer.
+            "runs": 3,
+            "seed": 0,
+        }
+    )
+
+
 def check_fields(config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict, prefix: str = "") -> None:
     """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of another type."""
     for name in config:

@@ -22,9 +22,10 @@ def main():
     # Once flags are parsed: `--help` need not wait for JAX.
     import jax
 
-    from spectr_jax.experiments import auto, latency, quality, tokens_per_call, trees
+    from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
 
-    experiments = {experiment.NAME: experiment.run for experiment in (tokens_per_call, trees, latency, auto, quality)}
+    all_of_them = tokens_per_call, trees, latency, auto, quality, spec_bench
+    experiments = {experiment.NAME: experiment.run for experiment in all_of_them}
     name = _CONFIG.value.get("experiment")
     if name is None:
         raise UserError(

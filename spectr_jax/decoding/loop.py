@@ -20,6 +20,7 @@ from spectr_jax.decoding.policy import Policy, ends
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
+from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.base import Model, features_shown
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers import cpu
@@ -241,20 +242,20 @@ def call(
         tokens = tokens_BxN[:, : tree.size + 1]
         return ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=logits)
 
-    def score_and_select(tree: Tree) -> _Selected:
+    def score_and_select(tree: Tree, cache: Cache) -> _Selected:
         with jax.named_scope("score"):
             show = None if loop.features is None else features.wanted(draft)
             inputs = jnp.maximum(tokens_BxN[:, : tree.size + 1], 0)  # What follows nodes without a draft is unused.
-            logits, shown, cache = scoring.score(target, tree, inputs, loop.lengths, target_cache, show)
+            logits, shown, cache = scoring.score(target, tree, inputs, loop.lengths, cache, show)
         with jax.named_scope("select"):
             chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored(tree, logits))
         return _Selected(logits, shown, cache, chosen)
 
     if method.drafter is not None and cpu.on_cpu():  # The host of an accelerator would wait.
         drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
-        logits, shown, target_cache, chosen = _where_drafted(drafted, score_and_select, tree)
+        logits, shown, target_cache, chosen = _where_drafted(drafted, score_and_select, tree, target_cache)
     else:
-        logits, shown, target_cache, chosen = score_and_select(tree)
+        logits, shown, target_cache, chosen = score_and_select(tree, target_cache)
     with jax.named_scope("commit"):
         after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
         if loop.features is not None and shown is not None:
@@ -264,21 +265,34 @@ def call(
     return after, Call(key=spare_keys, scored=scored(tree, logits), chosen=chosen)
 
 
-def _where_drafted(drafted: BoolScalar, score_and_select: Callable[[Tree], _Selected], tree: Tree) -> _Selected:
+def _where_drafted(
+    drafted: BoolScalar, score_and_select: Callable[[Tree, Cache], _Selected], tree: Tree, cache: Cache
+) -> _Selected:
     """Returns what `score_and_select` does on `tree`; where nothing is drafted, what it does on the root alone, with zeros
     for the other nodes."""
 
-    wide = jax.eval_shape(lambda: score_and_select(tree))
+    def on_tree(cache: Cache) -> _Selected:
+        return score_and_select(tree, cache)
 
-    def on_root() -> _Selected:
+    def on_root(cache: Cache) -> _Selected:
         def padded(narrow: Array, wide: Array) -> Array:
             return jnp.pad(narrow, [(0, long - short) for short, long in zip(narrow.shape, wide.shape, strict=True)])
 
-        selected: _Selected = jax.tree.map(padded, score_and_select(trees.none()), wide)
+        selected: _Selected = jax.tree.map(padded, score_and_select(trees.none(), cache), start)
         return selected
 
-    selected: _Selected = jax.lax.cond(drafted, lambda: score_and_select(tree), on_root)
-    return selected
+    def if_wanted(wanted: BoolScalar, branch: Callable[[Cache], _Selected], before: _Selected) -> _Selected:
+        """Returns what `branch` does to the cache where it is wanted: a loop of at most one turn, which updates the cache
+        in place. XLA would copy it for each branch of a conditional."""
+
+        def step(state: tuple[BoolScalar, _Selected]) -> tuple[BoolScalar, _Selected]:
+            return jnp.zeros((), bool), branch(state[1].cache)
+
+        end: tuple[BoolScalar, _Selected] = jax.lax.while_loop(lambda state: state[0], step, (wanted, before))
+        return end[1]
+
+    start = zeros_like_output(on_tree, cache)._replace(cache=cache)
+    return if_wanted(~drafted, on_root, if_wanted(drafted, on_tree, start))
 
 
 def _draft(

@@ -53,3 +53,14 @@ LATENCY = {
     ("6M", 8, 8): (0.18, 0.04),
 }
 """SpecTr, Tables 1 and 3: (model, length, batch) -> mean and deviation of latency on a GPU, of the 97M's at (4, 1)."""
+
+SPEC_BENCH = (
+    ("SpS", "Vicuna-13B", 1.54, "quoted, not checked"),
+    ("PLD", "Vicuna-13B", 1.56, "quoted, not checked"),
+    ("EAGLE-3", "-", 3.0, "quoted, not checked"),
+    ("SpS", "Vicuna-13B, A100", 1.49, "Spec-Bench's leaderboard, commit 09244ff"),
+    ("PLD", "Vicuna-13B, A100", 1.48, "Spec-Bench's leaderboard, commit 09244ff"),
+    ("EAGLE", "Vicuna-13B, A100", 2.34, "Spec-Bench's leaderboard, commit 09244ff"),
+)
+"""Spec-Bench of others, greedy: method, model and hardware, speed over the baseline's, source. SpS drafts with a small
+model, PLD is prompt lookup."""

@@ -92,6 +92,38 @@ def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
     return (depth < call.chosen.emitted) & (call.chosen.drafts > 0), depth
 
 
+@functools.cache
+def observe_positions(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
+    """Returns an `observe` that says where drafts are accepted: at which level of the tree, and how far in a sequence.
+
+    Nothing that follows EOS counts. The same object for the same capacity, so that nothing is compiled again.
+
+    Args:
+      capacity: the most tokens of a sequence, prompt included.
+
+    Returns:
+      A function that returns `reached` [height], how often a token was chosen among drafts of each level, and `accepted`
+      [height], how often it was one of them; `calls`, `chosen_at` and `accepted_at`, all [capacity], count the calls that
+      start after so many tokens, and the tokens of these calls that were chosen among drafts, and that were drafts.
+    """
+
+    def observe(call: Call) -> dict[str, jax.Array]:
+        (visited, depth), tokens = _visited(call), call.chosen.tokens
+        is_eos = ends(tokens, call.scored.policy)
+        reached = (visited & ~(jnp.cumsum(is_eos) - is_eos > 0))[:-1]
+        accepted = reached & (depth < call.chosen.emitted - 1)[:-1]
+        start = jnp.zeros(capacity, jnp.int32).at[call.scored.length]
+        return {
+            "reached": reached,
+            "accepted": accepted,
+            "calls": start.set(1),
+            "chosen_at": start.set(jnp.sum(reached)),
+            "accepted_at": start.set(jnp.sum(accepted)),
+        }
+
+    return observe
+
+
 def observe_nodes(call: Call) -> dict[str, jax.Array]:
     """An `observe` for any tree: sums over calls.
 

@@ -1,0 +1,70 @@
+"""Questions of benchmarks in Spec-Bench's format: JSON lines with question_id, category and turns, the user's messages."""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spectr_jax.errors import UserError
+from spectr_jax.files import expanded
+
+CONVERSATION = "multi-turn conversation"
+TASKS = {
+    **dict.fromkeys(
+        ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), CONVERSATION
+    ),
+    "qa": "question answering",
+    "math_reasoning": "mathematical reasoning",
+    "rag": "retrieval-augmented generation",
+}
+"""The task of a category; other categories are tasks of their own."""
+
+
+class Question(NamedTuple):
+    """One question: the user's messages, in order."""
+
+    identity: str
+    task: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: str) -> list[Question]:
+    """Returns the questions of a file in Spec-Bench's format, JSON lines.
+
+    Raises:
+      UserError: it cannot be read, or a line is no question.
+    """
+    try:
+        lines = expanded(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"questions={path!r}: cannot be read ({error}); give Spec-Bench's question.jsonl") from error
+    questions: dict[str, Question] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            question = _question(line, f"questions={path!r}: line {number}")
+            if question.identity in questions:
+                raise UserError(f"questions={path!r}: line {number} repeats question_id {question.identity}; remove one")
+            questions[question.identity] = question
+    if not questions:
+        raise UserError(f"questions={path!r}: has no questions; give Spec-Bench's question.jsonl")
+    return list(questions.values())
+
+
+def _question(line: str, place: str) -> Question:
+    try:
+        given = json.loads(line)
+        identity, category, turns = given["question_id"], given["category"], given["turns"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{place} lacks question_id, category or turns ({error!r}); give one JSON object a line") from error
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise UserError(f"{place} has turns {turns!r:.60}; give a list of messages")
+    return Question(str(identity), TASKS.get(category, str(category)), tuple(turns))
+
+
+def spread(questions: Sequence[Question], per_task: int) -> list[Question]:
+    """Returns at most `per_task` questions of each task, at equal distances; all of them for 0."""
+    kept = []
+    for task in dict.fromkeys(question.task for question in questions):
+        of_task = [question for question in questions if question.task == task]
+        count = min(per_task or len(of_task), len(of_task))
+        kept += [of_task[index * len(of_task) // count] for index in range(count)]
+    return kept

@@ -1,0 +1,334 @@
+"""Spec-Bench (Xia et al., 2024, arXiv 2401.07851): speed over the baseline's on questions of six tasks, and where drafts are
+accepted.
+
+Its protocol: one conversation at a time, with the model's chat template, whose second message follows on the model's own
+answer; the speed of a question is its new tokens over the time of its answers, prompts included; that of a task is the mean
+over questions, and the speedup the ratio of two such means, averaged over runs. The baseline and the methods take turns.
+"""
+
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from spectr_jax.config import check_fields, check_positive, spec_bench_config
+from spectr_jax.data.questions import Question, read_questions, spread
+from spectr_jax.decoding import Method, Policy, get_method
+from spectr_jax.decoding import tree as trees
+from spectr_jax.decoding.generate import LONG, generate, lower, padded_length
+from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.policy import check_policy
+from spectr_jax.errors import UserError
+from spectr_jax.experiments import paper
+from spectr_jax.loading import Trained, check_dtype
+from spectr_jax.measure import measurement, report
+from spectr_jax.measure.acceptance import observe_positions
+from spectr_jax.measure.bench import progress
+from spectr_jax.measure.journal import Journal
+from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.pairs import load_alone, load_pair
+
+NAME, BASELINE, OVERALL = "spec_bench", "baseline", "overall"
+PARTS = 8
+"""Parts of the length of an answer in which acceptance is counted."""
+
+
+class Contender(NamedTuple):
+    """A method of the table, with the draft model that it needs."""
+
+    label: str
+    method: Method
+    draft: Frozen | None
+
+
+class Bench(NamedTuple):
+    """What all conversations share. `compiled` has the programs that are ready, by method and padded length."""
+
+    config: ml_collections.ConfigDict
+    target: Trained
+    model: Frozen
+    contenders: list[Contender]
+    compiled: set[tuple[str, int]]
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Measures all questions, and writes the table to `workdir` as Markdown, JSON and PNG.
+
+    What is measured of a question is kept in a journal there until the table is done: after a stop the same command resumes.
+
+    Raises:
+      UserError: anything wrong with the config, the questions, the models or the workdir, before any measurement.
+    """
+    check_spec_bench_config(config)
+    methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
+    questions = spread(read_questions(config.questions), config.questions_per_task)
+    measurement.claim_workdir(config, workdir, NAME)
+    target, drafts = _load(config, methods)
+    check_room(config, questions, [target, *drafts])
+    small = freeze(drafts[0].model) if drafts else None
+    contenders = [Contender(label, method, small if method.needs_draft else None) for label, method in methods.items()]
+    bench = Bench(config, target, freeze(target.model), contenders, set())
+    journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
+    measured: dict[float, list[dict[str, Any]]] = {}
+    with progress(len(config.temperatures) * len(questions), "question") as bar:
+        for temperature in config.temperatures:
+            for number, question in enumerate(questions):
+                entry = f"question {question.identity} at temperature {temperature}"
+                bar.set_description(entry)
+                found = journal.value(entry, lambda: measure_question(bench, question, number, temperature))  # noqa: B023
+                measured.setdefault(temperature, []).append({"task": question.task, "found": found})
+                bar.update()
+    result = {
+        "title": f"Spec-Bench, {target.name}",
+        "questions": len(questions),
+        "rows": [row for temperature, each in measured.items() for row in summaries(temperature, each)],
+        **journal.about(),
+    }
+    report.write(workdir, NAME, result, markdown(result))
+    plot(result, workdir / f"{NAME}.png")
+    journal.remove()
+    return result
+
+
+def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for a config that cannot be evaluated."""
+    check_fields(config, spec_bench_config())
+    check_positive(config, "max_new_tokens", "runs")
+    check_dtype(config.dtype)
+    if config.questions_per_task < 0:
+        raise UserError(
+            f"questions_per_task={config.questions_per_task}: is negative; give a number of questions, or 0 for all"
+        )
+    for temperature in config.temperatures:
+        check_policy(Policy(temperature))
+    if not config.questions:
+        raise UserError("questions='': names no file; give Spec-Bench's, --config.questions=question.jsonl")
+
+
+def method_of(spec: str) -> Method:
+    """Returns the method that `NAME TREE` or `NAME` stands for, such as `lookup chain:4`.
+
+    Raises:
+      UserError: no such method or tree, or the method does not draft it.
+    """
+    name, _, shape = spec.partition(" ")
+    method = on_tree(name, trees.parse(shape)) if shape else get_method(name)
+    if method is None:
+        raise UserError(f"methods={spec!r}: {name!r} does not draft the tree {shape!r}; give another one")
+    if not method.tree.size:
+        raise UserError(f"methods={spec!r}: drafts nothing, and the baseline is measured anyway; leave it out")
+    return method
+
+
+def _load(config: ml_collections.ConfigDict, methods: dict[str, Method]) -> tuple[Trained, list[Trained]]:
+    if any(method.needs_draft for method in methods.values()):
+        target, drafts = load_pair(config.target, (config.draft,), config.dtype)
+    else:
+        target, drafts = load_alone(config.target, config.dtype), []
+    if target.tokenizer.template is None:
+        raise UserError(f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an instructed model")
+    return target, drafts
+
+
+def check_room(config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]) -> None:
+    """Raises `UserError` if a conversation can exceed the context of a model."""
+    context, name = min((each.model.context, each.name) for each in models)
+    for question in questions:
+        messages = [{"role": "user", "content": turn} for turn in question.turns]
+        for answer in range(len(question.turns) - 1):
+            messages.insert(2 * answer + 1, {"role": "assistant", "content": ""})
+        most = _padded(len(models[0].tokenizer.chat(messages)) + config.max_new_tokens * (len(question.turns) - 1))
+        if most + config.max_new_tokens > context:
+            raise UserError(
+                f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed the context {context} of "
+                f"{name!r}; give fewer, or leave the question out"
+            )
+
+
+def _padded(tokens: int) -> int:
+    """Prompts of many lengths share programs: those of all up to `LONG` tokens have one."""
+    return padded_length(max(tokens, LONG), LONG)
+
+
+def measure_question(bench: Bench, question: Question, number: int, temperature: float) -> dict[str, Any]:
+    """Returns what each method makes of a question: by its label, in each run tokens, calls and seconds, and the counts of
+    `observe_positions` over all runs, by level and by part of an answer."""
+    found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
+    for turn in range(bench.config.runs):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(bench.config.seed), number), turn)
+        for contender in bench.contenders:
+            made, positions = converse(bench, contender, question, temperature, key)
+            entry = found[contender.label]
+            entry["runs"].append(made)
+            for name, counts in positions.items():
+                entry["positions"][name] = (np.array(entry["positions"].get(name, 0)) + counts).tolist()
+    return found
+
+
+def converse(
+    bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Answers the messages of a question in turn; returns tokens, calls and seconds, and where drafts were accepted.
+
+    Consumes `key`.
+    """
+    tokenizer, new_tokens = bench.target.tokenizer, bench.config.max_new_tokens
+    policy = Policy(temperature, eos=tokenizer.eos)
+    messages: list[dict[str, str]] = []
+    made, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, dict[str, np.ndarray]()
+    for number, turn in enumerate(question.turns):
+        messages.append({"role": "user", "content": turn})
+        prompt = tokenizer.chat(messages)
+        length = _padded(len(prompt))
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        observe = observe_positions(length + new_tokens)
+        arguments: Any = (
+            jax.random.fold_in(key, number),
+            contender.method,
+            bench.model,
+            contender.draft,
+            tokens,
+            [len(prompt)],
+        )
+        arguments = *arguments, new_tokens, policy, observe
+        if (contender.label, length) not in bench.compiled:
+            lower(*arguments).compile()
+            bench.compiled.add((contender.label, length))
+        started = time.perf_counter()
+        generation = jax.block_until_ready(generate(*arguments))
+        made["seconds"] += time.perf_counter() - started
+        new = np.asarray(generation.tokens[0, len(prompt) : int(generation.lengths[0])]).tolist()
+        made["tokens"] += len(new)
+        made["calls"] += int(generation.target_calls[0])
+        for name, counts in _by_part(generation.observed, len(prompt), new_tokens).items():
+            positions[name] = positions.get(name, 0) + counts
+        messages.append({"role": "assistant", "content": tokenizer.decode(new)})
+    return made, positions
+
+
+def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
+    """The counts by level, and those by place as counts by part of the answer, which begins at `start`."""
+    counts = {name: np.asarray(values[0]) for name, values in observed.items()}
+    edges = np.arange(PARTS) * new_tokens // PARTS
+    by_place = ("calls", "chosen_at", "accepted_at")
+    parts = {name: np.add.reduceat(counts[name][start : start + new_tokens], edges) for name in by_place}
+    return {"reached": counts["reached"], "accepted": counts["accepted"], **parts}
+
+
+def summaries(temperature: float, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each task and method, and for all questions together."""
+    rows = []
+    for task in (*dict.fromkeys(each["task"] for each in measured), OVERALL):
+        found = [each["found"] for each in measured if task in (each["task"], OVERALL)]
+        speeds = {label: _speeds([each[label]["runs"] for each in found]) for label in found[0]}
+        for label in found[0]:
+            made = [one for each in found for one in each[label]["runs"]]
+            positions = [each[label]["positions"] for each in found]
+            ratios = speeds[label] / speeds[BASELINE]
+            rows.append(
+                {
+                    "temperature": temperature,
+                    "task": task,
+                    "questions": len(found),
+                    "method": label,
+                    "tokens_per_call": sum(one["tokens"] for one in made) / sum(one["calls"] for one in made),
+                    "tokens_per_second": float(np.mean(speeds[label])),
+                    "speedup": float(np.mean(ratios)),
+                    "speedup_std": float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
+                    **{name: np.sum([each[name] for each in positions], axis=0).tolist() for name in positions[0]},
+                }
+            )
+    return rows
+
+
+def _speeds(runs: list[list[dict[str, float]]]) -> np.ndarray:
+    """[runs] the mean over questions of tokens per second."""
+    return np.array([[one["tokens"] / one["seconds"] for one in each] for each in runs]).mean(axis=0)
+
+
+def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
+    """Returns the share of accepted drafts at each place, None where there were none."""
+    return [yes / every if every else None for yes, every in zip(accepted, reached, strict=True)]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables with their provenance, as Markdown."""
+    config = result["config"]
+    parts = [f"# {result['title']}"]
+    for temperature in config["temperatures"]:
+        rows = [row for row in result["rows"] if row["temperature"] == temperature]
+        parts += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
+    header = ["Published by others", "Model, hardware", "x baseline", "Source"]
+    cited = [[name, model, f"{speedup:.2f}", source] for name, model, speedup, source in paper.SPEC_BENCH]
+    parts += ["## Other models, other hardware", report.markdown_table(header, cited)]
+    parts += [
+        f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a time, at most "
+        f"{config['max_new_tokens']} new tokens an answer, {config['runs']} runs in which the methods take turns. x: speed "
+        "over the baseline's, prompts included: the ratio of the means over questions, averaged over runs. Tokens per call "
+        "count accepted drafts and one more.",
+        "Accepted: of the tokens that were chosen among drafts of a level, the share that were drafts; by part of an answer "
+        f"in the picture and in `{NAME}.json`.",
+        f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
+        report.made_by(result),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _speed_table(rows: list[dict[str, Any]]) -> str:
+    labels = [label for label in dict.fromkeys(row["method"] for row in rows) if label != BASELINE]
+    header = [
+        "Task",
+        "Questions",
+        "Baseline tokens/s",
+        *(f"`{label}`: {what}" for label in labels for what in ("tokens/call", "x")),
+    ]
+    table = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        of_task = {row["method"]: row for row in rows if row["task"] == task}
+        cells = [task, str(of_task[BASELINE]["questions"]), f"{of_task[BASELINE]['tokens_per_second']:.1f}"]
+        for label in labels:
+            cells += [f"{of_task[label]['tokens_per_call']:.2f}", f"{of_task[label]['speedup']:.2f}"]
+        table.append(cells)
+    return report.markdown_table(header, table)
+
+
+def _level_table(rows: list[dict[str, Any]]) -> str:
+    height = max(len(row["reached"]) for row in rows)
+    header = ["Task", "Method", *(f"accepted, level {level}" for level in range(1, height + 1))]
+    table = []
+    for row in rows:
+        if row["method"] != BASELINE:
+            cells = ["-" if share is None else f"{share:.2f}" for share in shares(row["accepted"], row["reached"])]
+            table.append([row["task"], row["method"], *cells, *["-"] * (height - len(cells))])
+    return report.markdown_table(header, table)
+
+
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Accepted shares by level and by part of an answer: a row of pictures for each temperature, a line for each task."""
+    from matplotlib.figure import Figure
+
+    config = result["config"]
+    drafting = [row for row in result["rows"] if row["method"] != BASELINE]
+    labels = list(dict.fromkeys(row["method"] for row in drafting))
+    temperatures = config["temperatures"]
+    size = (3.2 * 2 * len(labels), 2.8 * len(temperatures) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(temperatures), 2 * len(labels), squeeze=False, sharey=True)
+    for row in drafting:
+        line, column = temperatures.index(row["temperature"]), 2 * labels.index(row["method"])
+        pictures = (("accepted", "reached", "level"), ("accepted_at", "chosen_at", "part of the answer"))
+        for axes, (accepted, reached, what) in zip(grid[line, column : column + 2], pictures, strict=True):
+            share = [np.nan if one is None else one for one in shares(row[accepted], row[reached])]
+            places, width = np.arange(1, len(share) + 1), 2 if row["task"] == OVERALL else 1
+            axes.plot(places, share, "k.-" if row["task"] == OVERALL else ".-", linewidth=width, label=row["task"])
+            axes.set(xlabel=what, title=f"{row['method']}, temperature {row['temperature']}", ylim=(-0.02, 1.02))
+            axes.title.set_fontsize(8)
+            axes.grid(alpha=0.3)
+    grid[0, 0].set_ylabel("accepted share")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=120)
