@@ -67,6 +67,7 @@ def _stops(jaxpr):
         pytest.param("gbv", {"num_drafts": 2, "draft_length": 2}, marks=pytest.mark.slow),
         pytest.param("traversal", {"tree": "2,1"}, marks=pytest.mark.slow),
         ("baseline", {}),
+        ("lookup", {"tree": "2,1"}),
     ],
 )
 def test_sequences_are_those_of_a_cpu(name, options, rows, monkeypatch):

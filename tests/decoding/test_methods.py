@@ -285,7 +285,7 @@ def test_drafts_of_no_distribution_are_not_used(name, options):
         assert chi_square.p_value(seen, np.full(V * V, 1 / V**2)) > 1e-4, where
 
 
-@pytest.mark.parametrize("name", ["otm", "otm_block", "otm_layer", "traversal", "gbv"])
+@pytest.mark.parametrize("name", ["otm", "otm_block", "otm_layer", "traversal", "gbv", "lookup"])
 def test_a_target_without_a_distribution_ends_the_sequence(name):
     """Logits that are all -inf: the token is -1, whatever the walk, and no other follows."""
     target = np.full((3, 3, 3), 1 / 3)

@@ -16,7 +16,9 @@ TARGET, DRAFT = (TableModel(random_table(seed, 11)) for seed in (0, 1))
 LENGTH = 12
 
 
-@pytest.mark.parametrize(("name", "options"), [("baseline", {}), ("otm_block", {"tree": "2,2"})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("baseline", {}), ("otm_block", {"tree": "2,2"}), ("lookup", {"tree": "2,1"})]
+)
 def test_steps_are_what_generate_emits_at_once(name, options, count_compilations):
     """Token for token and call for call, whatever ends it: EOS, one of several, or the limit."""
     method = get_method(name, **options)

@@ -43,9 +43,9 @@ def models():
 
 @pytest.fixture
 def config(models, tmp_path, monkeypatch):
-    """Prompts are padded to 64 tokens."""
+    """All prompts are padded to 128 tokens, for one program a method."""
     monkeypatch.setitem(loading.LOADERS, "mine", lambda name, dtype: models[name])
-    monkeypatch.setattr(spec_bench, "LONG", 64)
+    monkeypatch.setattr(spec_bench, "LONG", 128)
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n")
     config = spec_bench_config()

@@ -1,11 +1,12 @@
 """Acceptance at visited nodes, where it is known: one call of one level on table models."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spectr_jax import transport
-from spectr_jax.decoding import generate, get_method
+from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.measure import acceptance
 from spectr_jax.models.table import TableModel, perturbed, random_table
 
@@ -43,6 +44,29 @@ def test_one_node_a_text(method):
     exact = transport.get({"spectr": "kseq"}.get(method, method)).acceptance(p, q, 2)
     assert exact < 0.97
     assert seen["accepted"] / TEXTS == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / TEXTS))
+
+
+def test_where_drafts_are_accepted():
+    """By level as `emitted` says, by place in the sequence as the calls began, and nothing behind EOS."""
+    table, rows = random_table(3, 4), 500
+    models, eos = (TableModel(table), TableModel(perturbed(table, 1, 0.8))), 3
+    capacity = 2 + 12
+
+    def observe(call):
+        seen = acceptance.observe_positions(capacity)(call)
+        levels = jnp.arange(3) < call.chosen.emitted - 1
+        ended = jnp.cumsum(call.chosen.tokens[:3] == eos) > (call.chosen.tokens[:3] == eos)
+        start = jnp.zeros(capacity).at[call.scored.length].set(jnp.sum(levels & ~ended))
+        return seen | {"levels": levels & ~ended, "starts": start}
+
+    method, prompts = get_method("speculative", draft_length=3), np.tile([1, 2], (rows, 1))
+    made = generate(jax.random.key(0), method, *models, prompts, [2] * rows, 12, Policy(eos=eos), observe)
+    seen = {name: np.sum(values, axis=0) for name, values in made.observed.items()}
+    np.testing.assert_array_equal(seen["accepted"], seen["levels"])
+    np.testing.assert_array_equal(seen["accepted_at"], seen["starts"])
+    assert seen["calls"][2] == rows and not seen["calls"][:2].any() and seen["calls"].sum() == made.target_calls.sum()
+    assert seen["chosen_at"].sum() == seen["reached"].sum() and seen["reached"][0] == made.target_calls.sum()
+    assert (seen["reached"][1:] <= seen["accepted"][:-1]).all() and (seen["accepted"] < seen["reached"]).all()
 
 
 @pytest.mark.slow

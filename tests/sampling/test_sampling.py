@@ -11,11 +11,11 @@ import jax
 import pytest
 
 from spectr_jax import loading
-from spectr_jax.data.tokenizer import Tokenizer
+from spectr_jax.data.tokenizer import NO_PIECE, Tokenizer
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.errors import UserError
 from spectr_jax.loading import EMBEDDED
-from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION
+from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION, TARGET
 from spectr_jax.sampling import prompts, session, terminal
 from spectr_jax.sampling.page import Shown, checked_path, page
 from spectr_jax.sampling.session import Decoded, Speed, Token
@@ -145,6 +145,19 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
     )
     assert "".join(token.text for token in decoded.tokens) in "".join(checker.words)
     assert "prefers-color-scheme: dark" in html
+
+
+def test_a_page_of_drafts_without_a_model(toy):
+    """Nodes without a draft are not drawn, and a call without any has a token of the target."""
+    target = str(toy.folder / "target")
+    opened = session.open_session(get_method("lookup", tree="2,1"), target, None, "float32", 12, Policy(0.0))
+    tokens = session.encode(opened, "law law draft")
+    made = session.decode(opened, opened.method, tokens, jax.random.key(0))
+    html = page(opened, "", [Shown("law law draft", made, None, None)])
+    drawn = [1 + int((call.tokens[1:] >= 0).sum()) + len(call.emitted) - len(call.path) for call in made.calls]
+    assert html.count("<circle") == sum(drawn) and NO_PIECE not in html
+    for call in made.calls:
+        assert (call.origins[-1] == TARGET) == (call.tokens[1:] < 0).all()
 
 
 def test_the_space_in_front_of_a_token_is_not_underlined_with_it(toy_session):
