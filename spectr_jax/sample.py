@@ -4,7 +4,7 @@
     python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
     echo "The committee will meet again" | python -m spectr_jax.sample
     python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?"
-    python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear, plum"
+    python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear"
 
 Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
 in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.

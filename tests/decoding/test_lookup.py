@@ -138,7 +138,7 @@ def test_which_methods_need_a_draft():
         (lambda: get_method("lookup", min_ngram=4), "min_ngram=4: must be at most max_ngram=3"),
         (
             lambda: get_method("self_speculative", method="lookup"),
-            "exit_layer=1: the method 'self_speculative' has a drafter",
+            "the method 'self_speculative' has a drafter",
         ),
         (lambda: Method("mine", parse("2"), FromTarget()), "method 'mine': drafts of a drafter go with"),
         (lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Lookup()), "method 'mine': drafts of a dr"),
