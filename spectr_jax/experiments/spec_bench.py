@@ -268,7 +268,7 @@ def markdown(result: dict[str, Any]) -> str:
     parts += ["## Other models, other hardware", report.markdown_table(header, cited)]
     parts += [
         f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a time, at most "
-        f"{config['max_new_tokens']} new tokens an answer, {config['runs']} runs in which the methods take turns. x: speed "
+        f"{config['max_new_tokens']} new tokens an answer, runs in which the methods take turns: {config['runs']}. x: speed "
         "over the baseline's, prompts included: the ratio of the means over questions, averaged over runs. Tokens per call "
         "count accepted drafts and one more.",
         "Accepted: of the tokens that were chosen among drafts of a level, the share that were drafts; by part of an answer "
@@ -327,6 +327,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
             places, width = np.arange(1, len(share) + 1), 2 if row["task"] == OVERALL else 1
             axes.plot(places, share, "k.-" if row["task"] == OVERALL else ".-", linewidth=width, label=row["task"])
             axes.set(xlabel=what, title=f"{row['method']}, temperature {row['temperature']}", ylim=(-0.02, 1.02))
+            axes.set_xticks(places)
             axes.title.set_fontsize(8)
             axes.grid(alpha=0.3)
     grid[0, 0].set_ylabel("accepted share")

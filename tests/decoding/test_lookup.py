@@ -103,13 +103,15 @@ def test_a_call_without_drafts_scores_the_root_alone():
     def widths(call):
         drafted = call.scored.tokens[1] >= 0
         scored = jnp.any(call.scored.logits[1:] != 0)
-        return {"drafted": drafted, "scored": scored, "other": scored & ~drafted}
+        return {"drafted": drafted, "scored": scored, "other": scored & ~drafted, "counted": call.chosen.drafts[0]}
 
     apart = generate(jax.random.key(0), method, model, None, [[0, 1, 2]] * 2, lengths, 6, policy, widths)
     np.testing.assert_array_equal(apart.observed["drafted"], apart.observed["scored"])
+    np.testing.assert_array_equal(apart.observed["drafted"], apart.observed["counted"])
     assert 0 < apart.observed["drafted"][0] < apart.target_calls[0]
     both = generate(jax.random.key(0), method, model, None, [[0, 1, 2], [3, 3, 3]], lengths, 6, policy, widths)
     assert both.observed["other"][0] > 0
+    np.testing.assert_array_equal(both.observed["drafted"], both.observed["counted"])
     np.testing.assert_array_equal(both.tokens[0], apart.tokens[0])
 
 
