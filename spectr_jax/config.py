@@ -256,7 +256,7 @@ def spec_bench_config() -> ml_collections.ConfigDict:
         {
             "experiment": "spec_bench",
             "target": "smollm2",
-            "draft": "results/smollm2/eagle/smollm2_eagle",  # Of the methods that need one.
+            "draft": "smollm2-draft",  # Of the methods that need one.
             "dtype": "int8",
             "questions": "",  # Spec-Bench's file, JSON lines.
             "questions_per_task": 0,  # At equal distances; 0 for all.

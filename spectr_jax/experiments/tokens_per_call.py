@@ -87,7 +87,7 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths")
     for name in config.methods:
-        if not get_method(name).needs_draft:
+        if get_method(name).tree.size and not get_method(name).needs_draft:
             raise UserError(f"methods has {name!r}, which uses none of the drafts; leave it out")
         for length in config.draft_lengths:
             if cannot_branch(name) and on_tree(name, chain(length)) is None:
