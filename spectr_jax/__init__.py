@@ -40,6 +40,7 @@ Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`,
 
 .. include:: ../README.md
 .. include:: ../docs/which_method.md
+.. include:: ../docs/sampling.md
 .. include:: ../docs/otm_layer.md
 .. include:: ../docs/drafts.md
 .. include:: ../docs/speed.md

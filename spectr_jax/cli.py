@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from spectr_jax.errors import Interrupted, UserError, explain
+from spectr_jax.errors import Interrupted, UserError, check_device, explain
 from spectr_jax.files import expanded
 
 BAD_INPUT = 2
@@ -121,6 +121,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
                 from spectr_jax import hosts
 
                 hosts.connect(**distributed)
+            check_device()
             _keep_programs()
             if "import" in flags.FLAGS:
                 _import_modules()
@@ -207,7 +208,8 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
     """The flags, of a program that writes to a folder or does not."""
     _extend_help(writes)
     try:
-        left = flags.FLAGS(argv)[1:]
+        with _quiet_end():
+            left = flags.FLAGS(argv)[1:]
         if left:
             raise UserError(f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help")
         if "config" in flags.FLAGS and not hasattr(
@@ -215,8 +217,10 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
         ):  # Raises here if the file could not be loaded.
             raise UserError(f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax/config.py")
         return left
-    except SystemExit:  # absl's --help, which ends with 1.
-        with _quiet_end():
+    except SystemExit as error:
+        if error.code == CLOSED_PIPE:
+            raise
+        with _quiet_end():  # absl's --help, which ends with 1.
             pass
         sys.exit(0)
     except Exception as error:  # A config file may raise anything.

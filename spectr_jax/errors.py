@@ -67,6 +67,22 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
     return None
 
 
+def check_device() -> None:
+    """Raises `UserError` if JAX_PLATFORMS names a device that JAX does not find: of some, JAX only asserts that they are."""
+    import jax
+
+    platforms = jax.config.values["jax_platforms"]
+    if not platforms:
+        return
+    try:
+        jax.local_devices()
+    except (AssertionError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "")[:200] or "no plugin for it is installed"
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX does not find this device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
+        ) from error
+
+
 def _missing(error: ModuleNotFoundError) -> str | None:
     """The line for a module that an extra brings, None for another one."""
     module = (error.name or "").partition(".")[0]

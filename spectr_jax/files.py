@@ -1,9 +1,11 @@
 """Atomic writes of files, digests of their content, and what users name."""
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from spectr_jax.errors import UserError
@@ -15,10 +17,21 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     """Writes a file, or leaves the old one if the write is cut short."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        partial.replace(path)
+        with naming(path):
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Around the writing of a file: an error that names no file, such as that of a full disk, gets its path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 

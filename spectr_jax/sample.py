@@ -66,6 +66,8 @@ _TEMPERATURE = flags.DEFINE_float(
 _DRAFT_TEMPERATURE = flags.DEFINE_float("draft_temperature", None, "Temperature of the drafts. (default: --temperature)")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens that hold this probability.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "Sample among the tokens with this share of the largest probability; 0 for all.")
+_STOP = flags.DEFINE_multi_string("stop", [], "End a continuation before this text; may be given several times.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1)
 _COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's continuation beside the method's.")
 _HTML = flags.DEFINE_string("html", None, "Also write a page to this file, with the draft tree of each call.")
@@ -81,10 +83,10 @@ def main():
 
     new_tokens = _NEW.value or (256 if _CHAT.value else 64)
     temperature = (0.2 if _CHAT.value else 1.0) if _TEMPERATURE.value is None else _TEMPERATURE.value
-    policy = Policy(temperature, _TOP_K.value, _TOP_P.value)
+    policy = Policy(temperature, _TOP_K.value, _TOP_P.value, min_p=_MIN_P.value)
     own = policy if _DRAFT_TEMPERATURE.value is None else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
     check_policy(policy)
-    check_policy(own, "draft_")
+    check_policy(own, owner="draft_")
     small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
     dtype = _DTYPE.value or ("int8" if small else None)
     if dtype is not None:
@@ -94,7 +96,9 @@ def main():
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
-    session = open_session(method, _TARGET.value, _DRAFT.value or None, dtype, new_tokens, policy, own)
+    session = open_session(
+        method, _TARGET.value, _DRAFT.value or None, dtype, new_tokens, policy, own, html is not None, tuple(_STOP.value)
+    )
     if method is None and session.draft is None:
         print(f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr)
     if _CHAT.value and not _COMPARE.value and html is None:

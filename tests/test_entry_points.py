@@ -431,12 +431,14 @@ def test_a_closed_pipe_that_is_not_stdout_is_a_bug(run_body):
     assert ended.status == 1 and "BrokenPipeError" in ended.stderr
 
 
-def test_help_into_a_closed_pipe():
+@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_help_into_a_closed_pipe(unbuffered):
     """Python's exit included, which the server leaves out."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", FIGURES, "--help"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= unbuffered
     ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,46 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from spectr_jax.data.tokenizer import BOS, EOS, NO_PIECE, PAD, SPACE, UNK, AnyTokenizer, Tokenizer, vocabulary_digest
+from spectr_jax.data.tokenizer import (
+    BOS,
+    EOS,
+    NO_PIECE,
+    PAD,
+    SPACE,
+    UNK,
+    AnyTokenizer,
+    Tokenizer,
+    checked_text,
+    vocabulary_digest,
+)
 from spectr_jax.errors import UserError
 from spectr_jax.files import check_fetched, write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
+
+
+LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+"""Kinds of decoders that together spell a token as SentencePiece does."""
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """The byte that each letter stands for in GPT-2's vocabulary: itself, if it can be printed, or one after another."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTES = _bytes_by_letter()
+
+
+def _spelled(name: str, of_bytes: bool) -> bytes:
+    """What a token of this name adds to a text."""
+    if of_bytes:
+        return bytes(BYTES[letter] for letter in name) if all(letter in BYTES for letter in name) else name.encode()
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
+        return bytes([int(name[3:-1], 16)])
+    return name.replace(SPACE, " ").encode()
 
 
 class HuggingFaceTokenizer(AnyTokenizer):
@@ -61,9 +96,24 @@ class HuggingFaceTokenizer(AnyTokenizer):
             tokens[index] = token
         return tokens
 
+    @functools.cached_property
+    def pieces(self) -> list[bytes]:
+        """See `AnyTokenizer.pieces`; known of tokenizers of bytes, and of those like SentencePiece."""
+        decoder = json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {"type": None}
+        kinds = {each["type"] for each in decoder.get("decoders", [decoder])}
+        if not (kinds == {"ByteLevel"} or kinds <= LIKE_SENTENCEPIECE):
+            return super().pieces
+        added = self._tokenizer.get_added_tokens_decoder()
+        silent = {token for token, given in added.items() if given.special} | {self.bos}
+        of_bytes = kinds == {"ByteLevel"}
+        return [
+            b"" if token in silent or self.ends(token) else _spelled(name, of_bytes)
+            for token, name in enumerate(self.tokens)
+        ]
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without BOS and EOS."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(checked_text(text), add_special_tokens=False).ids
 
     def prompt(self, text: str) -> list[int]:
         """See `AnyTokenizer.prompt`."""
@@ -81,6 +131,8 @@ class HuggingFaceTokenizer(AnyTokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, without BOS, EOS and -1."""
         kept = [int(token) for token in tokens if token >= 0 and token != self.bos and not self.ends(int(token))]
+        if kept and max(kept) >= 2**32:  # A model's vocabulary may be padded: smaller numbers without a token are no text.
+            raise UserError(f"token {max(kept)} is no number of a token; give those of a Generation")
         return self._tokenizer.decode(kept)
 
     def piece(self, token: int) -> str:

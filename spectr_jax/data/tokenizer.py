@@ -45,6 +45,15 @@ class AnyTokenizer(Protocol):
         """The tokens by id, or None where they are not known."""
         return None
 
+    @property
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token adds to a text, by id; none for a control token.
+
+        Raises:
+          UserError: they are not known.
+        """
+        raise UserError("the tokenizer does not say what its tokens spell; give stop sequences as tokens, not as text")
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without BOS and EOS."""
         ...
@@ -97,9 +106,37 @@ class AnyTokenizer(Protocol):
         return np.array(padded, np.int32), lengths
 
     def texts(self, tokens: ArrayLike, lengths: ArrayLike) -> list[str]:
-        """The strings of decoded sequences, prompts included: tokens [B, T] and lengths [B] of a `Generation`."""
-        rows = zip(np.asarray(tokens).tolist(), np.asarray(lengths).tolist(), strict=True)
-        return [self.decode(row[:length]) for row, length in rows]
+        """The strings of decoded sequences, prompts included: tokens [B, T] and lengths [B] of a `Generation`.
+
+        Raises:
+          UserError: they are of other shapes, or a token is not of the vocabulary.
+        """
+        rows, ends = _whole(tokens), _whole(lengths)
+        if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
+            raise UserError("tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of a Generation")
+        if np.any((ends < 0) | (ends > rows.shape[1])):
+            raise UserError(f"lengths {ends} are not within 0..{rows.shape[1]}; give those of a Generation")
+        return [self.decode(row[:length]) for row, length in zip(rows.tolist(), ends.tolist(), strict=True)]
+
+
+def _whole(given: ArrayLike) -> np.ndarray | None:
+    """What is given as an array of integers, or None if it is something else."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError):
+        return None
+    return array if array.dtype.kind in "iu" else None
+
+
+def checked_text(text: str) -> str:
+    """`text`; raises `UserError` if it is no string, or has a part of a character, which no tokenizer takes."""
+    if not isinstance(text, str):
+        raise UserError(f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"text={text!r:.40}: is not valid Unicode ({error.reason}); remove its surrogates") from error
+    return text
 
 
 class VocabularyOf(AnyTokenizer):
@@ -206,13 +243,29 @@ class Tokenizer(AnyTokenizer):
         """See `AnyTokenizer.tokens`."""
         return [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
 
+    @functools.cached_property
+    def pieces(self) -> list[bytes]:
+        """See `AnyTokenizer.pieces`."""
+
+        def piece(token: int) -> bytes:
+            name = self._processor.id_to_piece(token)
+            if self._processor.is_byte(token):
+                return bytes([int(name[3:-1], 16)])
+            known = not (self._processor.is_control(token) or self._processor.is_unknown(token))
+            return (name.replace(SPACE, " ") if known else self._processor.decode([token])).encode()
+
+        return [piece(token) for token in range(self.vocab_size)]
+
     def encode(self, text: str) -> list[int]:
         """The pieces of `text`, without BOS and EOS."""
-        return self._processor.encode(text)
+        return self._processor.encode(checked_text(text))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, without control pieces and -1."""
-        return self._processor.decode([int(token) for token in tokens if token >= 0])
+        kept = [int(token) for token in tokens if token >= 0]
+        if kept and max(kept) >= self.vocab_size:
+            raise UserError(f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this vocabulary")
+        return self._processor.decode(kept)
 
     def piece(self, token: int) -> str:
         """See `AnyTokenizer.piece`."""

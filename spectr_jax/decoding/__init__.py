@@ -1,9 +1,26 @@
 """Decoding: how the tokens of a call are drafted, scored, chosen and committed."""
 
 from spectr_jax.decoding import generate
-from spectr_jax.decoding.generate import Generation, decode, stream
+from spectr_jax.decoding.generate import Generation, decode
 from spectr_jax.decoding.loop import Call
 from spectr_jax.decoding.methods import METHODS, Method, get_method, register
 from spectr_jax.decoding.policy import Policy
+from spectr_jax.decoding.processing import bias, only, repetition_penalty
+from spectr_jax.decoding.steps import Step, stream
 
-__all__ = ["METHODS", "Call", "Generation", "Method", "Policy", "decode", "generate", "get_method", "register", "stream"]
+__all__ = [
+    "METHODS",
+    "Call",
+    "Generation",
+    "Method",
+    "Policy",
+    "Step",
+    "bias",
+    "decode",
+    "generate",
+    "get_method",
+    "only",
+    "register",
+    "repetition_penalty",
+    "stream",
+]

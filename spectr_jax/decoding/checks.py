@@ -1,6 +1,7 @@
 """What `generate` refuses, before anything takes long."""
 
 import numbers
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -28,18 +29,32 @@ def check_method(method: object) -> None:
         raise UserError(f"method={method!r} is no Method; give one of `get_method`, such as get_method('speculative')")
 
 
-def checked_prompts(prompts: Any, prompt_lengths: Any) -> tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]:
-    """Returns both as int32; raises `UserError` unless they are whole numbers, and rows of one length."""
-    arrays = []
-    for name, given in (("prompts", prompts), ("prompt_lengths", prompt_lengths)):
-        try:
-            array = np.asarray(given)
-        except ValueError as error:
-            raise UserError(f"{name} are rows of several lengths; pad them, as `tokenizer.prompts` does") from error
-        if array.dtype.kind not in "iuf" or np.any(array != np.floor(array)):
-            raise UserError(f"{name} are {array.dtype} and not whole numbers; give tokens, as `tokenizer.prompts` does")
-        arrays.append(array.astype(np.int32))
-    return arrays[0], arrays[1]
+def whole_numbers(name: str, given: Any) -> Int[np.ndarray, "..."]:
+    """Returns the numbers as int32; raises `UserError` unless they are whole, within int32, and rows of one length."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        if not isinstance(given, Sequence):
+            raise UserError(f"{name} is a {type(given).__name__}; give tokens, as `tokenizer.prompts` does") from error
+        raise UserError(f"{name} are rows of several lengths; pad them, as `tokenizer.prompts` does") from error
+    if array.dtype.kind not in "iuf" or np.any(array != np.floor(array)):
+        raise UserError(f"{name} are {array.dtype} and not whole numbers; give tokens, as `tokenizer.prompts` does")
+    if np.any((array < -(2**31)) | (array >= 2**31)):
+        beyond = array[(array < -(2**31)) | (array >= 2**31)][0]
+        raise UserError(f"{name} have {beyond}, which is beyond int32; give tokens, as `tokenizer.prompts` does")
+    return array.astype(np.int32)
+
+
+def check_observe(observe: object) -> None:
+    """Raises `UserError` unless `observe` is None or a function that can be static."""
+    if observe is not None and not (callable(observe) and isinstance(observe, Hashable)):
+        raise UserError(f"observe={observe!r}: is not a hashable function; give a function of one Call, or None")
+
+
+def check_flag(name: str, given: object) -> None:
+    """Raises `UserError` unless the argument is True or False."""
+    if not isinstance(given, bool):
+        raise UserError(f"{name}={given!r}: must be True or False")
 
 
 def check_request(
@@ -51,7 +66,7 @@ def check_request(
     max_new_tokens: int,
 ) -> None:
     """Raises `UserError` for prompts, models or a method that do not go together."""
-    if not isinstance(max_new_tokens, numbers.Integral):
+    if not isinstance(max_new_tokens, numbers.Integral) or isinstance(max_new_tokens, bool):
         raise UserError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give one of at least 1")
     if prompts.ndim != 2 or prompt_lengths.shape != prompts.shape[:1]:
         raise UserError(
@@ -76,11 +91,9 @@ def check_request(
             f"the tree of method {method.name!r} has nodes with {method.tree.children_table.shape[1]} children, and the "
             f"vocabulary {target.vocab_size} distinct tokens; give a narrower tree"
         )
-    models = [("target", target)]
     if method.needs_draft:
         if draft is None:
             raise UserError(f"method {method.name!r} drafts, but no draft model was given; give one, or use 'lookup'")
-        models.append(("draft", draft))
         if draft.features_seen not in (0, target.features_shown):
             raise UserError(
                 f"the draft sees {draft.features_seen} features of its target, and this target shows "
@@ -91,14 +104,13 @@ def check_request(
                 f"the draft sees layer {max(draft.feature_layers)} of its target, and this target has {target.layers}; give "
                 "the target that it was trained for, or another draft"
             )
-    for name, model in models:
-        if model.vocab_size != target.vocab_size:
+        if draft.vocab_size != target.vocab_size:
             raise UserError(
-                f"the draft has {model.vocab_size} tokens and the target {target.vocab_size}; use one vocabulary for "
+                f"the draft has {draft.vocab_size} tokens and the target {target.vocab_size}; use one vocabulary for "
                 "both, or spectr_jax.pairs.fitted"
             )
-        if prompts.shape[1] + max_new_tokens > model.context:
-            raise UserError(
-                f"prompts of {prompts.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the {name}'s context of "
-                f"{model.context}; shorten one of them"
-            )
+    if (longest := int(prompt_lengths.max())) + max_new_tokens > target.context:
+        raise UserError(
+            f"prompts of {longest} tokens and max_new_tokens={max_new_tokens} exceed the target's context of "
+            f"{target.context}; shorten one of them"
+        )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
 
-from spectr_jax.decoding import features
+from spectr_jax.decoding import features, processing
 from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.models.base import Model, features_seen
@@ -125,7 +125,10 @@ def draft(
     ran = _recall(model, features.recalled(model, tree), tokens_BxT, root_B, cache, features_BxRxE)
     tokens, p = [jnp.take_along_axis(tokens_BxT, lengths_B[:, None] - 1, axis=1)], []
     for depth, nodes in enumerate(tree.levels[1:]):
-        p.append(probabilities(ran.logits, policy))
+        parents = np.intersect1d(tree.levels[depth], tree.inner)
+        drafted_BxN = jnp.concatenate(tokens, axis=1)
+        logits = processing.at_nodes(policy, tree, parents, ran.logits, drafted_BxN, tokens_BxT, lengths_B)
+        p.append(_within(model, probabilities(logits, policy), tokens_BxT, lengths_B + depth))
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
         tokens.append(_children(level_keys_B, rule, tree, nodes, p[-1]))
         inner = np.intersect1d(nodes, tree.inner)
@@ -133,6 +136,15 @@ def draft(
             positions_B = lengths_B + depth
             ran = _run_on_level(model, tree, inner, tokens[-1][:, inner - nodes[0]], positions_B, root_B, ran)
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(p, axis=1), ran.cache)
+
+
+def _within(
+    model: Model, p_BxWxV: Float[Array, "batch width vocab"], tokens_BxT: Array, positions_B: Int[Array, " batch"]
+) -> Float[Array, "batch width vocab"]:
+    """Returns `p_BxWxV` with 0 for positions past the draft's context: such drafts count as not drawn, in every verifier."""
+    if tokens_BxT.shape[1] <= model.context:
+        return p_BxWxV
+    return jnp.where(positions_B[:, None, None] <= model.context, p_BxWxV, 0)
 
 
 class _Ran(NamedTuple):
@@ -166,7 +178,7 @@ def _recall(
         *features.extend(
             model,
             jnp.take_along_axis(tokens_BxT, recalled_BxR, axis=1),
-            recalled_BxR,
+            jnp.minimum(recalled_BxR, model.context - 1),
             jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
             cache,
             features_BxNxE=features_BxRxE,
@@ -191,7 +203,7 @@ def _run_on_level(
         *features.extend(
             model,
             tokens_BxW,
-            jnp.broadcast_to(positions_B[:, None], tokens_BxW.shape),
+            jnp.broadcast_to(jnp.minimum(positions_B, model.context - 1)[:, None], tokens_BxW.shape),
             _visible(tree, inner, R, root_B),
             above.cache,
             R + first_rank - 1,

@@ -11,18 +11,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from spectr_jax.decoding import drafting, features, scoring
+from spectr_jax.decoding import drafting, features, logprobs, processing, scoring
 from spectr_jax.decoding import tree as trees
+from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, ends
+from spectr_jax.decoding.policy import Policy, ends, for_rows
 from spectr_jax.decoding.scored import ScoredTree
+from spectr_jax.decoding.stopping import MATCHED, START, Stop
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.base import Model, features_shown
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.early_exit import EarlyExit
+from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
@@ -58,6 +62,8 @@ class Loop(NamedTuple):
       calls: those of the target that each sequence took.
       histogram: how many calls emitted 0, 1, 2, ... tokens.
       observed: sums over the calls of what is observed; None for nothing.
+      logprobs: of the committed tokens; None if they are not wanted.
+      stop_states: of the automaton of stop sequences; None if there are none.
     """
 
     step: IntScalar
@@ -70,6 +76,16 @@ class Loop(NamedTuple):
     calls: Int[Array, " batch"]
     histogram: Int[Array, "batch counts"]
     observed: Any
+    logprobs: Logprobs | None = None
+    stop_states: Int[Array, " batch"] | None = None
+
+
+def merged(method: Method, target: Frozen, draft: Frozen | None) -> tuple[Any, Any]:
+    """Returns the models of target and draft."""
+    large = target.merge()
+    if method.exit_layer:
+        return large, EarlyExit(large, method.exit_layer)
+    return large, draft.merge() if draft else None
 
 
 class _Selected(NamedTuple):
@@ -95,6 +111,8 @@ def prefill(
     prompts_BxT: Int[Array, "batch time"],
     lengths_B: Int[Array, " batch"],
     max_new_tokens: int,
+    logprobs: bool = False,
+    stops: bool = False,
 ) -> Loop:
     """Runs both models on the prompts, and returns the state before the first call.
 
@@ -113,9 +131,10 @@ def prefill(
         draft_cache, _ = _run_on_prompts(own, prompts_BxT, lengths_B, capacity, before)
         draft_cache = dataclasses.replace(draft_cache, lengths=drafting.committed_length(lengths_B, recalled))
         last_features = None if shown is None else features.at_end(shown, lengths_B, recalled)
+    tokens = jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1)))
     return Loop(
         step=jnp.zeros((), jnp.int32),
-        tokens=jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1))),
+        tokens=tokens,
         lengths=lengths_B,
         done=jnp.zeros(B, bool),
         target_cache=dataclasses.replace(target_cache, lengths=lengths_B - 1),
@@ -124,6 +143,8 @@ def prefill(
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
+        logprobs=Logprobs(jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)) if logprobs else None,
+        stop_states=jnp.full(B, START, jnp.int32) if stops else None,
     )
 
 
@@ -184,7 +205,8 @@ def _run_on_piece(
     """Runs a model on tokens of the prompts, `first` and those behind it; returns the cache and the tokens' features."""
     B, P = tokens_BxP.shape
     visible = jnp.broadcast_to(np.tri(P, dtype=bool), (B, P, P))
-    positions = jnp.broadcast_to(first + jnp.arange(P), (B, P))
+    # Padding may be longer than the context, and a model's embedding of a position past it NaN, which no mask hides.
+    positions = jnp.broadcast_to(jnp.minimum(first + jnp.arange(P), model.context - 1), (B, P))
     cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
     _, hidden, cache = features.extend(model, tokens_BxP, positions, visible, cache, features_BxNxE=before_BxPxE, show=show)
     return cache, hidden
@@ -193,10 +215,7 @@ def _run_on_piece(
 def observe_call(observe: Callable[[Call], Any], call: Call) -> Any:
     """Returns what `observe` returns for each sequence of a call."""
 
-    def one(key: PRNGKeyArray, arrays: tuple[Array, Array, Array, Array], chosen: Selection) -> Any:
-        return observe(Call(key=key, scored=call.scored.with_arrays(*arrays), chosen=chosen))
-
-    observed = jax.vmap(one)(call.key, call.scored.arrays, call.chosen)
+    observed = jax.vmap(observe)(call)
     # Sums of truth values are counts.
     return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
@@ -222,12 +241,15 @@ def call(
     limits_B: Int[Array, " batch"],
     policy: Policy,
     draft_policy: Policy | None = None,
+    stop: Stop | None = None,
 ) -> tuple[Loop, Call]:
     """Calls the target once for all sequences, and returns the state after it and what `observe` is given of it.
 
     Finished sequences do not change.
     """
     tree = method.tree
+    policy = for_rows(policy, len(loop.lengths))
+    draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(loop.lengths))
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     if method.verifier.rule == "race":
         # A race belongs to a position of the sequence, not to a call: one decides draft and target, whatever the draft.
@@ -236,11 +258,12 @@ def call(
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     with jax.named_scope("draft"):
-        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy or policy)
+        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy)
 
     def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
-        tokens = tokens_BxN[:, : tree.size + 1]
-        return ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=logits)
+        tokens, nodes = tokens_BxN[:, : tree.size + 1], np.arange(tree.size + 1)
+        made = processing.at_nodes(policy, tree, nodes, logits, jnp.maximum(tokens, 0), loop.tokens, loop.lengths)
+        return ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=made)
 
     def score_and_select(tree: Tree, cache: Cache) -> _Selected:
         with jax.named_scope("score"):
@@ -257,10 +280,13 @@ def call(
     else:
         logits, shown, target_cache, chosen = score_and_select(tree, target_cache)
     with jax.named_scope("commit"):
-        after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy)
+        after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy, stop)
         if loop.features is not None and shown is not None:
             added = after.lengths - loop.lengths
             after = after._replace(features=features.after_call(loop.features, shown, chosen.path, added))
+        if loop.logprobs is not None:
+            new = logprobs.of_call(scored(tree, logits), logits, chosen)
+            after = after._replace(logprobs=logprobs.written(loop.logprobs, new, loop.lengths))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
     return after, Call(key=spare_keys, scored=scored(tree, logits), chosen=chosen)
 
@@ -326,9 +352,13 @@ def _commit(
     draft_cache: Cache | None,
     limits_B: Int[Array, " batch"],
     policy: Policy,
+    stop: Stop | None,
 ) -> Loop:
     """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
-    emitted, ended = _cut(chosen, policy, limits_B - loop.lengths)
+    stop_states = None if stop is None or loop.stop_states is None else stop.follow(loop.stop_states, chosen.tokens)
+    emitted, ended = _cut(chosen, policy, limits_B - loop.lengths, stop_states)
+    if stop_states is not None:
+        stop_states = jnp.take_along_axis(stop_states, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
     if draft is not None and draft_cache is not None:
@@ -343,6 +373,8 @@ def _commit(
         target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
         draft_cache=draft_cache,
         features=loop.features,
+        logprobs=loop.logprobs,
+        stop_states=stop_states,
         calls=loop.calls + ~loop.done,
         histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add((~loop.done).astype(jnp.int32)),
         observed=loop.observed,
@@ -350,10 +382,17 @@ def _commit(
 
 
 def _cut(
-    chosen: Selection, policy: Policy, room_B: Int[Array, " batch"]
+    chosen: Selection,
+    policy: Policy,
+    room_B: Int[Array, " batch"],
+    stop_states_BxS: Int[Array, "batch steps"] | None,
 ) -> tuple[Int[Array, " batch"], Bool[Array, " batch"]]:
-    """Returns how many of the chosen tokens are emitted, up to EOS and the limit, and whether EOS is among them."""
+    """Returns how many of the chosen tokens are emitted, up to EOS, a stop sequence and the limit, and whether one of the
+    first two is among them."""
     emitted = jnp.minimum(chosen.emitted, room_B)
-    is_eos = ends(chosen.tokens, policy) & (jnp.arange(chosen.tokens.shape[1]) < emitted[:, None])
-    ended = jnp.any(is_eos, axis=1)
-    return jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, emitted).astype(jnp.int32), ended  # int64 with x64.
+    is_end = ends(chosen.tokens, policy)
+    if stop_states_BxS is not None:
+        is_end |= stop_states_BxS == MATCHED
+    is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
+    ended = jnp.any(is_end, axis=1)
+    return jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted).astype(jnp.int32), ended  # int64 with x64.

@@ -20,6 +20,7 @@ from spectr_jax.decoding.verifiers import Block, FromTarget, Layer, MultiPath, T
 from spectr_jax.decoding.verifiers.from_target import GIVEN
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
 from spectr_jax.errors import UserError, unknown
+from spectr_jax.transport.kseq_gamma import checked
 from spectr_jax.transport.types import IntScalar
 
 Shape: TypeAlias = Tree | str | None
@@ -98,6 +99,8 @@ def kseq_gamma(
     *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None, gamma: float | None = None
 ) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
+    if gamma is not None:
+        checked(gamma)
     return _iid("kseq_gamma", TokenByToken(transport.get("kseq_gamma", gamma=gamma)), num_drafts, draft_length, tree)
 
 
@@ -265,7 +268,7 @@ def get_method(name: str, **options: Any) -> Method:
     Raises:
       UserError: an unknown method or option, or a value out of range.
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise unknown("method", name, METHODS)
     known = inspect.signature(METHODS[name]).parameters
     passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())

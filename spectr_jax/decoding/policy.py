@@ -1,16 +1,26 @@
-"""How logits become probabilities (temperature, top-k, top-p), and where a sequence ends."""
+"""How logits become probabilities (temperature, top-k, top-p, min-p), and where a sequence ends."""
 
 import dataclasses
-import numbers
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from spectr_jax.errors import UserError
 from spectr_jax.models.layers import cpu
-from spectr_jax.transport.types import FloatScalar
+
+Number: TypeAlias = float | Shaped[Array, "*rows"] | Shaped[np.ndarray, "*rows"]
+
+Process: TypeAlias = Callable[[Array, Array, Array], Array]
+
+LOWEST = -(2**31) + 0x7FFFFF
+"""The integer that stands for -inf in the order of the float32 numbers."""
+STEPS = 31
+"""The number of bisection steps from `LOWEST` to 0, which stands for the largest logit."""
 
 
 @jax.tree_util.register_dataclass
@@ -18,70 +28,219 @@ from spectr_jax.transport.types import FloatScalar
 class Policy:
     """The sampling policy, applied to draft and target alike unless the draft has its own.
 
+    Each of the numbers is one for all sequences, or one per sequence, [B]. All are traced: other values compile nothing, and
+    a row of a batch is what it is alone. Limits that no sequence has (the defaults) cost nothing; policies with and without
+    limits are two programs.
+
     Attributes:
-      temperature: traced; 0 is greedy (all mass on the most probable token).
-      top_k: keep the k most probable tokens (and ties of the last); 0 keeps all. Static.
-      top_p: then keep the fewest most probable tokens that hold this mass (and ties); 1 keeps all. Static.
-      eos: the token that ends a sequence, or several of them; -1 for none. Traced.
+      temperature: 0 is greedy (all mass on the most probable token).
+      top_k: keep the k most probable tokens (and ties of the last); 0 keeps all.
+      top_p: then keep the fewest most probable tokens that hold this mass (and ties); 1 keeps all.
+      eos: the token that ends a sequence, or several of them; -1 for none. The same for all sequences.
+      min_p: keep the tokens with at least this share of the largest probability; 0 keeps all.
+      process: a function of logits [V], tokens [T] and their number, applied first (`decoding.processing`). Static.
     """
 
-    temperature: float | FloatScalar = 1.0
-    top_k: int = dataclasses.field(default=0, metadata={"static": True})
-    top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
+    temperature: Number = 1.0
+    top_k: int | Number | None = 0
+    top_p: Number | None = 1.0
     eos: int | tuple[int, ...] | Int[Array, "*several"] = -1
+    min_p: Number | None = 0.0
+    process: Process | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-def check_policy(policy: Policy, owner: str = "") -> None:
-    """Raises `UserError` for a value out of range; `owner`, such as "draft_", stands before the field that it names."""
-    if not float(policy.temperature) >= 0.0 or float(policy.temperature) == float("inf"):
-        raise UserError(f"{owner}temperature={policy.temperature} is not a finite number of at least 0; 0 is greedy")
-    if not isinstance(policy.top_k, numbers.Integral) or policy.top_k < 0:
-        raise UserError(f"{owner}top_k={policy.top_k} is no number of tokens; give a whole one, or 0 for all")
-    if not 0.0 < policy.top_p <= 1.0:
-        raise UserError(f"{owner}top_p={policy.top_p} is not in (0, 1]; give a probability mass, or 1 for all")
-    eos = np.asarray(policy.eos)
-    if eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu" or np.any((eos < -1) | (eos >= 2**31)):
+LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""The limits of a policy, each with the value that keeps all tokens."""
+
+
+def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") -> None:
+    """Raises `UserError` for a value out of range, as the device would see it, or for another number of values than there
+    are `sequences`; `owner`, such as "draft_", stands before the field that it names."""
+    if not isinstance(policy, Policy):
+        raise UserError(f"{owner}policy={policy!r}: is not a Policy; give one, such as Policy(temperature=0.7)")
+    if policy.process is not None and not (callable(policy.process) and isinstance(policy.process, Hashable)):
+        raise UserError(
+            f"{owner}process={policy.process!r}: is not a hashable function; give one of (logits, tokens, length)"
+        )
+    tiny = float(np.finfo(np.float32).tiny)
+    ranges: dict[str, tuple[Callable[[Any], Any], str]] = {
+        "temperature": (
+            lambda x: (x == 0) | ((x >= tiny) & (x < np.inf)),
+            "is not a finite number of at least 0 in float32; 0 is greedy, and others are at least 1e-37",
+        ),
+        "top_k": (lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31), "is no number of tokens; give a whole one, or 0"),
+        "top_p": (lambda x: (x >= tiny) & (x <= 1), "is not in (0, 1] in float32; give a probability mass, or 1 for all"),
+        "min_p": (
+            lambda x: (x == 0) | ((x >= tiny) & (x <= 1)),
+            "is not in [0, 1] in float32; give a share of the largest probability, or 0 for all",
+        ),
+    }
+    for name, (in_range, message) in ranges.items():
+        given = getattr(policy, name)
+        values = _numbers(given)
+        if values is None or not all(np.all(in_range(each)) for each in (values, _narrow(values, name))):
+            raise UserError(f"{owner}{name}={given}: {message}")
+        if values.ndim > 1 or (values.ndim and sequences is not None and len(values) != sequences):
+            raise UserError(
+                f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give one number, or one for each"
+            )
+    eos = _numbers(policy.eos)
+    if eos is None or eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu" or np.any((eos < -1) | (eos >= 2**31)):
         raise UserError(
             f"{owner}eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none"
         )
 
 
+def _numbers(given: Any) -> Shaped[np.ndarray, "..."] | None:
+    """Returns what is given as an array of integers or float64 numbers, or None if it is something else."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError):
+        return None
+    return (
+        array if array.dtype.kind in "iu" else array.astype(np.float64) if jnp.issubdtype(array.dtype, np.floating) else None
+    )
+
+
+def _narrow(values: Shaped[np.ndarray, "..."], name: str) -> Shaped[np.ndarray, "..."]:
+    """Returns the values as the device sees them."""
+    with np.errstate(over="ignore", under="ignore"):
+        return values if name == "top_k" else values.astype(np.float32)
+
+
+def for_rows(policy: Policy, sequences: int) -> Policy:
+    """Returns the policy with arrays that have a leading dimension of `sequences`, as a ScoredTree of several has it.
+
+    If all limits are known to be at their defaults they become None, so that the program has no code for them.
+    """
+
+    def rows(value: Any) -> Any:
+        return value if value.shape[:1] == (sequences,) else _numpy(value).broadcast_to(value, (sequences, *value.shape))
+
+    limits = _limits(policy)
+    eos = _array(policy.eos, np.int32)
+    return dataclasses.replace(
+        policy,
+        temperature=rows(_array(policy.temperature, np.float32)),
+        eos=eos if eos.ndim == 2 else _numpy(eos).broadcast_to(eos.reshape(-1), (sequences, eos.size)),
+        **dict.fromkeys(LIMITS) if limits is None else {name: rows(each) for name, each in limits.items()},
+    )
+
+
+def _numpy(value: Any) -> Any:
+    """Returns the library for a value: NumPy unless it is traced, so that arguments of a call compile nothing."""
+    return jnp if isinstance(value, jax.core.Tracer) else np
+
+
+def _array(value: Any, dtype: Any) -> Any:
+    return _numpy(value).asarray(value, dtype)
+
+
+def _limits(policy: Policy) -> dict[str, Any] | None:
+    """Returns the limits as arrays, or None if all are known to keep all tokens."""
+    given = {name: getattr(policy, name) for name in LIMITS}
+    given = {name: LIMITS[name] if value is None else value for name, value in given.items()}
+    if all(
+        not isinstance(value, jax.core.Tracer) and np.all(np.asarray(value) == LIMITS[name]) for name, value in given.items()
+    ):
+        return None
+    return {name: _array(value, np.int32 if name == "top_k" else np.float32) for name, value in given.items()}
+
+
 def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
     """Returns which of the tokens end a sequence; -1, where the target had no distribution, always does."""
-    return jnp.any(tokens[..., None] == jnp.ravel(jnp.asarray(policy.eos)), axis=-1) | (tokens < 0)
+    eos = jnp.atleast_1d(jnp.asarray(policy.eos))
+    return jnp.any(tokens[..., None] == eos[..., None, :], axis=-1) | (tokens < 0)
+
+
+def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float[Array, "*batch vocab"]:
+    """Returns the distribution, in float32, that `policy` makes of `logits`; if it is one of several sequences, they are the
+    first dimension of the logits."""
+    pmf: Array = _probabilities(logits, _array(policy.temperature, np.float32), _limits(policy))
+    return pmf
 
 
 @jax.jit
-def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float[Array, "*batch vocab"]:
-    """Returns the distribution, in float32, that `policy` makes of `logits`."""
-    temperature = jnp.asarray(policy.temperature, jnp.float32)
-    if cpu.on_cpu():
-        pmf: Array = jax.lax.cond(temperature > 0, lambda: _softened(logits, temperature, policy), lambda: _greedy(logits))
-        return pmf
-    # A conditional would make the host of an accelerator wait for the temperature.
-    return jnp.where(temperature > 0, _softened(logits, temperature, policy), _greedy(logits))
+def _probabilities(
+    logits: Float[Array, "*batch vocab"], temperature: Float[Array, "*rows"], limits: dict[str, Array] | None
+) -> Float[Array, "*batch vocab"]:
+
+    def by_row(rows: Array) -> Array:
+        return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
+
+    temperature, limits = jax.tree.map(by_row, (temperature, limits))
+
+    def softened() -> Array:
+        return _softened(logits, temperature, limits)
+
+    def greedy() -> Array:
+        return _greedy(logits)
+
+    def both() -> Array:
+        return jnp.where(temperature > 0, softened(), greedy())
+
+    if not cpu.on_cpu():  # A conditional would make the host of an accelerator wait for the temperature.
+        return both()
+    several: Callable[[], Array] = lambda: jax.lax.cond(jnp.any(temperature > 0), both, greedy)  # noqa: E731
+    pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, greedy if temperature.size == 1 else several)
+    return pmf
 
 
 def _softened(
-    logits: Float[Array, "*batch vocab"], temperature: FloatScalar, policy: Policy
+    logits: Float[Array, "*batch vocab"], temperature: Float[Array, "*rows"], limits: dict[str, Array] | None
 ) -> Float[Array, "*batch vocab"]:
     """Returns the distribution at a positive temperature."""
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
     relative = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
-    scaled = relative / jnp.where(temperature > 0, temperature, 1.0)
-    limited = 0 < policy.top_k < logits.shape[-1]
-    if policy.top_p < 1.0:
-        ordered = -jnp.sort(-scaled, axis=-1)
-        if limited:
-            ordered = jnp.where(ordered >= ordered[..., policy.top_k - 1, None], ordered, -jnp.inf)
-        mass = jax.nn.softmax(ordered, axis=-1)
-        kept = jnp.cumsum(mass, axis=-1) - mass < policy.top_p
-        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
-    elif limited:
-        scaled = jnp.where(scaled >= jax.lax.top_k(scaled, policy.top_k)[0][..., -1:], scaled, -jnp.inf)
-    weights = jnp.exp(scaled)  # No softmax: the largest of `scaled` is 0.
+    weights = jnp.exp(relative / jnp.where(temperature > 0, temperature, 1.0))  # No softmax: the largest is 1.
+    if limits is not None:
+        weights = _limited(relative, weights, **limits)
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _limited(
+    relative: Float[Array, "*batch vocab"],
+    weights: Float[Array, "*batch vocab"],
+    top_k: Int[Array, "*rows"],
+    top_p: Float[Array, "*rows"],
+    min_p: Float[Array, "*rows"],
+) -> Float[Array, "*batch vocab"]:
+    """Returns the weights with 0 for tokens that a limit excludes.
+
+    The least logit that is kept is found without sorting, by bisection on the integers that order float32 numbers.
+    """
+    bits = jax.lax.bitcast_convert_type(relative, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def least(wanted: Bool[Array, "*rows"], amounts: Array, bound: Array) -> Int[Array, "*batch 1"]:
+        search = functools.partial(_least, order, amounts, bound)
+        none = jnp.full((*order.shape[:-1], 1), LOWEST, jnp.int32)
+        if not cpu.on_cpu():
+            return jnp.where(wanted, search(), none)
+        found: Array = jax.lax.cond(jnp.any(wanted), lambda: jnp.where(wanted, search(), none), lambda: none)
+        return found
+
+    weights = jnp.where(order >= least(top_k > 0, jnp.ones_like(order), top_k), weights, 0)
+    mass = top_p * jnp.sum(weights, axis=-1, keepdims=True)
+    weights = jnp.where(order >= least(top_p < 1, weights, mass), weights, 0)
+    return jnp.where(weights >= min_p, weights, 0)
+
+
+def _least(
+    order: Int[Array, "*batch vocab"], amounts: Shaped[Array, "*batch vocab"], bound: Shaped[Array, "*batch 1"]
+) -> Int[Array, "*batch 1"]:
+    """Returns the smallest of the integers `LOWEST`..0 above which the amounts sum to less than `bound`."""
+
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = low + ((high - low) >> 1)
+        enough = jnp.sum(jnp.where(order > middle, amounts, 0), axis=-1, keepdims=True, dtype=amounts.dtype) < bound
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    shape = (*order.shape[:-1], 1)
+    start = jnp.full(shape, LOWEST, jnp.int32), jnp.zeros(shape, jnp.int32)
+    found: Array = jax.lax.fori_loop(0, STEPS, halve, start)[1]
+    return found
 
 
 def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:

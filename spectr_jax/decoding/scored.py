@@ -20,16 +20,16 @@ from spectr_jax.transport.types import IntScalar, Probs
 class ScoredTree:
     """The drafts of one call, with the distributions of both models at the nodes.
 
-    It is of one sequence; while the models run its arrays have a leading batch dimension.
+    It is of one sequence; while the models run its arrays, those of the policy included, have a leading batch dimension.
 
     Attributes:
       tree: static, N drafted nodes.
-      policy: turns the target's logits into q.
+      policy: turns these logits into q.
       length: [] int32, committed tokens of the sequence before the call.
       tokens: [N + 1] int32 by node; the root's is the last committed one. A node of -1 has no draft.
       p: [I, V] draft distributions at the inner nodes; [0, V] for drafts that are not drawn but given, which have
         probability 1 each.
-      logits: [N + 1, V] of the target at each node.
+      logits: [N + 1, V] of the target at each node, after the policy's process.
     """
 
     tree: Tree = dataclasses.field(metadata={"static": True})
@@ -38,28 +38,6 @@ class ScoredTree:
     tokens: Int[Array, "*batch nodes"]
     p: Float[Array, "*batch inner vocab"]
     logits: Float[Array, "*batch nodes vocab"]
-
-    @property
-    def arrays(
-        self,
-    ) -> tuple[
-        Int[Array, "*batch"],
-        Int[Array, "*batch nodes"],
-        Float[Array, "*batch inner vocab"],
-        Float[Array, "*batch nodes vocab"],
-    ]:
-        """What differs between sequences: the length, the tokens, p and the logits."""
-        return self.length, self.tokens, self.p, self.logits
-
-    def with_arrays(
-        self,
-        length: Int[Array, "*batch"],
-        tokens: Int[Array, "*batch nodes"],
-        p: Float[Array, "*batch inner vocab"],
-        logits: Float[Array, "*batch nodes vocab"],
-    ) -> "ScoredTree":
-        """Returns the same tree and policy with other `arrays`."""
-        return dataclasses.replace(self, length=length, tokens=tokens, p=p, logits=logits)
 
     @property
     def vocab_size(self) -> int:

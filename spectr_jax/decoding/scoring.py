@@ -31,7 +31,8 @@ def score(
       logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the cache with all nodes
       pending.
     """
-    positions = lengths_B[:, None] - 1 + jnp.asarray(tree.depth)
+    # Nodes past the context are never emitted, and a NaN of one would not be hidden by its mask.
+    positions = jnp.minimum(lengths_B[:, None] - 1 + jnp.asarray(tree.depth), model.context - 1)
     visible = jnp.broadcast_to(tree.ancestors, (lengths_B.shape[0], *tree.ancestors.shape))
     return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
 

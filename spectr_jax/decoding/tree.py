@@ -29,6 +29,8 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(parent, numbers.Integral) for parent in self.parents):
+            raise UserError(f"parents={self.parents!r:.60}: must be whole numbers; give the parent of each node 1..N")
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
         _check_size(len(self.parents))
         depths = [0]
@@ -219,5 +221,5 @@ def spelled(branching: tuple[int, ...]) -> str:
 def checked(**values: int) -> None:
     """Raises `UserError` for a number that is not whole or less than 1."""
     for name, value in values.items():
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise UserError(f"{name}={value!r} is not a whole number of at least 1; give one")

@@ -19,9 +19,10 @@ from spectr_jax.config import check_fields, check_positive, spec_bench_config
 from spectr_jax.data.questions import Question, read_questions, spread
 from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding import tree as trees
-from spectr_jax.decoding.generate import LONG, generate, lower, padded_length
+from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.policy import check_policy
+from spectr_jax.decoding.request import LONG, padded_length
 from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
 from spectr_jax.loading import Trained, check_dtype

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from spectr_jax.files import write_json
+from spectr_jax.files import naming, write_json
 from spectr_jax.measure import report
 
 
@@ -89,4 +89,5 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
     canvas.suptitle(f"{figure.title}. {figure.caption}", fontsize=8, wrap=True)
-    canvas.savefig(path, dpi=120)
+    with naming(path):
+        canvas.savefig(path, dpi=120)

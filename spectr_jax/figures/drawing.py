@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.files import naming
 
 
 def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
@@ -70,4 +71,5 @@ def png(
     axes.set_xticks(range(tree.height + 1))
     axes.set_yticks([])
     axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)

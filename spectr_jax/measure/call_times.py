@@ -18,6 +18,7 @@ import tqdm
 
 from spectr_jax.decoding import Method, Policy, drafting, scoring
 from spectr_jax.decoding.loop import call, prefill
+from spectr_jax.decoding.policy import for_rows
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import for_each_sequence
@@ -151,7 +152,7 @@ def phase_timers(
     @jax.jit
     def sample(models, step):
         _, seen = whole_call(models, start._replace(step=step))
-        return *seen.scored.arrays[1:], seen.chosen
+        return seen.scored.tokens, seen.scored.p, seen.scored.logits, seen.chosen
 
     if set(phases) == {"draft"}:  # It needs a call's shapes alone.
         samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]
@@ -225,7 +226,8 @@ def _score_phase(tree: Tree, lengths_B) -> Callable:
 def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
     def phase(step, fixed, _):
         tokens, p, logits = fixed
-        scored = ScoredTree(tree=method.tree, policy=Policy(), length=lengths_B, tokens=tokens, p=p, logits=logits)
+        policy = for_rows(Policy(), len(lengths_B))
+        scored = ScoredTree(tree=method.tree, policy=policy, length=lengths_B, tokens=tokens, p=p, logits=logits)
         return for_each_sequence(method.verifier, jnp.zeros(len(lengths_B), bool), _fold(keys_B, step), scored)
 
     return phase

@@ -67,7 +67,7 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
         )
     policy, own = policies_of(config, -1)
     check_policy(policy)
-    check_policy(own, "draft_")
+    check_policy(own, owner="draft_")
 
 
 def check_has_acceptance(config: ml_collections.ConfigDict) -> None:

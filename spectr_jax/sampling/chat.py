@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from spectr_jax.decoding import stream
+from spectr_jax.decoding.stopping import before, prepared, settled
 from spectr_jax.errors import UserError
 from spectr_jax.measure.trace import read_call, seen
 from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all
@@ -16,12 +17,12 @@ class Answer(NamedTuple):
     """An answer and what it took.
 
     Attributes:
-      text: without the token that ends it.
+      text: without the token or the stop text that ends it.
       tokens: how many, that one included.
       calls: of the target.
       first: seconds until the first token was there, compilation included.
       speed: tokens per second after that, 0 if there were none.
-      whole: the model ended it, not the limit.
+      whole: the model or a stop text ended it, not the limit.
     """
 
     text: str
@@ -81,7 +82,8 @@ def answer(session: Session, prompt: Sequence[int], key: jax.Array, show: Callab
     started = time.perf_counter()
     models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
     policy, own = session.policy, session.draft_policy
-    steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own)
+    stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
+    steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own, stop=stop)
     new: list[int] = []
     text, shown, calls, first, begun = "", "", 0, 0.0, 0
     for step in steps:
@@ -92,12 +94,14 @@ def answer(session: Session, prompt: Sequence[int], key: jax.Array, show: Callab
         for token, origin in zip(step.tokens, call.origins, strict=True):
             new.append(token)
             text = tokenizer.decode(new)
-            if not text.endswith(PARTIAL) and len(text) > len(shown):
-                show(Token(text[len(shown) :], origin, calls))
-                shown = text
+            shows = text[: settled(text, session.stop)]
+            if not text.endswith(PARTIAL) and len(shows) > len(shown):
+                show(Token(shows[len(shown) :], origin, calls))
+                shown = shows
         calls += 1
-    if len(text) > len(shown):  # The limit left a character without its last bytes.
+    stopped, text = text, before(text, session.stop)
+    if len(text) > len(shown):  # The limit left a character without its last bytes, or what could have begun a stop text.
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0
-    return Answer(text, len(new), calls, first, speed, tokenizer.ends(new[-1]))
+    return Answer(text, len(new), calls, first, speed, tokenizer.ends(new[-1]) or text != stopped)

@@ -105,7 +105,10 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
     """The continuation as HTML; with a `number` of the prompt each token links to its call."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
-        about = f'class="{token.origin}" title="call {token.call + 1}: {_name(token.origin)}"'
+        title = f"call {token.call + 1}: {_name(token.origin)}"
+        if token.logprobs is not None:
+            title += f"; log-probability {token.logprobs[0]:.3f}, of the model {token.logprobs[1]:.3f}"
+        about = f'class="{token.origin}" title="{title}"'
         tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
         text = token.text.lstrip()
         space = token.text[: len(token.text) - len(text)]  # Not underlined.

@@ -11,7 +11,9 @@ import numpy as np
 
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
-from spectr_jax.decoding.generate import generate, padded_length
+from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.request import padded_length
+from spectr_jax.decoding.stopping import Stop, before, prepared
 from spectr_jax.errors import UserError
 from spectr_jax.loading import SMOLLM2, Trained, load
 from spectr_jax.measure.trace import Recorded, read_calls, recorder
@@ -35,6 +37,8 @@ class Session(NamedTuple):
     max_new_tokens: int
     policy: Policy
     draft_policy: Policy | None
+    logprobs: bool = False
+    stop: tuple[str, ...] = ()
 
 
 class Token(NamedTuple):
@@ -44,11 +48,13 @@ class Token(NamedTuple):
       text: the characters it adds; empty while a character is incomplete.
       origin: as in `measure.trace`.
       call: the index of the call that emitted it.
+      logprobs: under the policy and under the model, if the session has them.
     """
 
     text: str
     origin: str
     call: int
+    logprobs: tuple[float, float] | None = None
 
 
 class Decoded(NamedTuple):
@@ -81,6 +87,8 @@ def open_session(
     max_new_tokens: int,
     policy: Policy,
     draft_policy: Policy | None = None,
+    logprobs: bool = False,
+    stop: tuple[str, ...] = (),
 ) -> Session:
     """Loads the models; the draft only for a method that drafts with it.
 
@@ -88,6 +96,8 @@ def open_session(
       method: None for one that is faster than the baseline with the default models on a CPU, or for the baseline where there
         is no draft.
       target: any model that `load` takes.
+      logprobs: each token of `decode` has its log-probabilities.
+      stop: texts before which a continuation ends.
       draft: likewise; None for `DEFAULT_DRAFT` where it fits the target, and no draft for other targets.
 
     Raises:
@@ -107,9 +117,10 @@ def open_session(
         if method and not drafts:
             raise _needs_draft(method, target)
         wanted = wanted if drafts else get_method("baseline")
+    prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before anything takes long.
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
-    return Session(wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy)
+    return Session(wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop)
 
 
 def _needs_draft(method: Method, target: str) -> UserError:
@@ -132,13 +143,13 @@ def encode(session: Session, prompt: str) -> list[int]:
 
 
 def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
-    """Raises `UserError` if a prompt leaves no room for the new tokens in the context of a model."""
-    for trained in (session.target, session.draft):
-        if trained and len(tokens) + session.max_new_tokens > trained.model.context:
-            raise UserError(
-                f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {session.max_new_tokens}, "
-                f"more than the {trained.model.context} of {trained.name!r} together; shorten one of them"
-            )
+    """Raises `UserError` if a prompt leaves no room for the new tokens in the context of the target."""
+    context = session.target.model.context
+    if len(tokens) + session.max_new_tokens > context:
+        raise UserError(
+            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {session.max_new_tokens}, "
+            f"more than the {context} of {session.target.name!r} together; shorten one of them"
+        )
 
 
 def encode_all(
@@ -151,12 +162,17 @@ def encode_all(
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
     """Continues a prompt with a method and records its calls; consumes `key`."""
-    generation = _generate(key, session, method, prompt, session.policy)
+    generation = _generate(key, session, method, prompt, session.policy, _stop(session))
     calls = read_calls(method.tree, generation, row=0)
-    new = np.asarray(generation.tokens[0, len(prompt) : int(generation.lengths[0])]).tolist()
+    added = slice(len(prompt), int(generation.lengths[0]))
+    new = np.asarray(generation.tokens[0, added]).tolist()
     origins = [(origin, index) for index, call in enumerate(calls) for origin in call.origins]
-    texts = added_texts(session.target.tokenizer, prompt, new)
-    return Decoded(method.name, [Token(text, *origin) for text, origin in zip(texts, origins, strict=True)], calls)
+    texts = _before(session.stop, added_texts(session.target.tokenizer, prompt, new))
+    scores: list[tuple[float, float] | None] = [None] * len(new)
+    if generation.logprobs is not None:
+        scores = list(zip(*(np.asarray(each[0, added]).tolist() for each in generation.logprobs), strict=True))
+    tokens = [Token(text, *origin, score) for text, origin, score in zip(texts, origins, scores, strict=True)]
+    return Decoded(method.name, tokens, calls)
 
 
 def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]) -> Iterator[str]:
@@ -173,17 +189,31 @@ def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[in
             shown = text
 
 
+def _stop(session: Session) -> Stop | None:
+    return prepared(session.stop, session.target.tokenizer, session.target.model.vocab_size)
+
+
+def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
+    """The texts of tokens, up to the first stop text in them."""
+    several = list(texts)
+    left = len(before("".join(several), stop))
+    for text in several:
+        yield text[:left]
+        left = max(left - len(text), 0)
+
+
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     """Times the session's method and the baseline in turns on one prompt; consumes `key`.
 
-    Every run emits `max_new_tokens`, whatever EOS comes, so that the cost of a start weighs alike on both. The calls are
-    recorded, as in `decode`: then its program is timed, and no other is compiled.
+    Every run emits `max_new_tokens`, whatever EOS or stop text comes, so that the cost of a start weighs alike on both.
+    The calls are recorded, as in `decode`: then its program is timed, and no other is compiled.
     """
-    endless = dataclasses.replace(session.policy, eos=-1)
+    endless, stop = dataclasses.replace(session.policy, eos=-1), _stop(session)
+    never = None if stop is None else stop.never()
 
     def tokens_per_second(method: Method) -> float:
         started = time.perf_counter()
-        generation = _generate(key, session, method, prompt, endless)
+        generation = _generate(key, session, method, prompt, endless, never)
         jax.block_until_ready(generation)
         return session.max_new_tokens / (time.perf_counter() - started)
 
@@ -193,11 +223,13 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     return Speed(method, baseline, statistics.median(one / other for one, other in rounds))
 
 
-def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy) -> Generation:
+def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy, stop: Stop | None) -> Generation:
     models, new = (session.target_model, session.draft_model), session.max_new_tokens
     prompts, lengths = np.array([prompt]), np.array([len(prompt)])
     observe = recorder(padded_length(len(prompt)) + new)  # By the padded prompt, as the program that it is part of.
-    return generate(key, method, *models, prompts, lengths, new, policy, observe, draft_policy=session.draft_policy)
+    own, rows = session.draft_policy, (prompts, lengths)
+    scores = session.logprobs
+    return generate(key, method, *models, *rows, new, policy, observe, draft_policy=own, logprobs=scores, stop=stop)
 
 
 def shortened(text: str, characters: int = 40) -> str:

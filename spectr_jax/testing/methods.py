@@ -8,9 +8,11 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from spectr_jax.decoding.generate import BUCKET, Generation, generate
+from spectr_jax.decoding import checks
+from spectr_jax.decoding.generate import Generation, generate
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
+from spectr_jax.decoding.request import BUCKET
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.testing import chi_square
 
@@ -33,7 +35,9 @@ def check_method(method: Method) -> None:
 
     Raises:
       AssertionError: the method is wrong; it says where.
+      UserError: `method` is something else.
     """
+    checks.check_method(method)
     for policy in (PLAIN, SHAPED):
         check_outputs(method, policy)
     for seed in GREEDY_SEEDS:
@@ -240,7 +244,7 @@ def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
         row /= row.sum()
         mass = 0.0
         for token in ranked:
-            if mass >= policy.top_p:
+            if mass >= float(policy.top_p):  # type: ignore[arg-type]
                 row[token] = 0
             mass += row[token]
         row /= row.sum()

@@ -1,6 +1,7 @@
 """What every model is checked for: one function a property, and `check_model` for all of them."""
 
 import functools
+import numbers
 from typing import Any, NoReturn
 
 import jax
@@ -40,6 +41,8 @@ def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, to
       UserError: its context is too short.
     """
     frozen = freeze(model)
+    if not (layers is None or isinstance(layers, numbers.Integral)) or not isinstance(tolerance, numbers.Real):
+        raise UserError(f"layers={layers!r} and tolerance={tolerance!r}: must be a whole number or None, and a number")
     if layers is not None and not 1 <= layers < max(frozen.merge().layers, 2):
         raise UserError(f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer than it has")
     if frozen.context < TOKENS:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.errors import UserError
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import race
 from spectr_jax.transport.base import Choice, Plan
@@ -52,7 +53,10 @@ def check_plan(plan: Plan) -> None:
 
     Raises:
       AssertionError: the plan is wrong; it says where.
+      UserError: `plan` is something else.
     """
+    if not isinstance(plan, Plan):
+        raise UserError(f"plan={plan!r}: is not a Plan; give one, such as transport.get('kseq')")
     for p, q in DISTRIBUTIONS.values():
         for k in DRAFTS:
             check_emitted_pmf(plan, p, q, k)

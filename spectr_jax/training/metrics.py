@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spectr_jax.files import write_whole
+from spectr_jax.files import naming, write_whole
 
 
 class MetricsLog:
@@ -149,4 +149,5 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> No
     axes.set(xlabel="step", ylabel=curves.label)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)

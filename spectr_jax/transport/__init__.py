@@ -109,7 +109,7 @@ def get(name: str, **options: Any) -> Plan:
     Raises:
       UserError: an unknown plan, or an option that it does not have.
     """
-    if name not in PLANS:
+    if not isinstance(name, str) or name not in PLANS:
         raise unknown("plan", name, PLANS)
     plan = PLANS[name]
     parameters = inspect.signature(plan.select).parameters.values()

@@ -78,6 +78,7 @@ class Plan:
         Raises:
           UserError: outside jit, p or q is not a distribution, or the drafts cannot come from p.
         """
+        checks.check_whole(drafts)
         p, q, drafts, valid = (jnp.asarray(x, dtype) for x, dtype in _dtypes(p, q, drafts, valid))
         if checks.known(p, q, drafts, valid):
             exact, _ = checks.check_distributions(p, q)

@@ -42,8 +42,20 @@ def check_number(k: int | float) -> int:
     return int(k)
 
 
+def check_whole(drafts: ArrayLike | Sequence[int]) -> None:
+    """Raises `UserError` unless drafts that are not arrays of JAX are whole numbers within int32."""
+    if isinstance(drafts, jax.Array) or (
+        isinstance(drafts, Sequence) and any(isinstance(each, jax.Array) for each in drafts)
+    ):
+        return
+    array = np.asarray(drafts)
+    if array.size and (array.dtype.kind not in "iu" or np.any((array < -(2**31)) | (array >= 2**31))):
+        raise UserError(f"drafts={drafts!r:.60}: must be whole numbers within int32; give tokens")
+
+
 def check_drafts(p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str) -> tuple[int, ...]:
     """Returns the drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
+    check_whole(drafts)
     drafts = tuple(int(draft) for draft in drafts)
     if not drafts:
         raise UserError("k=0: no valid draft; give at least one, or draw from q itself")

@@ -4,6 +4,8 @@ By default gamma = k, which is valid for all p and q and needs no search. A gamm
 one is given, gamma* is used.
 """
 
+import numbers
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
@@ -20,7 +22,7 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, 
     if gamma is None:
         used = jnp.maximum(k, 1).astype(p.dtype)
     else:
-        used = jnp.maximum(_checked(gamma), kseq.optimal_gamma(p, q, k, len(drafts)))
+        used = jnp.maximum(checked(gamma), kseq.optimal_gamma(p, q, k, len(drafts)))
     return kseq.sequential(key, p, q, drafts, valid, used)
 
 
@@ -35,10 +37,11 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int, *, gamma: float | None = No
 
 
 def _gamma(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> float:
-    return float(k) if gamma is None else max(_checked(gamma), kseq.optimal_gamma_exact(p, q, k))
+    return float(k) if gamma is None else max(checked(gamma), kseq.optimal_gamma_exact(p, q, k))
 
 
-def _checked(gamma: float) -> float:
-    if not 1 <= gamma < np.inf:
+def checked(gamma: float) -> float:
+    """Returns `gamma`; raises `UserError` unless it is at least 1, and finite in float32."""
+    if not isinstance(gamma, numbers.Real) or not 1 <= gamma <= float(np.finfo(np.float32).max):
         raise UserError(f"gamma={gamma} is not at least 1; give a division factor within [1, k], or None for k")
     return gamma

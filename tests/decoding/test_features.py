@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 from flax import nnx
 
-from spectr_jax.decoding import Policy, get_method
-from spectr_jax.decoding.generate import generate, stream
+from spectr_jax.decoding import Policy, get_method, stream
+from spectr_jax.decoding.generate import generate
 from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal

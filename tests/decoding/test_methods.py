@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import Policy, generate, get_method
-from spectr_jax.decoding.generate import BUCKET
 from spectr_jax.decoding.methods import on_tree
+from spectr_jax.decoding.request import BUCKET
 from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.errors import UserError

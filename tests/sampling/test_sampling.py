@@ -103,7 +103,7 @@ def test_decoded_texts_have_a_call_for_each_token(decoded):
 @pytest.mark.parametrize("long", [False, True])
 def test_a_longer_prompt_compiles_nothing(toy_session, count_compilations, monkeypatch, long):
     if long:  # Than what is padded to a multiple of BUCKET; the longer of the two reaches over one.
-        monkeypatch.setattr(sys.modules["spectr_jax.decoding.generate"], "LONG", 12)
+        monkeypatch.setattr(sys.modules["spectr_jax.decoding.request"], "LONG", 12)
     for prompt in ("law " * 3, "law " * 4) if long else ("law", "law law"):
         with count_compilations() as compiled:
             tokens = session.encode(toy_session, prompt)
@@ -163,6 +163,13 @@ def test_a_page_of_drafts_without_a_model(toy):
 def test_the_space_in_front_of_a_token_is_not_underlined_with_it(toy_session):
     html = page(toy_session, "", [Shown("Once", Decoded("otm", TOKENS, []), None, None)])
     assert re.search(r"> <a [^>]*>again</a> <a [^>]*>and</a> <a [^>]*>on</a>", html)
+
+
+def test_log_probabilities_are_shown_where_the_pointer_is(toy_session):
+    tokens = [token._replace(logprobs=(-0.25 * index, -1.5)) for index, token in enumerate(TOKENS)]
+    html = page(toy_session, "", [Shown("Once", Decoded("otm", tokens, []), None, None)])
+    assert html.count("; log-probability -") == len(TOKENS)
+    assert "log-probability -0.250, of the model -1.500" in html
 
 
 def test_a_prompt_that_leaves_no_room(toy_session):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
@@ -86,13 +86,10 @@ def for_each_sequence(
       verifier: of the method.
       done_B: [B] bool, sequences that are finished.
       keys_B: [B] typed keys.
-      scored_B: its arrays have a leading B, except those of the policy.
+      scored_B: its arrays have a leading B.
     """
 
-    def one(key: PRNGKeyArray, *arrays: Any) -> Selection:
-        return verifier(key, scored_B.with_arrays(*arrays))
-
-    return for_each_row(scored_B, ~done_B, one, keys_B, *scored_B.arrays)
+    return for_each_row(scored_B, ~done_B, verifier, keys_B, scored_B)
 
 
 def in_turn(vocab_size: int) -> bool:
@@ -116,14 +113,12 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
     return looked_up
 
 
-def for_each_row(
-    scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Shaped[Array, "rows ..."]
-) -> Result:
-    """Returns `function` of each row of `arrays`; the result of a row that is not `wanted` is unused."""
+def for_each_row(scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Any) -> Result:
+    """Returns `function` of each row of the arrays or pytrees; the result of a row that is not `wanted` is unused."""
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
 
-    def of_row(row: tuple[Shaped[Array, "..."], ...]) -> Result:
+    def of_row(row: tuple[Any, ...]) -> Result:
         result: Result = jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:]))
         return result
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,12 +33,24 @@ class Folder:
     def __init__(self, path: pathlib.Path):
         """Finds the files; raises `UserError` if they are not there, or cannot be read."""
         self.path = path
+        self._unread: set[str] = set()
         try:
             self._places = {name: place for file in self._files() for name, place in _places(path / file).items()}
         except UserError:
             raise
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise self._damaged(error) from error
+        self._unread.update(self._places)
+
+    def check_all_read(self, unused: str) -> None:
+        """Raises `UserError` for a tensor that was not read and whose name does not match the pattern `unused`: a model that
+        has it is another than config.json says."""
+        left = sorted(name for name in self._unread if not re.fullmatch(unused, name))
+        if left:
+            raise UserError(
+                f"{str(self.path)!r} has {left[0]}, which its config.json does not mention ({len(left)} such tensors); fix "
+                "its config.json, or give another model"
+            )
 
     def _files(self) -> list[str]:
         if (self.path / WEIGHTS).exists():  # As transformers, whatever index is beside it.
@@ -66,6 +79,7 @@ class Folder:
           UserError: it cannot be read.
         """
         file, start, dtype, shape = self._places[name]
+        self._unread.discard(name)
         if dtype not in DTYPES:
             raise UserError(f"{str(file)!r} has {name} in {dtype}, which is not read; give another model")
         try:

@@ -53,6 +53,9 @@ OURS_TO_THEIRS = {
     "down": "mlp.c_proj",
 }
 
+UNUSED = r"lm_head\.weight|.*\.attn\.(masked_)?bias"
+"""Tensors that may be there unread: a head that is tied, and the masks that older versions of transformers saved."""
+
 Tensors = dict[str, np.ndarray]
 
 
@@ -86,6 +89,7 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
                 f"{str(folder)!r} has tie_word_embeddings=False and no 'lm_head.weight'; fetch it again with its head"
             )
         arrays = dict(_ours(shape, tensors, tied=config["tie_word_embeddings"]))
+        tensors.check_all_read(UNUSED)
     except KeyError as error:
         raise UserError(f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again") from error
     except UserError:

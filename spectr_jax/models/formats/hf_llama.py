@@ -49,6 +49,10 @@ NAMES = {
 """Parts of a model by Hugging Face's names; those of a layer have their `model.layers.LAYER.` before them."""
 
 
+UNUSED = r"lm_head\.weight|.*\.rotary_emb\.inv_freq"
+"""Tensors that may be there and are not read: a head that is tied, and what older versions of transformers saved."""
+
+
 def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
     """Reads a model of the family for decoding.
 
@@ -66,7 +70,9 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
         layer, dot, own = name.rpartition(".")
         return np.asarray(tensors[f"model.layers.{layer}.{NAMES[own]}" if dot else NAMES[own]], np.float32)
 
-    return fill(config, part, int8=dtype == "int8", source=str(folder))
+    model = fill(config, part, int8=dtype == "int8", source=str(folder))
+    tensors.check_all_read(UNUSED)
+    return model
 
 
 def save_llama(folder: pathlib.Path, model: Llama, bos: int | None = None, eos: int | list[int] | None = None) -> None:

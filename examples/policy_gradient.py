@@ -1,0 +1,69 @@
+"""Trains a policy by policy gradient, on exact samples of it and their log-probabilities, within one `jax.jit`.
+
+    python examples/policy_gradient.py
+
+The rollout uses drafts of the policy as it was at the start: it becomes a worse draft, and the samples stay exact. The
+log-probabilities come from the calls that verified the tokens, so the importance ratio of the first update is 1.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from spectr_jax import Policy, get_method
+from spectr_jax.decoding import decode
+from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+
+SHAPE = TransformerConfig(layers=1, width=32, mlp=64, heads=2, vocab_size=16, context=32)
+ROWS, PROMPT, NEW = 64, 4, 12
+METHOD = get_method("speculative", draft_length=2)
+OPTIMIZER = optax.adam(1e-2)
+
+
+def reward(tokens: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns the share [B] of even numbers among the new tokens."""
+    return jnp.sum(jnp.where(new, tokens % 2 == 0, 0), axis=1) / jnp.sum(new, axis=1)
+
+
+def logprobs_of(model: Transformer, tokens: jax.Array) -> jax.Array:
+    """Returns the log-probability [B, T] of each token given those before it; 0 for the first."""
+    B, T = tokens.shape
+    positions, visible = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+    table = jax.nn.log_softmax(model.extend(tokens, positions, visible)[0][:, :-1])
+    return jnp.pad(jnp.take_along_axis(table, tokens[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
+
+
+def main(steps: int = 40) -> tuple[float, float, float]:
+    """Returns the reward of the first step and of the last, and how far a ratio of an update is from 1."""
+    graphdef, params = nnx.split(Transformer(SHAPE, rngs=nnx.Rngs(0)))
+    prompts, lengths = jnp.ones((ROWS, PROMPT), jnp.int32), jnp.full(ROWS, PROMPT)
+
+    @jax.jit
+    def step(key: jax.Array, params: nnx.State, state: optax.OptState, draft: Frozen):
+        policy = freeze(nnx.merge(graphdef, params))
+        out = decode(key, METHOD, policy, draft, prompts, lengths, NEW, Policy(), logprobs=True)
+        places = jnp.arange(PROMPT + NEW)
+        new = (places >= PROMPT) & (places < out.lengths[:, None])
+        rewards = reward(out.tokens, new)
+        advantages = (rewards - rewards.mean())[:, None]
+
+        def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+            ratio = jnp.exp(logprobs_of(nnx.merge(graphdef, params), out.tokens) - out.logprobs.policy)
+            return -jnp.sum(jnp.where(new, ratio * advantages, 0)) / ROWS, jnp.max(jnp.where(new, jnp.abs(ratio - 1), 0))
+
+        gradients, apart = jax.grad(loss, has_aux=True)(params)
+        updates, state = OPTIMIZER.update(gradients, state)
+        return optax.apply_updates(params, updates), state, rewards.mean(), apart
+
+    state, draft, seen = OPTIMIZER.init(params), freeze(nnx.merge(graphdef, params)), []
+    for number in range(steps):
+        params, state, mean, apart = step(jax.random.fold_in(jax.random.key(0), number), params, state, draft)
+        seen.append((float(mean), float(apart)))
+    print(f"share of even tokens: {seen[0][0]:.2f}, after {steps} steps {seen[-1][0]:.2f}")
+    return seen[0][0], seen[-1][0], max(apart for _, apart in seen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Log-probabilities of emitted tokens, against a full forward of the target."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.decoding import Policy, get_method, repetition_penalty, stream
+from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.policy import probabilities
+from spectr_jax.errors import UserError
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+
+VOCAB, NEW = 13, 12
+LENGTHS = np.array([1, 4, 5, 2])
+PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (4, 5))
+POLICY = Policy(temperature=np.array([1.0, 0.0, 0.6, 1.4]), top_k=np.array([0, 0, 5, 0]), eos=7)
+
+
+def _transformer(seed, layers):
+    shape = {"vocab_size": VOCAB, "width": 16, "mlp": 32, "heads": 2, "layers": layers, "context": 32}
+    return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
+
+
+TARGET, DRAFT = _transformer(0, 2), _transformer(1, 1)
+
+
+def expected(out, policy, process=None):
+    """Both log-probabilities [B, T] of a generation, from one forward of each whole sequence."""
+    tokens = jnp.asarray(out.tokens)
+    B, T = tokens.shape
+    positions, visible = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+    logits = np.array(TARGET.extend(tokens, positions, visible)[0])
+    shaped = logits.copy()
+    for row, place in np.ndindex(B, T) if process else ():
+        before = jnp.where(jnp.arange(T) <= place, tokens[row], 0)
+        shaped[row, place] = process(jnp.asarray(logits[row, place]), before, place + 1)
+    pmf, own = np.asarray(probabilities(jnp.asarray(shaped), policy)), np.asarray(jax.nn.log_softmax(logits))
+    index = np.maximum(np.asarray(tokens), 0)[:, 1:, None]
+    new = (np.arange(T) >= LENGTHS[:, None]) & (np.arange(T) < np.asarray(out.lengths)[:, None])
+    made = []
+    for table in (np.log(np.maximum(pmf, 1e-30)), own):
+        chosen = np.take_along_axis(table[:, :-1], index, axis=-1)[..., 0]
+        made.append(np.where(new, np.pad(chosen, ((0, 0), (1, 0))), 0))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("otm_block", {"tree": "2,2"}),
+        ("baseline", {}),
+        *(
+            pytest.param(name, {"tree": "2,1"}, marks=pytest.mark.slow)
+            for name in ("otm_layer", "gsd", "traversal", "spectr", "ersd", "greedy_drafts")
+        ),
+        pytest.param("self_speculative", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_logprobs_are_those_of_a_full_forward(name, options):
+    """Of greedy and sampled rows, with and without limits; in a stream they come with their tokens."""
+    arguments = get_method(name, **options), TARGET, DRAFT
+    keys = jax.random.split(jax.random.key(0), 4)
+    out = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY, logprobs=True)
+    policy, model = expected(out, POLICY)
+    np.testing.assert_allclose(out.logprobs.policy, policy, atol=2e-5)
+    np.testing.assert_allclose(out.logprobs.model, model, atol=2e-5)
+    assert out.logprobs.policy.dtype == np.float32 and np.all(out.logprobs.policy[1] == 0) and np.any(model[1] < 0)
+    if name != "otm_block":
+        return
+    plain = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY)
+    assert plain.logprobs is None
+    np.testing.assert_array_equal(plain.tokens, out.tokens)
+    steps = list(stream(jax.random.key(1), *arguments, PROMPTS[2], NEW, Policy(0.6), logprobs=True))
+    whole = generate(jax.random.key(1), *arguments, PROMPTS[2:3], LENGTHS[2:3], NEW, Policy(0.6), logprobs=True)
+    for name in ("policy", "model"):
+        streamed = np.concatenate([getattr(step.logprobs, name) for step in steps])
+        np.testing.assert_array_equal(streamed, getattr(whole.logprobs, name)[0, 5 : 5 + NEW])
+
+
+def test_logprobs_and_greedy_sequences_with_a_process():
+    policy = Policy(temperature=np.array([1.0, 0.0, 0.6, 0.0]), process=repetition_penalty(1.5))
+    keys, rows = jax.random.split(jax.random.key(0), 4), (PROMPTS, LENGTHS, NEW, policy)
+    out = generate(keys, get_method("otm_block", tree="2,2"), TARGET, DRAFT, *rows, logprobs=True)
+    for made, wanted in zip(out.logprobs, expected(out, policy, policy.process), strict=True):
+        np.testing.assert_allclose(made, wanted, atol=3e-5)
+    alone = generate(keys, get_method("baseline"), TARGET, None, *rows)
+    np.testing.assert_array_equal(alone.tokens[1::2], out.tokens[1::2])
+    single = Policy(0.6, process=repetition_penalty(1.5))
+    whole = generate(jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[:1], [5], NEW, single)
+    steps = stream(jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[0], NEW, single)
+    assert [token for step in steps for token in step.tokens] == np.asarray(whole.tokens)[0, 5 : 5 + NEW].tolist()
+
+
+def test_logprobs_is_true_or_false():
+    with pytest.raises(UserError, match="logprobs=3: must be True or False"):
+        generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, logprobs=3)

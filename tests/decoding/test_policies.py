@@ -1,0 +1,161 @@
+"""Batches whose sequences have policies of their own, and limits against NumPy."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.policy import probabilities
+from spectr_jax.errors import UserError
+from spectr_jax.models.layers import cpu
+from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.testing import chi_square
+
+POLICIES = [
+    Policy(),
+    Policy(temperature=0.0),
+    Policy(temperature=0.5, top_k=3),
+    Policy(temperature=1.5, top_p=0.7),
+    Policy(min_p=0.3),
+    Policy(temperature=0.8, top_k=4, top_p=0.9, min_p=0.1),
+]
+VALUES = ("temperature", "top_k", "top_p", "min_p")
+
+
+def _batch(policies, repeated=1):
+    """One policy for a batch whose rows take these in turn."""
+    return Policy(**{name: np.tile([getattr(each, name) for each in policies], repeated) for name in VALUES})
+
+
+def _expected(logits, policy):
+    """The distribution as a user would write it, in float64 and with a sort."""
+    if policy.temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    p = np.exp((logits - logits.max()) / policy.temperature)
+    kept = np.ones(len(p), bool)
+    if policy.top_k:
+        kept &= logits >= np.sort(logits)[::-1][min(policy.top_k, len(p)) - 1]
+    if policy.top_p < 1:
+        order = np.argsort(-logits)
+        mass = np.cumsum(np.where(kept, p, 0)[order]) / np.where(kept, p, 0).sum()
+        kept &= logits >= logits[order][np.argmax(mass >= policy.top_p)]
+    kept &= p >= policy.min_p
+    return np.where(kept, p, 0) / np.where(kept, p, 0).sum()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_limits_are_those_of_a_sort(on_cpu, monkeypatch):
+    """With ties, tokens that cannot follow, and a leading dimension of nodes."""
+    monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
+    jax.clear_caches()
+    rng = np.random.default_rng(0)
+    logits = np.float32(rng.integers(-20, 20, (len(POLICIES), 2, 301)) / 4)
+    logits[:, 1, :60] = -np.inf
+    made = probabilities(jnp.asarray(logits), _batch(POLICIES))
+    for row, policy in enumerate(POLICIES):
+        for node in range(2):
+            expected = _expected(logits[row, node], policy)
+            np.testing.assert_array_equal(np.asarray(made[row, node]) > 0, expected > 0)
+            np.testing.assert_allclose(made[row, node], expected, rtol=1e-5)
+            np.testing.assert_array_equal(made[row, node], probabilities(jnp.asarray(logits[row, node]), policy))
+
+
+@pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
+def test_rows_follow_their_own_policies(name):
+    target = random_table(0, 4)
+    draft, repeated, length = perturbed(target, 1, 0.8), 2000, 3
+    policy = _batch(POLICIES, repeated)
+    rows = len(policy.temperature)
+    counts = {number: np.zeros(4**length) for number in range(len(POLICIES))}
+    digits = 4 ** np.arange(length)
+    for seed in range(3):
+        keys, models = jax.random.split(jax.random.key(seed), rows), (TableModel(target), TableModel(draft))
+        prompts, lengths = np.tile([[1, 2]], (rows, 1)), np.full(rows, 2)
+        out = generate(keys, get_method(name, tree="2,1"), *models, prompts, lengths, length, policy)
+        codes = np.asarray(out.tokens)[:, 2 : 2 + length]
+        for number in counts:
+            counts[number] += np.bincount(codes[number :: len(POLICIES)] @ digits, minlength=4**length)
+    for number, each in enumerate(POLICIES):
+        shaped = np.array([[_expected(np.log(row), each) for row in rows] for rows in target])
+        pmf = exact_pmf(shaped, (1, 2), length)
+        expected = np.zeros(4**length)
+        for tokens, probability in pmf.items():
+            expected[np.array(tokens) @ digits] = probability
+        assert not counts[number][expected == 0].any()
+        assert chi_square.p_value(counts[number], expected) > 1e-4
+
+
+def _transformer(seed, layers):
+    shape = {"vocab_size": 100, "width": 16, "mlp": 32, "heads": 2, "layers": layers, "context": 64}
+    return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
+
+
+@pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_row_is_what_it_is_alone(on_cpu, monkeypatch):
+    monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
+    jax.clear_caches()
+    models, method = (_transformer(0, 2), _transformer(1, 1)), get_method("otm_block", tree="2,1")
+    rng = np.random.default_rng(0)
+    prompts, lengths = rng.integers(0, 100, (len(POLICIES), 5)), np.array([1, 5, 3, 2, 4, 5])
+    keys = jax.random.split(jax.random.key(0), len(POLICIES))
+    together = generate(keys, method, *models, prompts, lengths, 20, _batch(POLICIES))
+    for row, policy in enumerate(POLICIES):
+        one = slice(row, row + 1)
+        alone = generate(keys[one], method, *models, prompts[one], lengths[one], 20, policy)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        assert int(alone.target_calls[0]) == int(together.target_calls[row])
+
+
+def test_all_policies_share_two_programs(count_compilations):
+    models, method = [TableModel(random_table(seed, 5)) for seed in (0, 1)], get_method("speculative", draft_length=2)
+    arguments = method, *models, [[1], [2]], [1, 1], 6
+    generate(jax.random.key(0), *arguments, Policy())
+    generate(jax.random.key(0), *arguments, Policy(top_k=2))
+    mixed = [np.array([0.0, 1.5]), 2.0], [0, np.array([0, 4]), 7], [0.2, 1, np.array([1, 0.5])], [0, jnp.float32(0.5)]
+    with count_compilations() as compiled:
+        for values in itertools.product(*mixed):
+            policy = Policy(**dict(zip(VALUES, values, strict=True)))
+            generate(jax.random.key(0), *arguments, policy, draft_policy=policy)
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Policy(temperature=1e39), r"temperature=1e\+39: is not a finite number"),
+        (Policy(temperature=1e-50), "temperature=1e-50: is not a finite number"),
+        (Policy(temperature=None), "temperature=None: is not a finite number"),
+        (Policy(temperature="hot"), "temperature=hot: is not a finite number"),
+        (Policy(temperature=True), "temperature=True: is not"),
+        (Policy(temperature=np.ones(3)), r"temperature: has shape \[3\] for 2 sequences"),
+        (Policy(top_k=np.array([3, -1])), r"top_k=\[ 3 -1\]: is no number of tokens"),
+        (Policy(top_k=2**32 + 1), "top_k=4294967297: is no number of tokens"),
+        (Policy(top_p=1e-50), "top_p=1e-50: is not in"),
+        (Policy(top_p=None), "top_p=None: is not in"),
+        (Policy(min_p=1.5), "min_p=1.5: is not in"),
+        (Policy(min_p=float("nan")), "min_p=nan: is not in"),
+        (Policy(eos=2**32 + 1), "eos=4294967297 is no token"),
+        ({"temperature": 1.0}, "policy={'temperature': 1.0}: is not a Policy"),
+    ],
+)
+@pytest.mark.parametrize("owner", ["", "draft_"])
+def test_values_are_those_that_the_device_sees(policy, message, owner):
+    models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
+    with pytest.raises(UserError, match=owner + message):
+        generate(jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4, **{f"{owner}policy": policy})
+
+
+def test_a_scalar_of_jax_is_a_number():
+    models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
+    arguments = jax.random.key(0), get_method("spectr", num_drafts=2), *models, [[1]], [1], 6
+    policy = Policy(temperature=0.5, top_k=3, top_p=0.5)
+    scalars = {name: jnp.asarray(getattr(policy, name)) for name in VALUES}
+    expected = generate(*arguments, policy).tokens
+    np.testing.assert_array_equal(generate(*arguments, dataclasses.replace(policy, **scalars)).tokens, expected)

@@ -1,0 +1,113 @@
+"""Functions of logits: every node sees its own path, and the target's distribution is the processed one."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.decoding import Policy, bias, get_method, only, repetition_penalty
+from spectr_jax.decoding.generate import generate
+from spectr_jax.errors import UserError
+from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.testing import chi_square
+
+V, LENGTH, PROMPT = 4, 3, (1, 2)
+TABLE = random_table(0, V)
+LARGER = TableModel(random_table(1, 13))
+
+
+def no_token_again_within_two(logits, tokens, length):
+    """Bans the last two tokens: a mask that depends on the path, not on what occurs in it."""
+    last = tokens[jnp.maximum(length - 1 - jnp.arange(2), 0)]
+    return logits.at[last].set(-jnp.inf)
+
+
+def penalised(logits, tokens, length):
+    return repetition_penalty(1.7)(bias({0: 1.0, 3: -0.5})(logits, tokens, length), tokens, length)
+
+
+def _exact(process, temperature):
+    """The distribution of continuations by their digits, one token after another."""
+    pmf = np.zeros(V**LENGTH)
+    step = jax.jit(process)
+    cache = {}
+    for tokens in itertools.product(range(V), repeat=LENGTH):
+        probability, sequence = 1.0, PROMPT
+        for token in tokens:
+            if sequence not in cache:
+                padded = jnp.asarray([*sequence, *[0] * (len(PROMPT) + LENGTH - len(sequence))])
+                logits = np.asarray(step(jnp.log(jnp.float32(TABLE[sequence[-2:]])), padded, len(sequence)), np.float64)
+                weights = np.exp((logits - logits.max()) / temperature)
+                cache[sequence] = weights / weights.sum()
+            probability *= cache[sequence][token]
+            sequence = (*sequence, token)
+        pmf[np.array(tokens) @ V ** np.arange(LENGTH)] = probability
+    return pmf
+
+
+@pytest.mark.parametrize(
+    ("name", "process", "drafts_too"),
+    [
+        ("otm_block", no_token_again_within_two, True),
+        pytest.param("otm_block", penalised, False, marks=pytest.mark.slow),
+        *(pytest.param(name, penalised, True, marks=pytest.mark.slow) for name in ("gsd", "otm_layer", "traversal", "ersd")),
+    ],
+)
+def test_sequences_follow_the_processed_target(name, process, drafts_too):
+    rows, policy = 8000, Policy(temperature=0.8, process=process)
+    models = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.8))
+    own = policy if drafts_too else Policy()
+    arguments = get_method(name, tree="2,1,1"), *models, np.tile(PROMPT, (rows, 1)), np.full(rows, 2), LENGTH, policy
+    counts = np.zeros(V**LENGTH)
+    for seed in range(3):
+        out = generate(jax.random.split(jax.random.key(seed), rows), *arguments, draft_policy=own)
+        digits = np.asarray(out.tokens)[:, 2 : 2 + LENGTH] @ V ** np.arange(LENGTH)
+        counts += np.bincount(digits, minlength=V**LENGTH)
+    pmf = _exact(process, 0.8)
+    assert not counts[pmf == 0].any()
+    assert chi_square.p_value(counts, pmf) > 1e-4
+
+
+def test_allowed_tokens_and_equal_processes(count_compilations):
+    arguments = jax.random.key(0), get_method("baseline"), LARGER, None, [[1, 2]] * 4, [2] * 4, 12
+    out = generate(*arguments, Policy(process=only([3, 5, 8])))
+    new = [token for row in range(4) for token in np.asarray(out.tokens)[row, 2:14]]
+    assert set(new) == {3, 5, 8}
+    with count_compilations() as compiled:
+        generate(*arguments, Policy(temperature=0.5, process=only((8, 5, 3))))
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: repetition_penalty(0), "penalty=0: must be a positive number"),
+        (lambda: repetition_penalty(1e-50), "penalty=1e-50: must be a positive number"),
+        (lambda: repetition_penalty("1"), "penalty='1': must be a positive number"),
+        (lambda: bias({}), "values={}: must map tokens to numbers"),
+        (lambda: bias([1]), r"values=\[1\]: must map tokens to numbers"),
+        (lambda: bias({1: 1e39}), r"values: 1e\+39 is not a finite number in float32"),
+        (lambda: bias({0.5: 1.0}), "must be whole numbers from 0 on"),
+        (lambda: only([]), r"tokens=\[\]: must be whole numbers"),
+        (lambda: only([2**32 + 1]), "must be whole numbers from 0 on"),
+    ],
+)
+def test_arguments_of_processes(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("process", "message"),
+    [
+        (3, "process=3: is not a hashable function"),
+        (only([13]), r"token 13 is outside the vocabulary 0\.\.12"),
+        (lambda logits, tokens, length: logits[:3], r"which must be logits \[13\]"),
+    ],
+)
+def test_processes_that_do_not_fit(process, message):
+    arguments = jax.random.key(0), get_method("baseline"), LARGER, None, [[1, 2]] * 4, [2] * 4, 12
+    with pytest.raises(UserError, match=message):
+        generate(*arguments, Policy(process=process))

@@ -1,0 +1,150 @@
+"""Stop sequences: on the device, in texts, and in what is shown."""
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, save_tokenizer
+from spectr_jax.decoding import Policy, get_method, stream
+from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.stopping import MATCHED, before, prepared, settled
+from spectr_jax.errors import UserError
+from spectr_jax.loading import Trained, load
+from spectr_jax.models.frozen import freeze
+from spectr_jax.models.table import TableModel, random_table
+from spectr_jax.sampling import chat
+from spectr_jax.sampling.session import Session
+
+VOCAB, NEW = 7, 24
+TARGET, DRAFT = (TableModel(random_table(seed, VOCAB)) for seed in (0, 1))
+PIECES = [b"", b"a", b"b", b"\n", b"b\n", b"\na", "é".encode()]
+
+
+class Letters(HuggingFaceTokenizer):
+    """A tokenizer of a few pieces, some of which hold the end of one stop text and more."""
+
+    bos, eos = 0, 0
+    pieces = PIECES
+
+    def __init__(self):
+        pass
+
+    def decode(self, tokens):
+        return b"".join(PIECES[token] for token in tokens if token >= 0).decode(errors="replace")
+
+
+LETTERS = Letters()
+
+
+def _until(tokens, ends):
+    """The tokens up to the first at which `ends` of those so far is true."""
+    for count in range(1, len(tokens) + 1):
+        if ends(tokens[:count]):
+            return tokens[:count]
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["otm_block", pytest.param("baseline", marks=pytest.mark.slow)])
+def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
+    """As if the whole sequence were cut, wherever in a call's tokens; for texts and for tokens, and in a stream."""
+    options = {"tree": "2,2"} if name == "otm_block" else {}
+    arguments = get_method(name, **options), Trained("letters", TARGET, LETTERS), DRAFT
+    keys, prompts, lengths = jax.random.split(jax.random.key(0), 40), np.full((40, 2), 3), np.full(40, 2)
+    whole = np.asarray(generate(keys, *arguments, prompts, lengths, NEW).tokens)[:, 2 : 2 + NEW].tolist()
+    stops = ("\n\n", "ab\na"), [[3, 3], [1, 2, 5]], "é"
+    for stop in stops:
+
+        def ends(tokens, stop=stop):
+            if isinstance(stop[0], list):
+                return any(tokens[-len(each) :] == each for each in stop)
+            return before(LETTERS.decode(tokens), stop) != LETTERS.decode(tokens)
+
+        out = generate(keys, *arguments, prompts, lengths, NEW, stop=stop)
+        ended = 0
+        for row, tokens in enumerate(whole):
+            expected = _until(tokens, ends)
+            assert np.asarray(out.tokens)[row, 2 : int(out.lengths[row])].tolist() == expected
+            ended += len(expected) < NEW
+        assert ended > 5
+    key, method = jax.random.key(1), arguments
+    single = generate(key, *method, prompts[:1], lengths[:1], NEW, stop=stops[0])
+    streamed = [token for step in stream(key, *method, prompts[0], NEW, stop=stops[0]) for token in step.tokens]
+    assert streamed == np.asarray(single.tokens)[0, 2 : int(single.lengths[0])].tolist()
+
+
+def test_other_stops_of_similar_lengths_compile_nothing(count_compilations):
+    arguments = jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], NEW
+    generate(*arguments, stop=[[1, 2]])
+    others = [prepared(stop, None, VOCAB) for stop in ([[3, 3], [1, 2, 5]], [[6]])]
+    with count_compilations() as compiled:
+        for stop in others:
+            generate(*arguments, stop=stop)
+    assert not compiled
+
+
+def test_overlapping_texts():
+    """The automaton falls back to the longest beginning that was read; it stays where it has matched."""
+    stop = prepared(("aab", "abc", "x"), _Bytes(), 256)
+    for text in ("aaab", "aabc", "abab", "ab", "cabc", "aac", "ax", "abcdef"):
+        states = np.asarray(
+            stop.follow(np.zeros(1, np.int32), np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32))
+        )
+        expected = [before(text[:count], ("aab", "abc", "x")) != text[:count] for count in range(1, len(text) + 1)]
+        assert (states[0] == MATCHED).tolist() == expected
+
+
+class _Bytes:
+    pieces = [bytes([byte]) for byte in range(256)]
+
+
+def test_pieces_spell_the_text(toy, tmp_path):
+    """Of SentencePiece, of the same in Hugging Face's layout, and of byte pairs."""
+    text = "draft target\n\ntoken é 日本 law  two"
+    ours = load(toy.folder / "target", "float32").tokenizer
+    save_tokenizer(tmp_path, ours, 32)
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator([text], vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    others = HuggingFaceTokenizer(read_tokenizer(tmp_path), 1, 2), HuggingFaceTokenizer(made._tokenizer, 0, 1)
+    for tokenizer in (ours, *others):
+        tokens = tokenizer.prompt(text)
+        assert b"".join(tokenizer.pieces[token] for token in tokens).decode().lstrip() == tokenizer.decode(tokens)
+    wordpiece = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
+    wordpiece.decoder = tokenizers.decoders.WordPiece()
+    with pytest.raises(UserError, match="does not say what its tokens spell"):
+        prepared("b", HuggingFaceTokenizer(wordpiece, 0, 1), 2)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a", [1]], [[]], [[7]], [[-1]], [1, 2], 3, [[1.5]], b"a"])
+def test_what_is_no_stop(stop):
+    with pytest.raises(UserError, match=r"stop=.*: must be texts, or sequences of tokens 0\.\.6"):
+        prepared(stop, LETTERS, VOCAB)
+
+
+def test_texts_need_a_tokenizer():
+    with pytest.raises(UserError, match="texts need a tokenizer"):
+        generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, stop="a")
+    with pytest.raises(UserError, match="has 2,000 characters or tokens"):
+        prepared("a" * 2000, LETTERS, VOCAB)
+    assert prepared((), None, VOCAB) is None
+
+
+def test_before_and_settled():
+    assert before("one\n\ntwo###", ("###", "\n\n")) == "one"
+    assert before("one", ()) == before("one", None) == "one"
+    assert [settled(text, ("\n\n", "###")) for text in ("ab", "ab\n", "ab\n\nc", "ab##", "")] == [2, 2, 2, 2, 0]
+
+
+def test_a_chat_shows_nothing_of_a_stop():
+    models = freeze(TARGET), freeze(DRAFT)
+    method, trained = get_method("speculative", draft_length=2), Trained("letters", TARGET, LETTERS)
+    open_ended = Session(method, trained, trained, *models, NEW, Policy(), None)
+    for seed in range(4):
+        answers, shown = [], []
+        for stop in ((), ("\n\n", "ab")):
+            shown.append([])
+            session = open_ended._replace(stop=stop)
+            answers.append(chat.answer(session, [3, 3], jax.random.key(seed), shown[-1].append))
+        assert answers[1].text == before(answers[0].text, ("\n\n", "ab"))
+        assert "".join(token.text for token in shown[1]) == answers[1].text
+        assert answers[1].whole == (answers[1].text != answers[0].text)

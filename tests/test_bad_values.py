@@ -1,0 +1,203 @@
+"""What users give by mistake ends in one line, before any long work; what can work does."""
+
+import errno
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from spectr_jax import check_method, check_model, check_plan, load, transport
+from spectr_jax.decoding import get_method, stream
+from spectr_jax.decoding.generate import generate
+from spectr_jax.errors import UserError, check_device, explain
+from spectr_jax.files import naming, write_whole
+from spectr_jax.models.formats.gpt2 import load_gpt2, save_gpt2
+from spectr_jax.models.formats.hf_llama import load_llama, save_llama
+from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.testing import chi_square
+
+TABLE = random_table(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": [[2**32 + 1]]}, "prompts have 4294967297, which is beyond int32"),
+        ({"prompts": [[2**40]]}, "prompts have 1099511627776, which is beyond int32"),
+        ({"prompts": [[1.0, float("inf")]]}, "prompts have inf, which is beyond int32"),
+        ({"prompt_lengths": [2**32 + 1]}, "prompt_lengths have 4294967297, which is beyond int32"),
+        ({"prompts": None}, "prompts are object and not whole numbers"),
+        ({"prompts": jax.random.key(0)}, "prompts is a .*; give tokens"),
+        ({"prompts": "text"}, "prompts are <U4 and not whole numbers"),
+        ({"max_new_tokens": True}, "max_new_tokens=True is not a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens=None is not a whole number"),
+        ({"max_new_tokens": 2**40}, "exceed the target's context"),
+        ({"observe": 3}, "observe=3: is not a hashable function"),
+        ({"mesh": "cpu"}, "mesh='cpu': is not a mesh"),
+        ({"policy": 1.0}, "policy=1.0: is not a Policy"),
+        ({"draft_policy": {}}, "draft_policy={}: is not a Policy"),
+        ({"target": "embedded:2m"}, "a str is no model"),
+        ({"draft": 7}, "a int is no model"),
+    ],
+)
+def test_arguments_of_generate(change, message):
+    model = TableModel(TABLE)
+    given = {"key": jax.random.key(0), "method": get_method("spectr"), "target": model, "draft": model}
+    given |= {"prompts": [[1]], "prompt_lengths": [1], "max_new_tokens": 4, **change}
+    with pytest.raises(UserError, match=message):
+        generate(**given)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([2**32 + 1], "prompt have 4294967297, which is beyond int32"),
+        (None, "prompt are object"),
+        ([[1], [1, 2]], "prompt are rows of several lengths"),
+    ],
+)
+def test_prompts_of_a_stream(prompt, message):
+    with pytest.raises(UserError, match=message):
+        stream(jax.random.key(0), get_method("baseline"), TableModel(TABLE), None, prompt, 4)
+
+
+def _select(drafts):
+    return transport.get("otm").select(jax.random.key(0), [0.5, 0.5], [0.5, 0.5], drafts, [True])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: get_method(None), "unknown method None"),
+        (lambda: get_method(["block"]), "unknown method"),
+        (lambda: get_method("spectr", num_drafts="8"), "num_drafts='8' is not a whole number"),
+        (lambda: get_method("spectr", draft_length=2**40), "draft_length=1099511627776 is not a whole number"),
+        (lambda: get_method("kseq_gamma", gamma="1"), "gamma=1 is not at least 1"),
+        (lambda: get_method("kseq_gamma", gamma=1e39), r"gamma=1e\+39 is not at least 1"),
+        (lambda: load(None), "spec=None: must name a model"),
+        (lambda: load(7), "spec=7: must name a model"),
+        (lambda: load("embedded:2m", dtype=np.float32), "dtype=.*float32.* is not known"),
+        (lambda: _select([2**32 + 1]), "must be whole numbers within int32"),
+        (lambda: _select([0.5]), "must be whole numbers within int32"),
+        (lambda: check_plan("otm"), "plan='otm': is not a Plan"),
+        (lambda: check_method("block"), "method='block' is no Method"),
+        (lambda: check_model("embedded:2m"), "a str is no model"),
+        (lambda: check_model(TableModel(TABLE), layers="1"), "layers='1'"),
+    ],
+)
+def test_other_arguments(function, message):
+    with pytest.raises(UserError, match=message):
+        function()
+
+
+def test_a_model_may_be_named_by_its_path(toy):
+    assert load(pathlib.Path(toy.folder / "draft"), "float32").name == "draft"
+
+
+def test_text_that_is_none_and_tokens_that_are_not_there(toy):
+    tokenizer = load(toy.folder / "draft", "float32").tokenizer
+    for wrong, message in (("a\ud800b", "is not valid Unicode"), (b"a", "is no string")):
+        with pytest.raises(UserError, match=message):
+            tokenizer.prompts([wrong])
+    with pytest.raises(UserError, match="is not valid Unicode"):
+        tokenizer.encode("a\ud800b")
+    for tokens, lengths, message in (
+        ([[5, 10**6]], [2], "token 1000000 is outside 0..282"),
+        ([[5, 6]], [3], r"lengths \[3\] are not within 0..2"),
+        ([5, 6], [2], "tokens and lengths are not whole numbers of shapes"),
+        ([[5.5]], [1], "tokens and lengths are not whole numbers of shapes"),
+        ([[5], [5, 6]], [1, 2], "tokens and lengths are not whole numbers of shapes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tokenizer.texts(tokens, lengths)
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    def fails():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "local_devices", fails)
+    check_device()  # JAX chooses: it always finds one.
+    jax.config.update("jax_platforms", "cuda")
+    try:
+        with pytest.raises(UserError, match="JAX_PLATFORMS=cuda: JAX does not find this device"):
+            check_device()
+    finally:
+        jax.config.update("jax_platforms", None)
+
+
+def test_the_width_that_prompts_are_padded_to_does_not_count():
+    model, prompts = TableModel(TABLE, context=16), np.ones((1, 64), np.int32)
+    out = generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 6)
+    assert int(out.lengths[0]) == 16
+    with pytest.raises(UserError, match="prompts of 10 tokens and max_new_tokens=7 exceed the target's context of 16"):
+        generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["otm_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gsd", "traversal", "ersd", "otm_layer"))],
+)
+def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_reaches(name):
+    rows, length, prompt = 6000, 4, (1, 2)
+    target, draft = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.5), context=3)
+    arguments = get_method(name, tree="2,1"), target, draft, np.tile(prompt, (rows, 1)), np.full(rows, 2), length
+    counts, digits = np.zeros(4**length), 4 ** np.arange(length)
+    for seed in range(3):
+        out = generate(jax.random.split(jax.random.key(seed), rows), *arguments)
+        counts += np.bincount(np.asarray(out.tokens)[:, 2 : 2 + length] @ digits, minlength=4**length)
+    expected = np.zeros(4**length)
+    for tokens, probability in exact_pmf(TABLE, prompt, length).items():
+        expected[np.array(tokens) @ digits] = probability
+    assert chi_square.p_value(counts, expected) > 1e-4
+    emitted = np.asarray(out.emitted_per_call).sum(axis=0)
+    # The draft sees positions 0..2: two levels of the first call, one of a second call after one token.
+    assert emitted[3] > 0
+    late = generate(jax.random.key(0), *arguments[:3], [[1, 2, 1, 2]], [4], length)
+    # A token that equals a draft by chance is its node, where siblings are distinct.
+    assert int(late.target_calls[0]) == length or name in ("gsd", "ersd")
+
+
+def _folders(tmp_path):
+    gpt2 = Transformer(TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=8), rngs=nnx.Rngs(0))
+    save_gpt2(tmp_path / "gpt2", gpt2)
+    shape = {"width": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_width": 8, "vocab_size": 13, "context": 8}
+    save_llama(tmp_path / "llama", Llama(LlamaConfig(layers=2, **shape), rngs=nnx.Rngs(0)))
+    return (tmp_path / "gpt2", load_gpt2, "n_layer"), (tmp_path / "llama", load_llama, "num_hidden_layers")
+
+
+def test_weights_that_nothing_reads(tmp_path):
+    """A config of fewer layers than the weights have; what older programs saved besides is no such thing."""
+    for folder, loads, name in _folders(tmp_path):
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        extra = {"transformer.h.0.attn.bias": np.ones(3, np.float32)} if "gpt2" in str(folder) else {}
+        extra = extra or {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+        safetensors.numpy.save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
+        loads(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {name: 1}))
+        with pytest.raises(UserError, match=r"has .*\.1\..*, which its config.json does not mention"):
+            loads(folder)
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def write(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", write)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_whole(tmp_path / "page.html", "text")
+    assert explain(raised.value) == (
+        f"'{tmp_path / 'page.html'}' cannot be written (No space left on device); make room, and give the same command again"
+    )
+    with pytest.raises(OSError, match="No space left"), naming(tmp_path / "figure.png"):
+        raise full
+    assert "figure.png" in explain(full)

@@ -1,0 +1,58 @@
+"""The programs in examples/ run, and do what they say."""
+
+import importlib.util
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from spectr_jax import generate, get_method
+
+FOLDER = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def _module(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_they_are_short():
+    files = sorted(FOLDER.glob("*.py"))
+    assert [file.stem for file in files] == ["own_model", "plan_alone", "policy_gradient", "train_draft"]
+    assert all(len(file.read_text().splitlines()) < 80 for file in files)
+
+
+def test_a_plan_alone():
+    accepted, exact, error = _module("plan_alone").main("kseq")
+    assert abs(accepted - exact) < 0.01 and error < 0.01
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own():
+    assert _module("own_model").main() > 1
+
+
+@pytest.mark.slow
+def test_padding_past_the_context_does_no_harm():
+    """Flax's embedding of a position past its end is NaN, and NaN times a weight of 0 is NaN."""
+    target, draft = (_module("own_model").Attention(50, 32, context, seed=0) for context in (20, 14))
+    arguments = jax.random.key(0), get_method("speculative", draft_length=2), target, draft
+    narrow = generate(*arguments, np.ones((2, 10), np.int32), [10, 3], 10)
+    wide = generate(*arguments, np.ones((2, 64), np.int32), [10, 3], 10)
+    np.testing.assert_array_equal(narrow.tokens[:, :20], wide.tokens[:, :20])
+    assert np.all(np.asarray(wide.tokens)[0, :20] >= 0)
+    assert int(wide.target_calls[1]) < 10
+
+
+def test_policy_gradient():
+    first, last, apart = _module("policy_gradient").main(steps=12)
+    assert last > first + 0.1 and apart < 1e-4
+
+
+@pytest.mark.slow
+def test_a_draft_is_trained():
+    before, after = _module("train_draft").main(steps=25)
+    assert after > before + 0.2
