@@ -56,6 +56,7 @@ def expected(out, policy, process=None):
             for name in ("otm_layer", "gsd", "traversal", "spectr", "ersd", "greedy_drafts")
         ),
         pytest.param("self_speculative", {}, marks=pytest.mark.slow),
+        pytest.param("lookup", {}, marks=pytest.mark.slow),
     ],
 )
 def test_logprobs_are_those_of_a_full_forward(name, options):
