@@ -152,6 +152,7 @@ def test_values_are_those_that_the_device_sees(policy, message, owner):
         generate(jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4, **{f"{owner}policy": policy})
 
 
+@pytest.mark.slow
 def test_a_scalar_of_jax_is_a_number():
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = jax.random.key(0), get_method("spectr", num_drafts=2), *models, [[1]], [1], 6

@@ -45,7 +45,7 @@ def _until(tokens, ends):
     return tokens
 
 
-@pytest.mark.parametrize("name", ["otm_block", pytest.param("baseline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["otm_block", "baseline"])
 def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
     """As if the whole sequence were cut, wherever in a call's tokens; for texts and for tokens, and in a stream."""
     options = {"tree": "2,2"} if name == "otm_block" else {}
@@ -67,6 +67,8 @@ def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
             assert np.asarray(out.tokens)[row, 2 : int(out.lengths[row])].tolist() == expected
             ended += len(expected) < NEW
         assert ended > 5
+    if name != "baseline":  # Whose programs are small.
+        return
     key, method = jax.random.key(1), arguments
     single = generate(key, *method, prompts[:1], lengths[:1], NEW, stop=stops[0])
     streamed = [token for step in stream(key, *method, prompts[0], NEW, stop=stops[0]) for token in step.tokens]
