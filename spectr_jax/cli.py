@@ -171,7 +171,7 @@ def _is_closed_pipe(descriptor: int) -> bool:
 
 
 def _process_flags() -> dict | None:
-    """The arguments of `hosts.connect`, or None for a process on its own."""
+    """Returns the arguments of `hosts.connect`, or None for a process on its own."""
     if "coordinator" not in flags.FLAGS:
         return None
     found = {
@@ -205,7 +205,7 @@ def _keep_programs() -> None:
 
 
 def _parse(writes: bool, argv: list[str]) -> list[str]:
-    """The flags, of a program that writes to a folder or does not."""
+    """Returns the flags, of a program that writes to a folder or does not."""
     _extend_help(writes)
     try:
         with _quiet_end():
@@ -240,7 +240,7 @@ def _extend_help(writes: bool) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """A one-line message for an error that absl, ml_collections or a config file raises."""
+    """Returns a one-line message for an error that absl, ml_collections or a config file raises."""
     text = str(error).strip()
     if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
         return text.split("UserError: ", 1)[1]

@@ -37,7 +37,7 @@ NO_FEATURES: dict[str, Any] = {"features": 0, "feature_layers": ()}
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
-    """A training run of one model of the ladder, with the recipe of Flax's LM1B example."""
+    """Returns a training run of one model of the ladder, with the recipe of Flax's LM1B example."""
     if model not in LADDER:
         raise unknown("model", model, LADDER)
     return ml_collections.ConfigDict(
@@ -80,7 +80,7 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
 
 
 def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
-    """A student of any teacher that `load` takes, trained on labels that `spectr_jax.label` wrote."""
+    """Returns a student of any teacher that `load` takes, trained on labels that `spectr_jax.label` wrote."""
     if student not in STUDENTS:
         raise unknown("student", student, STUDENTS)
     common = train_config()
@@ -113,7 +113,7 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
 
 
 def online_config() -> ml_collections.ConfigDict:
-    """A student that sees three layers of SmolLM2-135M, which labels text while the student learns."""
+    """Returns a student that sees three layers of SmolLM2-135M, which labels text while the student learns."""
     config = distil_config("eagle3")
     config.update(teacher="smollm2", online=True, loss="lk", depth=3, batch_size=16)
     config.data.update(train="my_text/train-*", heldout=("my_text/heldout-*",), heldout_rows=64)
@@ -122,7 +122,7 @@ def online_config() -> ml_collections.ConfigDict:
 
 
 def lm1b_config(model: str) -> ml_collections.ConfigDict:
-    """A run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B example.
+    """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B example.
 
     AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of 256 rows of 128 tokens;
     bfloat16 products. All four models share one tokenizer, trained by whichever run comes first.
@@ -134,7 +134,8 @@ def lm1b_config(model: str) -> ml_collections.ConfigDict:
 
 
 def open_text_config(model: str) -> ml_collections.ConfigDict:
-    """A short run on a few passes of open text, or on less than one: no dropout, bfloat16 products, Muon, a cosine to zero.
+    """Returns a short run on a few passes of open text, or on less than one: no dropout, bfloat16 products, Muon, a cosine
+    to zero.
 
     The learning rates were tuned with the small models on a CPU; wider models take lower rates.
     """
@@ -148,7 +149,7 @@ def open_text_config(model: str) -> ml_collections.ConfigDict:
 
 
 def decoding_config() -> dict[str, Any]:
-    """The fields that all evaluations share: the target, the prompts and the sampling policy."""
+    """Returns the fields that all evaluations share: the target, the prompts and the sampling policy."""
     return {
         "target": "embedded:6m",
         "dtype": "float32",
@@ -167,7 +168,7 @@ def decoding_config() -> dict[str, Any]:
 
 
 def eval_config() -> ml_collections.ConfigDict:
-    """An evaluation of tokens per serial call (SpecTr Tables 2 and 4)."""
+    """Returns an evaluation of tokens per serial call (SpecTr Tables 2 and 4)."""
     return ml_collections.ConfigDict(
         {
             "experiment": "tokens_per_call",
@@ -182,7 +183,7 @@ def eval_config() -> ml_collections.ConfigDict:
 
 
 def trees_config() -> ml_collections.ConfigDict:
-    """A comparison of all methods at equal numbers of drafted tokens, and ERSD's Figures 3 and 4."""
+    """Returns a comparison of all methods at equal numbers of drafted tokens, and ERSD's Figures 3 and 4."""
     return ml_collections.ConfigDict(
         {
             "experiment": "trees",
@@ -220,7 +221,7 @@ def latency_config() -> ml_collections.ConfigDict:
 
 
 def quality_config() -> ml_collections.ConfigDict:
-    """How well models predict held-out sentences, in each precision used for decoding."""
+    """Returns how well models predict held-out sentences, in each precision used for decoding."""
     return ml_collections.ConfigDict(
         {
             "experiment": "quality",
@@ -235,7 +236,7 @@ def quality_config() -> ml_collections.ConfigDict:
 
 
 def auto_config() -> ml_collections.ConfigDict:
-    """A search for the fastest method on this machine, for one pair of models."""
+    """Returns a search for the fastest method on this machine, for one pair of models."""
     return ml_collections.ConfigDict(
         {
             "experiment": "auto",
@@ -299,12 +300,12 @@ def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
 
 
 def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The config as plain JSON values."""
+    """Returns the config as plain JSON values."""
     return json.loads(config.to_json())
 
 
 def config_hash(config: ml_collections.ConfigDict) -> str:
-    """Twelve hex digits that name the config."""
+    """Returns twelve hex digits that name the config."""
     return hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode()).hexdigest()[:12]
 
 

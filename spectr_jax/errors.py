@@ -84,7 +84,7 @@ def check_device() -> None:
 
 
 def _missing(error: ModuleNotFoundError) -> str | None:
-    """The line for a module that an extra brings, None for another one."""
+    """Returns the line for a module that an extra brings, None for another one."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

@@ -36,7 +36,7 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def expanded(name: str | pathlib.Path) -> pathlib.Path:
-    """The path that a user named, with `~` for a home.
+    """Returns the path that a user named, with `~` for a home.
 
     Raises:
       UserError: there is no such home.
@@ -48,7 +48,7 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
 
 
 def named(name: str | pathlib.Path) -> pathlib.Path:
-    """`expanded`, with a last part to name a model after: `.` and `..` are written out."""
+    """Returns `expanded`, with a last part to name a model after: `.` and `..` are written out."""
     path = expanded(name)
     return path.resolve() if path.name in ("", "..") else path
 
@@ -67,5 +67,5 @@ def check_fetched(path: pathlib.Path) -> None:
 
 
 def digest(content: bytes) -> str:
-    """The SHA-256 of a file's content, as of a tokenizer."""
+    """Returns the SHA-256 of a file's content, as of a tokenizer."""
     return hashlib.sha256(content).hexdigest()

@@ -45,7 +45,7 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and prints."""
+    """Returns whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -56,7 +56,7 @@ def own_share(count: int) -> slice:
 
 
 def gather(value: Any) -> list[Any]:
-    """The JSON values of all processes, by process; each of them must call this."""
+    """Returns the JSON values of all processes, by process; each of them must call this."""
     if jax.process_count() == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -73,7 +73,7 @@ def wait_for_all(what: str) -> None:
 
 
 def fetch(tree: Any) -> Any:
-    """The arrays of a pytree as whole NumPy arrays, gathered from all devices; each process must call this."""
+    """Returns the arrays of a pytree as whole NumPy arrays, gathered from all devices; each process must call this."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

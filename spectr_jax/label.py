@@ -89,7 +89,7 @@ def main():
 
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
-    """What makes these labels these, for the index of their folder."""
+    """Returns what makes these labels these, for the index of their folder."""
     from spectr_jax.data.corpus import corpus_digest
     from spectr_jax.models.frozen import digest
 
@@ -115,7 +115,8 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
 
 
 def _sentences():
-    """The corpus, or None for chats; raises `UserError` for flags that do not go together, and for too short a corpus."""
+    """Returns the corpus, or None for chats; raises `UserError` for flags that do not go together, and for too short a
+    corpus."""
     from spectr_jax.data.corpus import open_sentences
     from spectr_jax.errors import UserError
 
@@ -141,7 +142,7 @@ def _sentences():
 
 
 def _texts(teacher, sentences, length: int):
-    """What is labelled: `teaching.Texts` that are read, or that the teacher writes."""
+    """Returns what is labelled: `teaching.Texts` that are read, or that the teacher writes."""
     from spectr_jax.decoding import Policy
     from spectr_jax.distillation import teacher as teaching
     from spectr_jax.loading import load

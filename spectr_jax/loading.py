@@ -120,7 +120,7 @@ def register_loader(prefix: str, loader: Loader) -> None:
 
 
 def _quantizing(loader: Loader) -> Loader:
-    """A loader of float32 and bfloat16 as one of int8 too."""
+    """Returns a loader of float32 and bfloat16 as one of int8 too."""
 
     def load_any(name: str, dtype: str) -> Trained:
         if dtype != "int8":
@@ -138,7 +138,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
-    """The newest checkpoint of a training run, or the one that did best on held-out sentences.
+    """Returns the newest checkpoint of a training run, or the one that did best on held-out sentences.
 
     Raises:
       UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
@@ -153,7 +153,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 
 
 def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
-    """Parameters of a run's newest checkpoint, or of its best, in the structure of `state`."""
+    """Returns parameters of a run's newest checkpoint, or of its best, in the structure of `state`."""
     from spectr_jax.training.checkpoint import Checkpoints
 
     if not (workdir / "checkpoints").is_dir():
@@ -172,7 +172,7 @@ def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric:
 
 
 def embedded_names() -> list[str]:
-    """The models that are part of the package."""
+    """Returns the models that are part of the package."""
     return sorted({re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in EMBEDDED.glob("*.safetensors")})
 
 
@@ -193,7 +193,7 @@ def _published(name: str, dtype: str) -> Trained:
 
 
 def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """`draft_6m` for itself and for `6m`; raises `UserError` if `known` has neither."""
+    """Returns `draft_6m` for itself and for `6m`; raises `UserError` if `known` has neither."""
     found = [full for full in known if name in (full, full.partition("_")[2])]
     if not found:
         raise unknown(kind, name, known)
@@ -214,7 +214,7 @@ def _from_path(spec: str, dtype: str) -> Trained:
 
 
 def _no_model(spec: str) -> UserError:
-    """The error for a name that is no model's, with what there is and the nearest of it."""
+    """Returns the error for a name that is no model's, with what there is and the nearest of it."""
     from spectr_jax.models.weights import SUFFIX, weight_files
 
     short = [name for full in embedded_names() for name in (full, full.partition("_")[2])]
@@ -307,7 +307,7 @@ def _smollm2(dtype: str) -> Trained:
 
 
 def _fetched(name: str) -> pathlib.Path:
-    """The folder of a model from Hugging Face's hub, downloaded to the user's cache."""
+    """Returns the folder of a model from Hugging Face's hub, downloaded to the user's cache."""
     import huggingface_hub
 
     try:
@@ -329,7 +329,8 @@ def _random(name: str, dtype: str) -> Trained:
 
 
 def shape_name(trained: Trained) -> str:
-    """A short name of a model's shape: its parameters, such as `6M`, if it is in the ladder; else its layers and width.
+    """Returns a short name of a model's shape: its parameters, such as `6M`, if it is in the ladder; else its layers and
+    width.
 
     A model that is no transformer of ours goes by its own name.
     """

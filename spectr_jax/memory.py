@@ -31,7 +31,7 @@ def keep_freed_memory() -> bool:
 
 
 def _accelerator_expected() -> bool:
-    """Whether a plugin for one is installed; JAX itself cannot be asked before its threads exist."""
+    """Returns whether a plugin for one is installed; JAX itself cannot be asked before its threads exist."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(plugins) or any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
 

@@ -47,7 +47,7 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
 
 
 def fitted(draft: Trained, target: Trained) -> Trained:
-    """`draft`, such that it can draft for `target`.
+    """Returns `draft`, such that it can draft for `target`.
 
     It is returned as it is if the two have one vocabulary. If they differ by added or padded tokens only, such as the
     members of a family, it drafts the tokens that both have (token-level intersection: Timor et al., 2025, arXiv

@@ -108,7 +108,7 @@ def main():
 
 
 def _method():
-    """The method that the flags name, or None where they leave the choice to `open_session`.
+    """Returns the method that the flags name, or None where they leave the choice to `open_session`.
 
     Raises:
       UserError: flags that do not go together; in terms of the flags where no method is named.
@@ -131,7 +131,7 @@ def _method():
 
 
 def _prompts() -> Iterable[str]:
-    """The prompts: a list, or those of stdin as they come."""
+    """Returns the prompts: a list, or those of stdin as they come."""
     from spectr_jax.errors import UserError
     from spectr_jax.sampling import prompts
 

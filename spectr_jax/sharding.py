@@ -14,7 +14,7 @@ ROWS = PartitionSpec(AXES)
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """All devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters.
+    """Returns all devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters.
 
     Raises:
       UserError: `fsdp` does not divide their number.
@@ -26,7 +26,8 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
-    """The rule for parameters and optimizer state: the largest axis that `fsdp` divides is split, the rest replicated."""
+    """Returns the rule for parameters and optimizer state: the largest axis that `fsdp` divides is split, the rest
+    replicated."""
     fsdp = mesh.shape["fsdp"]
 
     def rule(leaf):

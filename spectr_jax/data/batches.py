@@ -20,7 +20,7 @@ PREFETCHED_BATCHES = 4
 
 
 def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
-    """The targets of one sentence, cut to `length` tokens (a cut sentence has no EOS)."""
+    """Returns the targets of one sentence, cut to `length` tokens (a cut sentence has no EOS)."""
     return np.asarray([*tokenizer.encode(sentence), EOS], np.int32)[:length]
 
 
@@ -35,7 +35,7 @@ def training_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """An endless, shuffled pipeline of packed batches; each epoch is shuffled anew.
+    """Returns an endless, shuffled pipeline of packed batches; each epoch is shuffled anew.
 
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch
     takes the same number of rows from each. So the batches depend on the number of streams and not on the number of
@@ -74,7 +74,7 @@ def training_batches(
 
 
 def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.MapDataset:
-    """The sentences of one stream, endless, in an order that is new in each epoch."""
+    """Returns the sentences of one stream, endless, in an order that is new in each epoch."""
     return grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
 
 
@@ -87,7 +87,7 @@ def row_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """The pipeline of `training_batches` for rows that are packed already; `form` makes a batch of some of them."""
+    """Returns the pipeline of `training_batches` for rows that are packed already; `form` makes a batch of some of them."""
     count = batch // streams
     return mixed_batches(
         [lambda i: ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams)],
@@ -105,8 +105,8 @@ def mixed_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """The pipeline of `training_batches` from several sources: functions that make a stream, of its number, of arrays of
-    rows. A batch has the rows of one array from each stream of each source."""
+    """Returns the pipeline of `training_batches` from several sources: functions that make a stream, of its number, of
+    arrays of rows. A batch has the rows of one array from each stream of each source."""
     share = streams // processes
     mine = range(process * share, (process + 1) * share)
     joined = grain.experimental.ZipIterDataset([source(stream) for stream in mine for source in sources])
@@ -115,7 +115,7 @@ def mixed_batches(
 
 
 def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
-    """The place in each stream of this process, as JSON values."""
+    """Returns the place in each stream of this process, as JSON values."""
     return iterator.get_state()["parents"]
 
 
@@ -125,7 +125,7 @@ def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> N
 
 
 def evaluation_batches(sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int) -> grain.IterDataset:
-    """All sentences once, in order, packed; the last batch may have fewer rows."""
+    """Returns all sentences once, in order, packed; the last batch may have fewer rows."""
     rows = _packed(grain.MapDataset.source(sentences), tokenizer, length)
     return rows.batch(batch, drop_remainder=False).map(_batch_of)
 
@@ -140,8 +140,9 @@ def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, thread
 
 
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
-    """The batch of packed targets [B, length]. A sentence begins after each EOS; PAD follows the last sentence only, and a
-    cut sentence, which has no EOS, fills its row. Inputs are the targets one later, with BOS first in each sentence."""
+    """Returns the batch of packed targets [B, length]. A sentence begins after each EOS; PAD follows the last sentence only,
+    and a cut sentence, which has no EOS, fills its row. Inputs are the targets one later, with BOS first in each
+    sentence."""
     targets = targets.astype(np.int32)
     places = np.arange(targets.shape[1])
     real = targets != PAD

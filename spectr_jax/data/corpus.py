@@ -97,7 +97,7 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
 
 
 def corpus_digest(sentences: Sentences) -> str:
-    """A digest of how many sentences there are and of 256 of them, evenly spread: another corpus has another one."""
+    """Returns a digest of how many sentences there are and of 256 of them, evenly spread: another corpus has another one."""
     picked = np.unique(np.linspace(0, len(sentences) - 1, 256).astype(int))
     return digest("\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode())[:12]
 
@@ -163,7 +163,7 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
 
 
 def _preparation(name: str) -> str:
-    """The command that prepares a TFDS data set; only this step needs TensorFlow."""
+    """Returns the command that prepares a TFDS data set; only this step needs TensorFlow."""
     if name == "lm1b":
         return "scripts/prepare_lm1b.sh"
     return f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"

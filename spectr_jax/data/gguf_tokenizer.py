@@ -84,7 +84,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
 
 
 def _splitter(name: str, source: str) -> pre_tokenizers.PreTokenizer:
-    """How a text is split before bytes are paired, by llama.cpp's name."""
+    """Returns how a text is split before bytes are paired, by llama.cpp's name."""
     if name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])

@@ -35,7 +35,8 @@ LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """The byte that each letter stands for in GPT-2's vocabulary: itself, if it can be printed, or one after another."""
+    """Returns the byte that each letter stands for in GPT-2's vocabulary: itself, if it can be printed, or one after
+    another."""
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -45,7 +46,7 @@ BYTES = _bytes_by_letter()
 
 
 def _spelled(name: str, of_bytes: bool) -> bytes:
-    """What a token of this name adds to a text."""
+    """Returns what a token of this name adds to a text."""
     if of_bytes:
         return bytes(BYTES[letter] for letter in name) if all(letter in BYTES for letter in name) else name.encode()
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
@@ -112,7 +113,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
         ]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, without BOS and EOS."""
+        """Returns the tokens of `text`, without BOS and EOS."""
         return self._tokenizer.encode(checked_text(text), add_special_tokens=False).ids
 
     def prompt(self, text: str) -> list[int]:
@@ -129,7 +130,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
         return self.encode(render(self.template, messages, self._names))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without BOS, EOS and -1."""
+        """Returns the text of `tokens`, without BOS, EOS and -1."""
         kept = [int(token) for token in tokens if token >= 0 and token != self.bos and not self.ends(int(token))]
         if kept and max(kept) >= 2**32:  # A model's vocabulary may be padded: smaller numbers without a token are no text.
             raise UserError(f"token {max(kept)} is no number of a token; give those of a Generation")
@@ -218,7 +219,7 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None
 
 
 def read_template(folder: pathlib.Path) -> str | None:
-    """The chat template of a model's folder; None if it has none. The default one, where there are several."""
+    """Returns the chat template of a model's folder; None if it has none. The default one, where there are several."""
     if (folder / TEMPLATE).exists():
         try:
             return (folder / TEMPLATE).read_text(encoding="utf-8")
@@ -232,8 +233,8 @@ def read_template(folder: pathlib.Path) -> str | None:
 
 
 def read_names(folder: pathlib.Path) -> dict[str, str | None]:
-    """What tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see them: only those that it names,
-    with None for those that it says there are not."""
+    """Returns what tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see them: only those that it
+    names, with None for those that it says there are not."""
     settings = _json(folder / SETTINGS)
     given = {name: settings[name] for name in ("bos_token", "eos_token") if name in settings}
     given = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
@@ -266,7 +267,7 @@ def controls(
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is no file. Raises `UserError` if it cannot be read."""
+    """Returns the object in a file; an empty one if there is no file. Raises `UserError` if it cannot be read."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -279,17 +280,18 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def first_added(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The token that the tokenizer puts before a text, if any."""
+    """Returns the token that the tokenizer puts before a text, if any."""
     return next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
 
 
 def adds_bos(tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Whether the tokenizer puts BOS before a text."""
+    """Returns whether the tokenizer puts BOS before a text."""
     return first_added(tokenizer) == bos
 
 
 def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Whether the model's own program puts BOS before a text: Llama's classes follow a setting beside the tokenizer."""
+    """Returns whether the model's own program puts BOS before a text: Llama's classes follow a setting beside the
+    tokenizer."""
     settings = _json(folder / SETTINGS)
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return bool(settings.get("add_bos_token", True))

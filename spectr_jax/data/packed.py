@@ -44,7 +44,7 @@ class PackedRows:
         return self._shards[shard][index - self._ends[shard]]  # From behind: index - end is negative.
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """The rows at `indices`, uint16 [count, length]."""
+        """Returns the rows at `indices`, uint16 [count, length]."""
         shards = np.searchsorted(self._ends, indices, side="right")
         behind = indices - self._ends[shards]
         return np.stack([self._shards[shard][index] for shard, index in zip(shards.tolist(), behind.tolist(), strict=True)])

@@ -37,7 +37,7 @@ class ShuffledRows(grain.IterDataset):
         return _Iterator(self)
 
     def rows_from(self, first: int) -> np.ndarray:
-        """[count, length], from row `first` on, counted over all epochs."""
+        """Returns [count, length], from row `first` on, counted over all epochs."""
         epochs, places = np.divmod(np.arange(first, first + self.count), self._an_epoch)
         seeds = (self._seed + epochs) % 2**32
         last = self._an_epoch - 1

@@ -25,7 +25,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[str, str | None]) -> str:
-    """The text of a conversation, up to where the model's answer begins.
+    """Returns the text of a conversation, up to where the model's answer begins.
 
     Args:
       template: in Jinja.

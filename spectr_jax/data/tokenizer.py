@@ -68,7 +68,7 @@ class AnyTokenizer(Protocol):
         ...
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt: BOS, and those of `text`."""
+        """Returns the tokens of a prompt: BOS, and those of `text`."""
         return [self.bos, *self.encode(text)]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -83,7 +83,7 @@ class AnyTokenizer(Protocol):
         raise UserError("the model has no chat template; give an instructed one, or do without chat")
 
     def ends(self, token: int) -> bool:
-        """Whether `token` ends a sequence."""
+        """Returns whether `token` ends a sequence."""
         return token in (self.eos if isinstance(self.eos, tuple) else (self.eos,))
 
     def prompts(self, texts: str | Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +106,7 @@ class AnyTokenizer(Protocol):
         return np.array(padded, np.int32), lengths
 
     def texts(self, tokens: ArrayLike, lengths: ArrayLike) -> list[str]:
-        """The strings of decoded sequences, prompts included: tokens [B, T] and lengths [B] of a `Generation`.
+        """Returns the strings of decoded sequences, prompts included: tokens [B, T] and lengths [B] of a `Generation`.
 
         Raises:
           UserError: they are of other shapes, or a token is not of the vocabulary.
@@ -120,7 +120,7 @@ class AnyTokenizer(Protocol):
 
 
 def _whole(given: ArrayLike) -> np.ndarray | None:
-    """What is given as an array of integers, or None if it is something else."""
+    """Returns what is given as an array of integers, or None if it is something else."""
     try:
         array = np.asarray(given)
     except (TypeError, ValueError):
@@ -129,7 +129,7 @@ def _whole(given: ArrayLike) -> np.ndarray | None:
 
 
 def checked_text(text: str) -> str:
-    """`text`; raises `UserError` if it is no string, or has a part of a character, which no tokenizer takes."""
+    """Returns `text`; raises `UserError` if it is no string, or has a part of a character, which no tokenizer takes."""
     if not isinstance(text, str):
         raise UserError(f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself")
     try:
@@ -257,11 +257,11 @@ class Tokenizer(AnyTokenizer):
         return [piece(token) for token in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
-        """The pieces of `text`, without BOS and EOS."""
+        """Returns the pieces of `text`, without BOS and EOS."""
         return self._processor.encode(checked_text(text))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without control pieces and -1."""
+        """Returns the text of `tokens`, without control pieces and -1."""
         kept = [int(token) for token in tokens if token >= 0]
         if kept and max(kept) >= self.vocab_size:
             raise UserError(f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this vocabulary")
@@ -278,5 +278,5 @@ class Tokenizer(AnyTokenizer):
 
 
 def vocabulary_digest(tokens: Sequence[str]) -> str:
-    """The digest of a vocabulary, its tokens in order."""
+    """Returns the digest of a vocabulary, its tokens in order."""
     return digest("\0".join(tokens).encode())

@@ -87,7 +87,7 @@ class Tree:
         return np.array(ranks)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The child indices that lead from the root to a node."""
+        """Returns the child indices that lead from the root to a node."""
         return tuple(int(self.sibling_rank[above]) for above in np.flatnonzero(self.ancestors[node])[1:])
 
     @functools.cached_property

@@ -43,7 +43,7 @@ class Teacher(NamedTuple):
     weights: str
 
     def may_be(self, other: "Teacher") -> bool:
-        """Whether nothing tells the two apart. Digests are of one dtype; of two dtypes the names decide."""
+        """Returns whether nothing tells the two apart. Digests are of one dtype; of two dtypes the names decide."""
         if not self.weights or not other.weights:
             return True
         return self.weights == other.weights if self.dtype == other.dtype else self.name == other.name
@@ -93,7 +93,7 @@ class LabelledRows(PackedRows):
 
 
 def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
-    """The file of a shard."""
+    """Returns the file of a shard."""
     return folder / f"labels-{number:05d}.npy"
 
 
@@ -137,7 +137,7 @@ def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, A
 
 
 def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
-    """The shards of a folder, or of several with commas between them, memory-mapped.
+    """Returns the shards of a folder, or of several with commas between them, memory-mapped.
 
     Args:
       name: of the folders.
@@ -170,7 +170,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
 
 
 def teacher_of(index: dict[str, Any]) -> Teacher:
-    """The teacher that an index names."""
+    """Returns the teacher that an index names."""
     return Teacher(index["teacher"], index["dtype"], index["weights"])
 
 
@@ -184,7 +184,7 @@ def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) 
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The shards of a folder, in order; none may be missing, or a run that resumes would get other rows."""
+    """Returns the shards of a folder, in order; none may be missing, or a run that resumes would get other rows."""
     paths = sorted(folder.glob("labels-*.npy"))
     for number, path in enumerate(paths):
         if path != shard_path(folder, number):
@@ -201,7 +201,7 @@ def _first(shards: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
 
 
 def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The batch of labelled rows [B].
+    """Returns the batch of labelled rows [B].
 
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its end), int32 [B, N];

@@ -34,13 +34,14 @@ class Place(NamedTuple):
 
 
 def acceptance(place: Place) -> jax.Array:
-    """[] the sum of min(p, q) over the labels: no more than the acceptance but for their rounding, and less by at most what
-    they leave out."""
+    """Returns [] the sum of min(p, q) over the labels: no more than the acceptance but for their rounding, and less by at
+    most what they leave out."""
     return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
 
 
 def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
-    """[] A lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with `drafts` i.i.d. drafts."""
+    """Returns [] a lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with `drafts` i.i.d.
+    drafts."""
     known = jnp.isfinite(place.log_p) & jnp.isfinite(place.log_q)
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (place.log_p, place.log_q))
     # What is left of p and of q are two tokens of their own: neither is accepted.
@@ -49,37 +50,38 @@ def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
 
 
 def kl(place: Place) -> jax.Array:
-    """[] KL(q, p): Hinton et al., 2015, and what most drafts are trained with."""
+    """Returns [] KL(q, p): Hinton et al., 2015, and what most drafts are trained with."""
     (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
     del p
     return jnp.sum(q * (log_q - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
 
 
 def reverse_kl(place: Place) -> jax.Array:
-    """[] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et al., 2023, arXiv 2310.08461)."""
+    """Returns [] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et al., 2023, arXiv
+    2310.08461)."""
     (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
     del q
     return jnp.sum(p * (log_p - log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
 
 
 def total_variation(place: Place) -> jax.Array:
-    """[] 1 - acceptance (DistillSpec). Its gradient vanishes where p is far from q."""
+    """Returns [] 1 - acceptance (DistillSpec). Its gradient vanishes where p is far from q."""
     return 1 - acceptance(place)
 
 
 def lk(place: Place) -> jax.Array:
-    """[] -log(acceptance), which has no such plateau (LK losses: Samarin et al., 2026, arXiv 2602.23881)."""
+    """Returns [] -log(acceptance), which has no such plateau (LK losses: Samarin et al., 2026, arXiv 2602.23881)."""
     return -jnp.log(jnp.maximum(acceptance(place), TINY))
 
 
 def lk_hybrid(place: Place) -> jax.Array:
-    """[] KL first, total variation as acceptance grows (the same paper; here the weight is of each place)."""
+    """Returns [] KL first, total variation as acceptance grows (the same paper; here the weight is of each place)."""
     weight = jnp.exp(-HYBRID_DECAY * jax.lax.stop_gradient(acceptance(place)))
     return weight * kl(place) + (1 - weight) * total_variation(place)
 
 
 def cross_entropy(place: Place) -> jax.Array:
-    """[] of the text's own next token: training without a teacher; 0 where there is none."""
+    """Returns [] of the text's own next token: training without a teacher; 0 where there is none."""
     there = jnp.isfinite(place.log_target)
     return -jnp.where(there, place.log_target, 0)
 

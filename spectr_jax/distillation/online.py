@@ -53,11 +53,11 @@ class Lessons:
                 raise UserError(f"data.train={name!r} has {there} sentences, and had {before} before; restore the corpus")
 
     def streams(self, streams: int) -> int:
-        """The largest number of streams, at most `streams`, that divides the rows of each source in a batch."""
+        """Returns the largest number of streams, at most `streams`, that divides the rows of each source in a batch."""
         return math.gcd(streams, *self._counts)
 
     def batches(self, seed: int, streams: int, process: int = 0, processes: int = 1) -> grain.IterDataset:
-        """An endless, shuffled pipeline of batches without labels; see `data.batches.training_batches`.
+        """Returns an endless, shuffled pipeline of batches without labels; see `data.batches.training_batches`.
 
         Raises:
           UserError: a source has fewer sentences, or rows, than there are streams.
@@ -81,7 +81,7 @@ class Lessons:
         return batches.mixed_batches(made, labels.batch_of, streams, process, processes)
 
     def heldout(self) -> dict[str, PackedRows]:
-        """The first rows of each held-out source, by name."""
+        """Returns the first rows of each held-out source, by name."""
         found = {}
         for name in self._data.heldout:
             source, count = self._open(name, ()), self._data.heldout_rows
@@ -96,7 +96,7 @@ class Lessons:
         return found
 
     def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
-        """The `count` tokens that the text has most of, int32 in ascending order."""
+        """Returns the `count` tokens that the text has most of, int32 in ascending order."""
         counted, rows, data = (
             np.zeros(self.vocab_size, np.int64),
             0,
@@ -133,12 +133,12 @@ class Lessons:
 
 
 def short_name(spec: str) -> str:
-    """The name of a source in metrics: the last part of its path, of letters, digits and underscores."""
+    """Returns the name of a source in metrics: the last part of its path, of letters, digits and underscores."""
     return re.sub(r"\W+", "_", pathlib.PurePath(spec).name.partition(".")[0]).strip("_")
 
 
 def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
-    """Rows of a batch from each source, by `data.shares`."""
+    """Returns rows of a batch from each source, by `data.shares`."""
     given = tuple(config.data.shares)
     shares = given * sources if len(given) == 1 else given
     if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):

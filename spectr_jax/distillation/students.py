@@ -16,7 +16,7 @@ COUNTED_ROWS = 4_096
 
 
 def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
-    """The `count` tokens to which the teacher gives most probability in its labels, int32 in ascending order."""
+    """Returns the `count` tokens to which the teacher gives most probability in its labels, int32 in ascending order."""
     mass = np.zeros(rows.vocab_size)
     spread = np.linspace(0, len(rows) - 1, min(len(rows), COUNTED_ROWS)).astype(int)
     for part in np.array_split(spread, -(-len(spread) // 256)):
@@ -28,7 +28,7 @@ def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
 
 
 def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
-    """A student of random weights whose head scores `tokens`."""
+    """Returns a student of random weights whose head scores `tokens`."""
     model = Llama(config, rngs=rngs)
     if config.head_tokens:
         model.head.tokens = Kept(jnp.asarray(tokens))
@@ -65,7 +65,7 @@ def share_head(model: Llama, head: jax.Array) -> None:
 
 
 def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
-    """What the head of a student scores at each place of a batch [S, B, N, E].
+    """Returns what the head of a student scores at each place of a batch [S, B, N, E].
 
     S is 1, or `depth` for a student that sees features. At level s, a place is the end of a path of s - 1 drafted tokens: it
     sees the teacher's features up to where the path begins, and on the path the student's own, as in decoding
@@ -92,7 +92,7 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
 
 
 def principal_components(table: jax.Array, rank: int) -> jax.Array:
-    """[V, rank] coordinates of the rows of `table` [V, E], of mean square 1; columns beyond E are 0."""
+    """Returns [V, rank] coordinates of the rows of `table` [V, E], of mean square 1; columns beyond E are 0."""
     centred = jnp.asarray(table, jnp.float32) - jnp.mean(table, axis=0)
     _, axes = jnp.linalg.eigh(centred.T @ centred)  # Ascending.
     coordinates = centred @ axes[:, ::-1][:, :rank]
@@ -109,7 +109,7 @@ def widened(model: Llama, config: LlamaConfig) -> Llama:
 
 
 def parameters(config: LlamaConfig) -> int:
-    """Parameters without the embedding table, which a call reads one row of a token of."""
+    """Returns parameters without the embedding table, which a call reads one row of a token of."""
     _, state = abstract(config)
     rank = config.embed_rank or config.width
     total = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param)))

@@ -70,7 +70,7 @@ def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
 
 
 def starting_at(texts: Texts, first: int) -> Texts:
-    """The same texts, from number `first` on."""
+    """Returns the same texts, from number `first` on."""
     return lambda begin, end: texts(first + begin, first + end)
 
 
@@ -101,7 +101,7 @@ def _written(rows: list[list[int]], prompts: list[list[int]], teacher: Trained) 
 
 
 def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
-    """A user's message and the answer to it, both written by the teacher, to `length` tokens.
+    """Returns a user's message and the answer to it, both written by the teacher, to `length` tokens.
 
     Raises:
       UserError: it has no chat template, or no room for such a conversation.
@@ -134,7 +134,7 @@ def _too_long(length: int, teacher: Trained, longest: int) -> UserError:
 
 
 def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
-    """What the chat template puts before a user's message, and what between it and the answer, in tokens."""
+    """Returns what the chat template puts before a user's message, and what between it and the answer, in tokens."""
     one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apple", "Sum"))
     same = [a == b for a, b in zip(one, two, strict=False)]
     before = same.index(False)
@@ -143,7 +143,7 @@ def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
 
 
 def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
-    """A function that continues texts until an end of the teacher's, or to `length` tokens; its key is consumed.
+    """Returns a function that continues texts until an end of the teacher's, or to `length` tokens; its key is consumed.
 
     The texts have `shortest` to `longest` tokens. Shapes follow from these, not from the texts: nothing is compiled anew.
     """
@@ -165,19 +165,19 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
-    """Rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token left
-    out."""
+    """Returns rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token
+    left out."""
     found = list(packed(grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]), row_type))
     return np.stack(found) if found else np.zeros(0, row_type)
 
 
 def cut(text: Text, length: int) -> dict[str, np.ndarray]:
-    """What `packed` takes of a text: at most `length` tokens."""
+    """Returns what `packed` takes of a text: at most `length` tokens."""
     return {"tokens": np.asarray(text.tokens[:length], np.int32), "drafted": text.drafted[:length]}
 
 
 def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
-    """Rows [] of `row_type`, labels still empty, of texts that were `cut`; those of one token are left out."""
+    """Returns rows [] of `row_type`, labels still empty, of texts that were `cut`; those of one token are left out."""
     length = row_type["tokens"].shape[0]
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     filled = grain.experimental.FirstFitPackIterDataset(
@@ -198,8 +198,8 @@ def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
-    """A function that fills the labels of packed rows in place, and their features if they have any; its programs compile
-    once."""
+    """Returns a function that fills the labels of packed rows in place, and their features if they have any; its programs
+    compile once."""
     model = freeze(teacher)
 
     label = jax.jit(taught, static_argnums=2)
@@ -241,7 +241,7 @@ def taught(model: Frozen, batch: dict[str, jax.Array], layers: tuple[int, ...] |
 
 
 def _labels_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens of logits [..., V], and the logarithms of their probabilities."""
+    """Returns the likeliest tokens of logits [..., V], and the logarithms of their probabilities."""
     top, tokens = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
     return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 

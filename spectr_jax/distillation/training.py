@@ -108,12 +108,12 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
 
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
-    """The shape of a student, for a teacher's vocabulary and context."""
+    """Returns the shape of a student, for a teacher's vocabulary and context."""
     return LlamaConfig(**model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context)
 
 
 def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons) -> runs.Student:
-    """The run's student: chosen before its first step, and kept in the workdir."""
+    """Returns the run's student: chosen before its first step, and kept in the workdir."""
     if hosts.is_first() and not (workdir / runs.CONFIG).exists():  # What a start left that came no further does not bind.
         shape = student_config(config.model, rows.vocab_size, rows.context)
         if config.init and shape.head_tokens:  # Its head knows its own tokens, whatever these labels have most of.
@@ -131,8 +131,8 @@ def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: Lab
 
 
 def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | Lessons:
-    """The labels of the run, or the text that its teacher labels: those that it began with, so that it has the same end
-    whatever was labelled meanwhile."""
+    """Returns the labels of the run, or the text that its teacher labels: those that it began with, so that it has the same
+    end whatever was labelled meanwhile."""
     counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
     if not config.online:
         rows = open_labels(config.data.train, counts)
@@ -148,7 +148,7 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
 
 
 def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> Mapping[str, PackedRows]:
-    """The held-out labels by the last part of their folders' names; checks that all suit `rows` and the student."""
+    """Returns the held-out labels by the last part of their folders' names; checks that all suit `rows` and the student."""
     opened: dict[str, LabelledRows] = {}
     heldout: Mapping[str, PackedRows]
     if isinstance(rows, Lessons):
@@ -179,7 +179,7 @@ def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
 def make_programs(
     config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, tokens: np.ndarray, teacher: Frozen | None = None
 ) -> Programs:
-    """The programs of a student's run; with a `teacher`, they label the text of each batch first."""
+    """Returns the programs of a student's run; with a `teacher`, they label the text of each batch first."""
     graphdef, state = abstract(shape)
     rest = nnx.filter_state(state, nnx.Not(nnx.Param))
     rest = jax.tree.map(lambda _: jnp.asarray(tokens), rest)
@@ -223,7 +223,7 @@ def make_programs(
 def places(
     model: Callable[[Any], Llama], number_of: jax.Array, depth: int, params: Any, batch: dict[str, jax.Array]
 ) -> tuple[jax.Array, losses.Place]:
-    """What the losses see at each place [S, B, N] of a batch, and which of them are real.
+    """Returns what the losses see at each place [S, B, N] of a batch, and which of them are real.
 
     The student's softmax is over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
     there the student is run as at the first, second, ... level of a tree (`students.levels`).
@@ -294,7 +294,7 @@ def _scores(
 def _given(
     config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.ndarray, rows: LabelledRows | Lessons
 ) -> nnx.State:
-    """What a student starts from: `config.init`, or its random weights with the teacher's embedding."""
+    """Returns what a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
     teacher = load(_teacher(config, rows), "float32")
@@ -315,14 +315,14 @@ def _given(
 
 
 def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> str:
-    """The name of the teacher: the config's, or else the labels' own."""
+    """Returns the name of the teacher: the config's, or else the labels' own."""
     if not config.teacher and not rows.teacher.name:
         raise UserError(f"the labels in {config.data.train!r} do not say who made them; give --config.teacher")
     return config.teacher or rows.teacher.name
 
 
 def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons) -> Llama:
-    """The student that `config.init` names; one that saw the last hidden state alone may come to see more layers."""
+    """Returns the student that `config.init` names; one that saw the last hidden state alone may come to see more layers."""
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
@@ -339,12 +339,13 @@ def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: Labelled
 
 
 def teacher_embedding(teacher: Trained) -> jax.Array | None:
-    """The embedding [V, E] of a loaded teacher; None of one that has none, as a model of somebody's own."""
+    """Returns the embedding [V, E] of a loaded teacher; None of one that has none, as a model of somebody's own."""
     embed = getattr(teacher.model, "embed", None)
     return jnp.asarray(embed.embedding[...], jnp.float32) if isinstance(embed, nnx.Embed) else None
 
 
 def teacher_head(teacher: Trained, embedding: jax.Array) -> jax.Array:
-    """The head [V, E] of a loaded teacher whose features a student sees; its embedding if it has no head of its own."""
+    """Returns the head [V, E] of a loaded teacher whose features a student sees; its embedding if it has no head of its
+    own."""
     head = getattr(teacher.model, "head", None)
     return jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding

@@ -110,8 +110,8 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
-    """What batch trees show of the plans of the config's methods; i.i.d. drafts show it of all plans in one run: the first k
-    of them are k drafts, for every k. Other methods are replayed on chains."""
+    """Returns what batch trees show of the plans of the config's methods; i.i.d. drafts show it of all plans in one run: the
+    first k of them are k drafts, for every k. Other methods are replayed on chains."""
     config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
     methods = {name: get_method(name) for name in config.methods if statistic(get_method(name)) is not None}
@@ -143,7 +143,8 @@ def measure_acceptance(bench: Bench) -> Acceptance:
 
 
 def _replayed(bench: Bench, name: str) -> dict[str, float]:
-    """Tokens per call of a method on K chains of L, from a batch of prompts decoded token by token with its own drafts."""
+    """Returns tokens per call of a method on K chains of L, from a batch of prompts decoded token by token with its own
+    drafts."""
     methods = {
         shape: method
         for shape, tree in _chains(bench.config).items()
@@ -208,7 +209,7 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
 
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
-    """The baseline, the best of each method, and the best of the others, `tries` in all; `found` is sorted."""
+    """Returns the baseline, the best of each method, and the best of the others, `tries` in all; `found` is sorted."""
     baseline = next(each for each in found if not each.method.tree.size)
     best = {each.name: each for each in reversed(found) if each is not baseline}
     chosen = sorted(best.values(), key=lambda each: -each.tokens_per_second)[: config.tries]
@@ -217,7 +218,7 @@ def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Ca
 
 
 def answer(rows: list[dict[str, Any]]) -> str:
-    """What to use, in a sentence."""
+    """Returns what to use, in a sentence."""
     best = max(rows, key=lambda row: row["speedup"])
     if best is rows[0]:
         return "Use the baseline: nothing that was tried is faster here."
@@ -228,7 +229,7 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The answer, the table and its provenance, as Markdown."""
+    """Returns the answer, the table and its provenance, as Markdown."""
     header = ["Method", "Tree", "Nodes", "Tokens per call", "measured", "Tokens/s", "measured", "ratio", "x baseline"]
     rows = []
     for row in result["rows"]:

@@ -78,7 +78,7 @@ def measure_times(bench: Bench) -> Times:
 
 
 def call_time(times: Times, name: str, tree: Tree, expected: float) -> float:
-    """Seconds of a call that emits `expected` tokens."""
+    """Returns seconds of a call that emits `expected` tokens."""
     if not tree.size:
         return times.target(1)
     widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
@@ -94,12 +94,12 @@ def on_chains(name: str, width: int) -> Method | None:
 
 
 def counted(size: int) -> list[int]:
-    """Numbers of tokens to measure calls on, up to `size` nodes and the root."""
+    """Returns numbers of tokens to measure calls on, up to `size` nodes and the root."""
     return [*(count for count in (1, 2, 3, 5, 9, 17, 33, 65, 129) if count <= size), size + 1]
 
 
 def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Timer:
-    """The time of sequences of one new token."""
+    """Returns the time of sequences of one new token."""
     models = freeze(target.model), freeze(draft.model)
     prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
     lengths = np.full(config.batch_size, prompts.shape[1])

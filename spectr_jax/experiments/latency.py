@@ -116,7 +116,7 @@ def measure_cells(config: ml_collections.ConfigDict, models: list[Trained], jour
 def measure_phases(
     config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal
 ) -> list[dict[str, Any]]:
-    """The phases of one call of each method, alone and as shares of their sum."""
+    """Returns the phases of one call of each method, alone and as shares of their sum."""
     tasks = {}
     for name, length, batch in itertools.product(config.methods, config.lengths, config.phase_batch_sizes):
         method = _method(config, name, length)
@@ -140,13 +140,13 @@ def measure_phases(
 
 
 def profile_call(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
-    """What a profiler sees of a generation of the first method, for one sequence."""
+    """Returns what a profiler sees of a generation of the first method, for one sequence."""
     method = _method(config, config.methods[0], config.lengths[-1])
     return profile.generation_profile(method, target.model, draft.model, config.context)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables with their provenance, as Markdown."""
+    """Returns the tables with their provenance, as Markdown."""
     config = result["config"]
     parts = [f"# {result['title']}"]
     for model in dict.fromkeys(cell["model"] for cell in result["cells"]):

@@ -89,7 +89,7 @@ def _contender(spec: str) -> Contender:
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
-    """The tokens of a sentence as a line: all but the first are scored, the first is what stands before a text.
+    """Returns the tokens of a sentence as a line: all but the first are scored, the first is what stands before a text.
 
     That is BOS where the model's own program puts one there; else the separator that texts were trained with, if the
     vocabulary has it. Behind the sentence is its line end: a newline, or EOS where the tokenizer drops newlines, as ours.
@@ -103,7 +103,7 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
 
 
 def fitting(sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus") -> list[str]:
-    """Those of the first sentences that fit the context of every model whole.
+    """Returns those of the first sentences that fit the context of every model whole.
 
     Raises:
       UserError: none does.
@@ -155,7 +155,7 @@ def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table with its provenance, as Markdown."""
+    """Returns the table with its provenance, as Markdown."""
     config = result["config"]
     header = ["Model", "Parameters", "Nats per token", *(f"Bits per character, {dtype}" for dtype in config["dtypes"])]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])

@@ -213,7 +213,7 @@ def converse(
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
-    """The counts by level, and those by place as counts by part of the answer, which begins at `start`."""
+    """Returns the counts by level, and those by place as counts by part of the answer, which begins at `start`."""
     counts = {name: np.asarray(values[0]) for name, values in observed.items()}
     edges = np.arange(PARTS) * new_tokens // PARTS
     by_place = ("calls", "chosen_at", "accepted_at")
@@ -248,7 +248,7 @@ def summaries(temperature: float, measured: list[dict[str, Any]]) -> list[dict[s
 
 
 def _speeds(runs: list[list[dict[str, float]]]) -> np.ndarray:
-    """[runs] the mean over questions of tokens per second."""
+    """Returns [runs] the mean over questions of tokens per second."""
     return np.array([[one["tokens"] / one["seconds"] for one in each] for each in runs]).mean(axis=0)
 
 
@@ -258,7 +258,7 @@ def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables with their provenance, as Markdown."""
+    """Returns the tables with their provenance, as Markdown."""
     config = result["config"]
     parts = [f"# {result['title']}"]
     for temperature in config["temperatures"]:

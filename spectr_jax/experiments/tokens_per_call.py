@@ -97,8 +97,8 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
 
 
 def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
-    """The baseline, and for each draft and L: at K = 1 speculative decoding and the config's methods of one chain, the
-    others above."""
+    """Returns the baseline, and for each draft and L: at K = 1 speculative decoding and the config's methods of one chain,
+    the others above."""
     rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
@@ -111,7 +111,7 @@ def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table with its provenance, as Markdown."""
+    """Returns the table with its provenance, as Markdown."""
     config = result["config"]
     best = ["alpha*"] if config["optimal_acceptance"] else []
     header = ["Draft", "Algorithm", "K", "L", "Tokens per call", "Paper*", "alpha", *best, "Tokens/s", "x baseline"]
@@ -198,7 +198,7 @@ def _summary(
 
 
 def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
-    """What is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
+    """Returns what is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
     asked = row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"  # The optimum for such drafts.
     optimum = Program(row.method, row.draft, observe_optimum) if asked else None
     return Program(row.method, row.draft, observe_accepted), optimum
@@ -211,7 +211,7 @@ def _steps(config: ml_collections.ConfigDict, row: Row, batches: int) -> int:
 
 
 def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows, by turns on each seed; the first one is the baseline."""
+    """Returns the rows, by turns on each seed; the first one is the baseline."""
     config, journal = bench.config, bench.journal
 
     def name(row: Row, run: int | str) -> str:

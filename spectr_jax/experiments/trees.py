@@ -174,7 +174,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
 
 
 def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) -> list[Row]:
-    """The baseline; then for each size every method on its trees of that size."""
+    """Returns the baseline; then for each size every method on its trees of that size."""
     rows = [Row(0, "-", get_method("baseline"), 1.0)]
     sizes = sorted(config.sizes)
     for below, size in zip([0, *sizes], sizes, strict=False):
@@ -190,7 +190,7 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) ->
 
 
 def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
-    """Expected tokens a call under 0-th order acceptance, where that was measured."""
+    """Returns expected tokens a call under 0-th order acceptance, where that was measured."""
     if statistic(method) == CARRIERS:
         return prediction.predictor(method, acceptance.carriers[method.name])(method.tree)
     if statistic(method) == CHILDREN:
@@ -201,7 +201,7 @@ def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
 def _shapes(
     config: ml_collections.ConfigDict, acceptance: PairAcceptance, name: str, below: int, size: int
 ) -> dict[str, Tree]:
-    """The trees that a method is measured on at one size, by what they are.
+    """Returns the trees that a method is measured on at one size, by what they are.
 
     For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree by the acceptance of the
     plan, or another's where that is unknown; for distinct ones fixed shapes and the optimal tree by R, or by another
@@ -286,7 +286,7 @@ def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> 
 
 
 def answer(rows: list[dict[str, Any]]) -> str:
-    """Which method to use, in a sentence."""
+    """Returns which method to use, in a sentence."""
     drafting = [row for row in rows if row["size"]]
     best = {
         size: max((row for row in drafting if row["size"] == size), key=lambda row: row["tokens_per_call"])
@@ -304,7 +304,7 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table with the answer and its provenance, as Markdown."""
+    """Returns the table with the answer and its provenance, as Markdown."""
     header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens per call", "Theory", "Tokens/s", "x baseline"]
     rows = [
         [

@@ -191,7 +191,7 @@ def _measured(
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _accepted(plan, keys, pmfs, valid, draws: int) -> jax.Array:
-    """How many of `draws` choices are accepted, for each pair of distributions."""
+    """Returns how many of `draws` choices are accepted, for each pair of distributions."""
 
     def one(key, p, q):
         draft_key, select_key = jax.random.split(key)

@@ -10,7 +10,7 @@ from spectr_jax.files import naming
 
 
 def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
-    """The tree in lines, a node each, indented by depth; `labels` [N + 1] by node instead of numbers."""
+    """Returns the tree in lines, a node each, indented by depth; `labels` [N + 1] by node instead of numbers."""
     labels = labels or [str(node) for node in range(tree.size + 1)]
     lines = [labels[0]]
 
@@ -26,7 +26,8 @@ def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
 
 
 def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Where each node goes from top to bottom, so that no edges cross: leaves a row each, others amid their children.
+    """Returns where each node goes from top to bottom, so that no edges cross: leaves a row each, others amid their
+    children.
 
     Args:
       paths: of all nodes in any order, as in `Tree.path`; the root's is empty.

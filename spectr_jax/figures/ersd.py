@@ -22,7 +22,7 @@ def write_figures(acceptance: PairAcceptance, vocab_size: int, workdir: pathlib.
 
 
 def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
-    """Expected tokens per call against drafted tokens."""
+    """Returns expected tokens per call against drafted tokens."""
     series, notes = [], []
     for panel, (name, R) in enumerate(acceptance.R.items()):
         for shape, strategy in STRATEGIES.items():
@@ -48,7 +48,7 @@ def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
 
 
 def figure_4(acceptance: PairAcceptance, vocab_size: int) -> Figure:
-    """The probability that each further drafted token is accepted."""
+    """Returns the probability that each further drafted token is accepted."""
     series = []
     for panel, (name, R) in enumerate(acceptance.R.items()):
         for shape in ("batch", "chain", "optimal"):
@@ -66,7 +66,7 @@ def figure_4(acceptance: PairAcceptance, vocab_size: int) -> Figure:
 
 
 def _theory(nodes, R) -> np.ndarray:
-    """[N] acceptance of each node under 0-th order R."""
+    """Returns [N] acceptance of each node under 0-th order R."""
     return np.array([np.prod([R[rank] for rank in path]) for path in nodes.paths])
 
 

@@ -10,8 +10,8 @@ from spectr_jax.planning.tree_search import optimal_order
 
 
 def entropy(R: Sequence[float]) -> float:
-    """The entropy H[R] of acceptance by child index; the missing mass 1 - sum R counts as one more index, which makes
-    it a lower bound."""
+    """Returns the entropy H[R] of acceptance by child index; the missing mass 1 - sum R counts as one more index, which
+    makes it a lower bound."""
     pmf = np.append(np.asarray(R, float), max(1 - float(np.sum(R)), 0.0))
     pmf = pmf[pmf > 0]
     return float(-np.sum(pmf * np.log2(pmf)))
@@ -38,7 +38,7 @@ class Lemma(NamedTuple):
     bound: float
 
     def at(self, size: int) -> float:
-        """The bound for trees of another N, which explore at most d indices."""
+        """Returns the bound for trees of another N, which explore at most d indices."""
         return (math.log2(self.d + self.m) + math.log2(size + 1)) / self.bits
 
 

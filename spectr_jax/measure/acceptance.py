@@ -29,12 +29,12 @@ class Nodes(NamedTuple):
     accepted: np.ndarray
 
     def tokens(self) -> np.ndarray:
-        """[seeds, N] tokens per call of the tree of the first n nodes: later nodes do not change the acceptance of
+        """Returns [seeds, N] tokens per call of the tree of the first n nodes: later nodes do not change the acceptance of
         earlier ones."""
         return 1 + np.cumsum(self.accepted, axis=1)
 
     def mean(self) -> dict[tuple[int, ...], float]:
-        """The acceptance of each node, by path."""
+        """Returns the acceptance of each node, by path."""
         return dict(zip(self.paths, self.accepted.mean(axis=0).tolist(), strict=True))
 
 
@@ -87,7 +87,7 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
 
 
 def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
-    """[height + 1] bool, the depths at which there was a choice among drafts, and the depths."""
+    """Returns [height + 1] bool, the depths at which there was a choice among drafts, and the depths."""
     depth = jnp.arange(len(call.chosen.drafts))
     return (depth < call.chosen.emitted) & (call.chosen.drafts > 0), depth
 
@@ -125,7 +125,7 @@ def observe_positions(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
 
 def observe_nodes(call: Call) -> dict[str, jax.Array]:
-    """An `observe` for any tree: sums over calls.
+    """Returns an `observe` for any tree: sums over calls.
 
     Returns:
       nodes: [N + 1] how often each node was accepted, except after EOS; for the root, the number of calls.
@@ -142,8 +142,8 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
 
 @functools.cache
 def observe_drafts(methods: tuple[Method, ...], kind: str | None = None) -> Callable[[Call], dict[str, jax.Array]]:
-    """An `observe` for `generate` on a batch tree of K i.i.d. drafts: the first k are given to the plan of each method, for
-    each k. The same object for the same methods, so that nothing is compiled anew.
+    """Returns an `observe` for `generate` on a batch tree of K i.i.d. drafts: the first k are given to the plan of each
+    method, for each k. The same object for the same methods, so that nothing is compiled anew.
 
     Args:
       methods: whose drafts are i.i.d., of different names; their trees do not count.

@@ -56,7 +56,7 @@ class Bench(NamedTuple):
         )
 
     def measured(self, name: str, program: Program, seed: int, batches: int | None = None) -> Measurement:
-        """What `run` returns, from the journal's entry `name` or written to it."""
+        """Returns what `run` returns, from the journal's entry `name` or written to it."""
         if self.bar is not None:
             self.bar.set_description(name)
             if name in self.journal:
@@ -65,5 +65,5 @@ class Bench(NamedTuple):
 
 
 def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
-    """A bar of the first process."""
+    """Returns a bar of the first process."""
     return tqdm.tqdm(total=total, unit=unit, leave=leave, dynamic_ncols=True, disable=not hosts.is_first())

@@ -96,7 +96,8 @@ def call_seconds(
 
 
 def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[], float]:
-    """A function that makes one call on `count` new tokens from Python, and returns its seconds; the first has compiled."""
+    """Returns a function that makes one call on `count` new tokens from Python, and returns its seconds; the first has
+    compiled."""
     frozen = freeze(model)
     run = jax.jit(lambda frozen, new, cache: _extend(frozen.merge(), new, cache), donate_argnums=2)
     new, cache = _random_call(model, batch, count, context)
@@ -172,8 +173,8 @@ def phase_timers(
 
 
 def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> Timer:
-    """A timer of the walk, in seconds per emitted token, over `batch` sequences at once, on distributions that accept most
-    drafts.
+    """Returns a timer of the walk, in seconds per emitted token, over `batch` sequences at once, on distributions that
+    accept most drafts.
 
     Args:
       method: whose walk is timed, on its tree; no model takes part.
@@ -257,7 +258,7 @@ def _random_call(model: Model, batch: int, count: int, context: int) -> tuple[ja
 
 
 def _extend(model: Model, new: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Logits of one call on a chain of new tokens, and the cache with them pending."""
+    """Returns logits of one call on a chain of new tokens, and the cache with them pending."""
     batch, count = new.shape
     positions = cache.lengths[:, None] + jnp.arange(count)
     visible = jnp.broadcast_to(np.tri(count, dtype=bool), (batch, count, count))
@@ -269,7 +270,7 @@ def _at(cache: Cache, lengths: jax.Array) -> Cache:
 
 
 def _loop_timer(body: Callable, fixed: list[Any], start: Any, repeats: int) -> Timer:
-    """A timer of `carry = body(step, fixed[i], carry)` in a loop on the device; the first loop is not counted."""
+    """Returns a timer of `carry = body(step, fixed[i], carry)` in a loop on the device; the first loop is not counted."""
 
     def one_pass(step, fixed, carry):
         return body(step, *jax.lax.optimization_barrier((fixed, carry)))  # Else what does not change leaves the loop.

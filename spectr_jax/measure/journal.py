@@ -62,7 +62,7 @@ class Journal:
             self._write({"commit": self._commit})
 
     def about(self) -> dict[str, Any]:
-        """The end of the table: `report.about`, with the time and the commits of earlier starts, and the weights."""
+        """Returns the end of the table: `report.about`, with the time and the commits of earlier starts, and the weights."""
         about = report.about(self._config, self._started)
         return {**about, "commit": self._commit, "commits": self._commits, "weights": self._weights}
 
@@ -70,7 +70,7 @@ class Journal:
         return name in self._values
 
     def value(self, name: str, take: Callable[[], Any]) -> Any:
-        """The JSON value stored under `name`; if there is none, the result of `take`, which is stored."""
+        """Returns the JSON value stored under `name`; if there is none, the result of `take`, which is stored."""
         if name not in self._values:
             started = time.monotonic()
             self._values[name] = take()

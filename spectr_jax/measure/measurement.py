@@ -79,15 +79,15 @@ def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
 
 
 def policies_of(config: ml_collections.ConfigDict, eos: int | tuple[int, ...]) -> tuple[Policy, Policy]:
-    """The sampling policies of target and drafts; `eos` ends a sequence."""
+    """Returns the sampling policies of target and drafts; `eos` ends a sequence."""
     policy = Policy(config.temperature, config.top_k, config.top_p, eos)
     own = config.draft_temperature
     return policy, policy if own is None else dataclasses.replace(policy, temperature=own)
 
 
 def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
-    """The first `num_prompts` prompts: BOS and the first pieces of each sentence, `prompt_tokens` of them (one
-    more where prompts begin without BOS), in full batches.
+    """Returns the first `num_prompts` prompts: BOS and the first pieces of each sentence, `prompt_tokens` of them (one more
+    where prompts begin without BOS), in full batches.
 
     Raises:
       UserError: there are fewer.
@@ -111,7 +111,7 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> 
 def open_run(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str, drafts: tuple[str, ...]
 ) -> tuple[Trained, list[Trained], Prompts]:
-    """The target, the drafts and the prompts of a table `name`.
+    """Returns the target, the drafts and the prompts of a table `name`.
 
     Raises:
       UserError: anything wrong with them or with the workdir.
@@ -170,7 +170,7 @@ def compile_program(program: Program, target: Trained, prompts: Prompts, config:
 def _on_batch(
     function: Callable, program: Program, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict, seed: int
 ) -> Callable[[int], Any]:
-    """`generate`, or `lower`, of a program on all devices, as a function of the number of a batch."""
+    """Returns `generate`, or `lower`, of a program on all devices, as a function of the number of a batch."""
     mesh = sharding.make_mesh() if jax.device_count() > 1 else None
     models = freeze(target.model), freeze(program.draft.model) if program.draft else None
     if mesh is not None:
@@ -186,7 +186,7 @@ def _on_batch(
 
 
 def _indices(config: ml_collections.ConfigDict, batch: int) -> np.ndarray:
-    """The numbers of a batch's prompts."""
+    """Returns the numbers of a batch's prompts."""
     return np.arange(batch * config.batch_size, (batch + 1) * config.batch_size)
 
 

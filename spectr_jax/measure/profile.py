@@ -21,7 +21,7 @@ _CONTROL = ("while", "conditional", "call", "cond")
 def generation_profile(
     method: Method, target: Model, draft: Model | None, context: int, max_new_tokens: int = 32
 ) -> list[dict[str, Any]]:
-    """Time inside operations of the generation of one sequence, as rows of phase, kind, operations a call, ms a call
+    """Returns time inside operations of the generation of one sequence, as rows of phase, kind, operations a call, ms a call
     and share.
 
     No rows where the machine does not allow profiling, as on some virtual GPUs.
@@ -46,7 +46,8 @@ def generation_profile(
 
 
 def operation_times(data: Any) -> dict[str, tuple[int, float]]:
-    """How often each operation of a `jax.profiler.ProfileData` ran, and its seconds in all; on every thread or stream."""
+    """Returns how often each operation of a `jax.profiler.ProfileData` ran, and its seconds in all; on every thread or
+    stream."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     for plane in data.planes:
         for line in plane.lines:
@@ -58,7 +59,7 @@ def operation_times(data: Any) -> dict[str, tuple[int, float]]:
 
 
 def scopes(program: str) -> dict[str, str]:
-    """The phase that each operation of a compiled program belongs to, by its `jax.named_scope`; "other" for none."""
+    """Returns the phase that each operation of a compiled program belongs to, by its `jax.named_scope`; "other" for none."""
     found = {}
     for name, scope in re.findall(r'%?([\w.-]+) = [^\n]*?op_name="([^"]*)"', program):
         inside = [part for part in scope.split("/") if part in PHASES]
@@ -67,7 +68,7 @@ def scopes(program: str) -> dict[str, str]:
 
 
 def summary(times: dict[str, tuple[int, float]], phases: dict[str, str], calls: int) -> list[dict[str, Any]]:
-    """The times by phase and kind, the longest first."""
+    """Returns the times by phase and kind, the longest first."""
     own_names = {_plain(operation): operation for operation in phases}
     sums: dict[tuple[str, str], list[float]] = {}
     for seen, (number, seconds) in times.items():
@@ -90,12 +91,14 @@ def summary(times: dict[str, tuple[int, float]], phases: dict[str, str], calls: 
 
 
 def _plain(operation: str) -> str:
-    """An operation's name as a GPU's profile has it, which writes `loop_fusion_12` for the program's `loop_fusion.12`."""
+    """Returns an operation's name as a GPU's profile has it, which writes `loop_fusion_12` for the program's
+    `loop_fusion.12`."""
     return re.sub(r"[.-]", "_", operation)
 
 
 def _kind(operation: str) -> str:
-    """`fusion` of `broadcast_add_fusion.39`, `dot` of `dot.7`; `library` of what XLA's CPU library does, products mostly."""
+    """Returns `fusion` of `broadcast_add_fusion.39`, `dot` of `dot.7`; `library` of what XLA's CPU library does, products
+    mostly."""
     if operation.startswith("ynn"):
         return "library"
     name = re.sub(r"([._](clone|\d+))+$", "", operation)

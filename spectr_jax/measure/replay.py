@@ -20,12 +20,12 @@ from spectr_jax.planning.tree_search import tree_of
 
 
 def covering(trees: Iterable[Tree]) -> Tree:
-    """The smallest tree of which each of `trees` is a part, by child indices."""
+    """Returns the smallest tree of which each of `trees` is a part, by child indices."""
     return tree_of(list({tree.path(node) for tree in trees for node in range(1, tree.size + 1)}))
 
 
 def part_of(whole: Tree, part: Tree) -> np.ndarray:
-    """[N + 1] the node of `whole` that each node of `part` is.
+    """Returns [N + 1] the node of `whole` that each node of `part` is.
 
     Raises:
       UserError: it is no part.
@@ -39,13 +39,13 @@ def part_of(whole: Tree, part: Tree) -> np.ndarray:
 
 
 def can_be_replayed(method: Method) -> bool:
-    """Whether parts of its drafted trees are drafted trees: of a draft model, i.i.d. or without replacement."""
+    """Returns whether parts of its drafted trees are drafted trees: of a draft model, i.i.d. or without replacement."""
     return method.needs_draft and method.verifier.rule in ("iid", "without_replacement")
 
 
 @functools.cache
 def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, jax.Array]]:
-    """An `observe` for `generate` with a method that drafts by the same rule on a `covering` tree.
+    """Returns an `observe` for `generate` with a method that drafts by the same rule on a `covering` tree.
 
     The same object for the same methods, so that nothing is compiled anew.
 

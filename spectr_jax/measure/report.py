@@ -22,7 +22,7 @@ from spectr_jax.models import frozen
 
 
 def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
-    """The end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
+    """Returns the end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
     return {
         "seconds": round(time.monotonic() - started, 1),
         "config": to_json(config),
@@ -32,12 +32,13 @@ def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
 
 
 def weights(*models: Trained) -> list[str]:
-    """The name of each model, and what tells its weights from others (`frozen.digest`)."""
+    """Returns the name of each model, and what tells its weights from others (`frozen.digest`)."""
     return [f"{each.name} {frozen.digest(each)}" for each in models]
 
 
 def begun(path: pathlib.Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
-    """The rows of the table `path` (JSON), which `settings` began, and the seconds that they took; none if it is not there.
+    """Returns the rows of the table `path` (JSON), which `settings` began, and the seconds that they took; none if it is not
+    there.
 
     Raises:
       UserError: it was begun with other settings.
@@ -52,7 +53,7 @@ def begun(path: pathlib.Path, settings: dict[str, Any]) -> tuple[list[dict[str, 
 
 
 def made_by(result: dict[str, Any]) -> str:
-    """The sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
+    """Returns the sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
     seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
     commits = [_short(each) for each in result.get("commits", [result["commit"]])]
@@ -66,18 +67,18 @@ def _short(commit: str) -> str:
 
 
 def mean_and_std(values: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds; a single value has no deviation."""
+    """Returns mean and standard deviation over seeds; a single value has no deviation."""
     mean = f"{np.mean(values):.2f}"
     return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
 
 
 def over_seeds(seeds: Sequence[int]) -> str:
-    """A description of what `mean_and_std` shows."""
+    """Returns a description of what `mean_and_std` shows."""
     return f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
 
 
 def temperatures(config: dict[str, Any]) -> str:
-    """A description of the temperatures of a config's target and drafts."""
+    """Returns a description of the temperatures of a config's target and drafts."""
     own = config.get("draft_temperature")
     return f"temperature {config['temperature']}" + ("" if own is None else f", of the drafts {own}")
 
@@ -91,7 +92,7 @@ def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -
 
 
 def provenance() -> dict[str, Any]:
-    """The command, hardware, commit and versions behind a result."""
+    """Returns the command, hardware, commit and versions behind a result."""
     device = jax.devices()[0]
     return {
         "command": " ".join(["python", *_program(), *sys.argv[1:]]),
@@ -103,7 +104,7 @@ def provenance() -> dict[str, Any]:
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """An aligned Markdown table; all columns but the first are right-aligned."""
+    """Returns an aligned Markdown table; all columns but the first are right-aligned."""
     widths = [max(3, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
     def line(cells):

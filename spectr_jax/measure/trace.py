@@ -50,8 +50,8 @@ class Recorded(NamedTuple):
 
 @functools.cache
 def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
-    """An `observe` for `generate` that records every call of sequences of at most `capacity` tokens, indexed by where
-    the call starts.
+    """Returns an `observe` for `generate` that records every call of sequences of at most `capacity` tokens, indexed by
+    where the call starts.
 
     Returns the same object each time, so that nothing is compiled again.
     """
@@ -66,7 +66,7 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
 
 def seen(call: Call) -> dict[str, jax.Array]:
-    """What `read_call` needs of one call: an `observe` for `stream`."""
+    """Returns what `read_call` needs of one call: an `observe` for `stream`."""
     scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
     q = probabilities(scored.logits, scored.policy)[parent, jnp.maximum(scored.tokens, 0)]
     return {
@@ -80,7 +80,7 @@ def seen(call: Call) -> dict[str, jax.Array]:
 
 
 def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
-    """The calls of sequence `row`, in order, of a generation that was observed by a `recorder`."""
+    """Returns the calls of sequence `row`, in order, of a generation that was observed by a `recorder`."""
     made = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
     starts = np.flatnonzero(made["emitted"]).tolist()
     ends = [*starts[1:], int(generation.lengths[row])]
@@ -91,7 +91,7 @@ def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
 
 
 def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> Recorded:
-    """One call, of what was `seen` of it; the sequence had `start` tokens before it and `end` after it."""
+    """Returns one call, of what was `seen` of it; the sequence had `start` tokens before it and `end` after it."""
     accepted = int(made["emitted"]) - 1
     path = made["path"][:accepted].tolist()
     tokens = np.asarray(made["tokens"])
@@ -111,7 +111,7 @@ def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> 
 
 
 def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
-    """The nodes of each depth of `path` that spell the same tokens."""
+    """Returns the nodes of each depth of `path` that spell the same tokens."""
     live = [0]
     for depth, node in enumerate(path, start=1):
         same = tree.levels[depth][tokens[tree.levels[depth]] == tokens[node]].tolist()
@@ -120,6 +120,6 @@ def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
 
 
 def _last_origin(tree: Tree, live: list[int]) -> str:
-    """The origin of the token after the accepted ones."""
+    """Returns the origin of the token after the accepted ones."""
     deepest = [node for node in (0, *live) if tree.depth[node] == tree.depth[live[-1] if live else 0]]
     return CORRECTION if (tree.children_table[deepest, 0] >= 0).any() else BONUS

@@ -103,7 +103,7 @@ class SeesFeatures(Model, Protocol):
 
 
 def features_seen(model: Any) -> int:
-    """Numbers of its target's that come with each token of a draft; 0 for one that sees none."""
+    """Returns the width of the target features that a draft consumes; 0 if none."""
     return getattr(model, "features_seen", 0)
 
 
@@ -113,5 +113,5 @@ def feature_layers(model: Any) -> tuple[int, ...]:
 
 
 def features_shown(model: Any) -> int:
-    """Numbers a token that a target can show to drafts; 0 for none."""
+    """Returns the width of the features that a target can show to drafts; 0 if none."""
     return getattr(model, "features_shown", 0)

@@ -31,7 +31,7 @@ class Cache:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An empty buffer [B, T, ...] for rows of `dtype`; `write` fills it, `read` has them again.
+    """Returns an empty buffer [B, T, ...] for rows of `dtype`; `write` fills it, `read` has them again.
 
     A CPU keeps bfloat16 rows of a batch as integers of their bits: it has no writes of bfloat16 at places of their own, and
     would convert the whole buffer to float32 and back for each. No gradients flow through those (`differentiable`).
@@ -41,12 +41,12 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def read(buffer_BT: jax.Array) -> jax.Array:
-    """The rows in a buffer of `zeros`, in their dtype."""
+    """Returns the rows in a buffer of `zeros`, in their dtype."""
     return jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16) if buffer_BT.dtype == jnp.uint16 else buffer_BT
 
 
 def differentiable(cache: Cache) -> Cache:
-    """The same cache with rows in their dtype, through which gradients flow."""
+    """Returns the same cache with rows in their dtype, through which gradients flow."""
     return dataclasses.replace(cache, rows=jax.tree.map(read, cache.rows))
 
 

@@ -24,7 +24,7 @@ class EarlyExit:
         return self.model.context
 
     def init_cache(self, batch, capacity):
-        """The cache of the whole model."""
+        """Returns the cache of the whole model."""
         return self.model.init_cache(batch, capacity)
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):

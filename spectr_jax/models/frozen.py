@@ -50,7 +50,7 @@ class Frozen:
     feature_layers: tuple[int, ...] = ()
 
     def merge(self) -> Any:
-        """The model; its arrays are traced inside jit."""
+        """Returns the model; its arrays are traced inside jit."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.leaves))
 
 
@@ -96,7 +96,8 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
 
 
 def digest(model: Model | Frozen | Loaded) -> str:
-    """Twelve hexadecimal digits that tell a model's weights from others: a hash of its arrays, their shapes and dtypes.
+    """Returns twelve hexadecimal digits that tell a model's weights from others: a hash of its arrays, their shapes and
+    dtypes.
 
     Raises:
       UserError: as `freeze`.

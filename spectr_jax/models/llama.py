@@ -110,8 +110,8 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 def llama3_divisors(
     theta: float, head_width: int, *, factor: float, low: float, high: float, context: int
 ) -> tuple[float, ...]:
-    """How Llama 3.1 stretches rotary positions beyond the `context` of its first training: frequencies that turn less than
-    `low` times in it are divided by `factor`, those that turn more than `high` times are kept."""
+    """Returns how Llama 3.1 stretches rotary positions beyond the `context` of its first training: frequencies that turn
+    less than `low` times in it are divided by `factor`, those that turn more than `high` times are kept."""
     plain = theta ** (-np.arange(0, head_width, 2) / head_width)
     kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
     return tuple((1 / (kept + (1 - kept) / factor)).tolist())
@@ -159,7 +159,7 @@ class Block(nnx.Module):
 
 
 def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines [B, N, R] of positions."""
+    """Returns the cosines and sines [B, N, R] of positions."""
 
     def of(positions):
         angles = positions[..., None].astype(jnp.float32) * frequencies_R
@@ -235,7 +235,7 @@ class Llama(nnx.Module):
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
+        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
         config = self.config
         shape = (batch, capacity, config.kv_heads, config.head_width)
         empty = functools.partial(cache_lib.zeros, shape, config.dtype)
@@ -291,17 +291,17 @@ class Llama(nnx.Module):
         return parts[0] + self.fuse(lower).astype(jnp.float32)
 
     def scored(self, x_BxNxE):
-        """Logits [B, N, V] float32 of what `hidden` returns."""
+        """Returns logits [B, N, V] float32 of what `hidden` returns."""
         head = self.embed.attend if self.head is None else self.head
         return head(x_BxNxE).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(graphdef, state, *arguments):
-    """A block, traced once for all layers: of thirty, that takes most of the time until the first token."""
+    """Returns a block, traced once for all layers: of thirty, that takes most of the time until the first token."""
     return nnx.merge(graphdef, state)(*arguments)
 
 
 def abstract(config: LlamaConfig) -> tuple[Any, Any]:
-    """`nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
+    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))

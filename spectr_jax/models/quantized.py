@@ -34,7 +34,7 @@ class Int8Linear(nnx.Module):
         self.bias = None if linear.bias is None else nnx.Param(jnp.asarray(linear.bias[...], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Float32 [..., outputs] of float32 [..., inputs]."""
+        """Returns float32 [..., outputs] of float32 [..., inputs]."""
         result = _product(x, self.kernel[...], self.scale[...])
         return result if self.bias is None else result + self.bias[...]
 
@@ -46,23 +46,25 @@ class Int8Embed(nnx.Module):
         self.kernel, self.scale = _parameters(embed.embedding[...])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Float32 [..., E] of tokens [...]."""
+        """Returns float32 [..., E] of tokens [...]."""
         return self.kernel[...][tokens].astype(jnp.float32) * self.scale[...][tokens][..., None]
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Logits [..., V] of float32 [..., E]."""
+        """Returns logits [..., V] of float32 [..., E]."""
         return _product(x, self.kernel[...], self.scale[...])
 
 
 def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
-    """Whole numbers and scales; a CPU without kernels stores the numbers as float32: XLA would widen int8 in each call."""
+    """Returns whole numbers and scales; a CPU without kernels stores the numbers as float32: XLA would widen int8 in each
+    call."""
     whole, scale = quantized(jnp.asarray(rows, jnp.float32))
     stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
     return nnx.Param(whole.astype(stored)), nnx.Param(scale[:, 0])
 
 
 def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales [outputs]."""
+    """Returns float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales
+    [outputs]."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     if kernel.dtype == jnp.int8 and cpu.kernels():
         result = cpu.int8_rows(rows, kernel, scale)
@@ -72,13 +74,14 @@ def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest to `rows` [R, C]."""
+    """Returns whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest to `rows` [R, C]."""
     scale = jnp.maximum(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny) / LARGEST
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
 
 def quantize(model: Decoder) -> Decoder:
-    """A copy of a float32 model with int8 products; norms, the cache, and an embedding that is not the head stay float32.
+    """Returns a copy of a float32 model with int8 products; norms, the cache, and an embedding that is not the head stay
+    float32.
 
     Raises:
       UserError: the model is quantized already, or no decoder of ours.

@@ -35,7 +35,7 @@ class TableModel(nnx.Module):
         return len(self.tables)
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache; the position -1 marks a slot without a token."""
+        """Returns an empty cache; the position -1 marks a slot without a token."""
         rows = (jnp.zeros((batch, capacity), jnp.int32), jnp.full((batch, capacity), -1, jnp.int32))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
@@ -59,19 +59,19 @@ class TableModel(nnx.Module):
 
 
 def random_table(seed: int, vocab_size: int, concentration: float = 1.0) -> np.ndarray:
-    """A table [V, V, V] of Dirichlet rows."""
+    """Returns a table [V, V, V] of Dirichlet rows."""
     rng = np.random.default_rng(seed)
     return rng.dirichlet(np.full(vocab_size, concentration), size=(vocab_size, vocab_size))
 
 
 def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
-    """The table with log-normal noise on every entry, rows normalised again: a draft of the given table."""
+    """Returns the table with log-normal noise on every entry, rows normalised again: a draft of the given table."""
     noisy = table * np.exp(noise * np.random.default_rng(seed).standard_normal(table.shape))
     return noisy / noisy.sum(-1, keepdims=True)
 
 
 def exact_pmf(table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None) -> dict:
-    """The distribution of continuations of `prompt`: {continuation: probability}, each `length` tokens or ended by
+    """Returns the distribution of continuations of `prompt`: {continuation: probability}, each `length` tokens or ended by
     `eos` (kept)."""
     pmf = {}
     for tokens in itertools.product(range(table.shape[0]), repeat=length):

@@ -146,7 +146,7 @@ class Transformer(nnx.Module):
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache; rows are a tuple over layers of (keys, values), each [B, T, H, D]."""
+        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, H, D]."""
         config = self.config
         shape = (batch, capacity, config.heads, config.width // config.heads)
         # One array a layer: stacked layers would be sliced, that is copied, at every call.
@@ -169,13 +169,14 @@ class Transformer(nnx.Module):
         return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def scored(self, hidden_BxNxE):
-        """Logits [B, N, V] float32 of what `hidden` returns."""
+        """Returns logits [B, N, V] float32 of what `hidden` returns."""
         return self.head(hidden_BxNxE).astype(jnp.float32)
 
     def exits(
         self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None, remat=False
     ) -> list[jax.Array]:
-        """Logits [B, N, V] after each of the layers in `after`, in one run on whole sequences: what training asks for.
+        """Returns logits [B, N, V] after each of the layers in `after`, in one run on whole sequences: what training asks
+        for.
 
         Consumes `dropout_key`; None for no dropout, which decoding never has.
         With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
@@ -184,7 +185,7 @@ class Transformer(nnx.Module):
         return [self.scored(self.norm(hidden[layer - 1])) for layer in after]
 
     def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, dropout_key=None, remat=False):
-        """The output of each of the first `layers` blocks, [B, N, E], and the rows of the cache."""
+        """Returns the output of each of the first `layers` blocks, [B, N, E], and the rows of the cache."""
         config = self.config
         count = config.layers if layers is None else layers
         if cache is None:
@@ -211,12 +212,12 @@ class Transformer(nnx.Module):
 
 
 def abstract(config: TransformerConfig) -> tuple[Any, Any]:
-    """`nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
+    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 
 def parameter_count(config: TransformerConfig) -> int:
-    """The number of parameters of a decoder of this shape."""
+    """Returns the number of parameters of a decoder of this shape."""
     _, state = abstract(config)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 

@@ -28,7 +28,7 @@ class NarrowEmbed(nnx.Module):
         self.widen = dense_layer(rank, width, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """[..., E] of tokens [...]."""
+        """Returns [..., E] of tokens [...]."""
         return self.widen(self.table(tokens))
 
 
@@ -45,7 +45,7 @@ class PartialHead(nnx.Module):
         self.vocab_size = vocab_size
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits [..., V] of [..., E]."""
+        """Returns logits [..., V] of [..., E]."""
         logits = self.linear(x).astype(jnp.float32)
         everything = jnp.full((*x.shape[:-1], self.vocab_size), -jnp.inf)
         return everything.at[..., self.tokens[...]].set(logits, indices_are_sorted=True, unique_indices=True)
@@ -74,7 +74,7 @@ class SharedTokens(nnx.Module):
         return self.model.layers
 
     def init_cache(self, batch, capacity):
-        """The cache of the model."""
+        """Returns the cache of the model."""
         return self.model.init_cache(batch, capacity)
 
     def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):

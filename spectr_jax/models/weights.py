@@ -101,7 +101,8 @@ def write_tensors(path: pathlib.Path, tensors: dict[str, Any], metadata: dict[st
 
 
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """The files of a model: `path` itself, PATH.safetensors, or its parts in order; none if there is no such model."""
+    """Returns the files of a model: `path` itself, PATH.safetensors, or its parts in order; none if there is no such
+    model."""
     if not path.name:  # The root of the file system.
         return []
     whole = _whole(path)
@@ -156,7 +157,7 @@ def _config(metadata: dict[str, str], dtype: str) -> TransformerConfig | LlamaCo
 
 
 def from_arrays(config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.Array], source: str) -> Any:
-    """A decoder with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
+    """Returns a decoder with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
     graphdef, state = llama.abstract(config) if isinstance(config, LlamaConfig) else transformer.abstract(config)
     shapes = {name: array.shape for name, array in arrays.items()}
     if shapes != {name: leaf.shape for name, leaf in named_leaves(state).items()}:
@@ -167,13 +168,13 @@ def from_arrays(config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.A
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """{path: leaf} of a pytree, with paths such as `blocks/0/qkv/kernel`."""
+    """Returns {path: leaf} of a pytree, with paths such as `blocks/0/qkv/kernel`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
-    """The inverse of `named_leaves`, for a tree of the structure of `like`."""
+    """Returns the inverse of `named_leaves`, for a tree of the structure of `like`."""
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in named_leaves(like)])
 
 
@@ -191,7 +192,7 @@ def _export_digest(arrays: dict[str, jax.Array], metadata: dict[str, str], part_
 
 
 def _parts(arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None) -> list[dict[str, jax.Array]]:
-    """The arrays in order, as many to a file as fit."""
+    """Returns the arrays in order, as many to a file as fit."""
     # The length of the header comes first, and blanks behind it, to a multiple of 8.
     empty = 8 + len(json.dumps({"__metadata__": metadata})) + 8
     parts: list[dict[str, jax.Array]] = [{}]

@@ -24,7 +24,7 @@ Probs = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def most_tokens(p: Probs, q: Probs, tree: Tree) -> float:
-    """The expected tokens of one call of the best lossless verifier.
+    """Returns the expected tokens of one call of the best lossless verifier.
 
     Args:
       p: the draft distribution [V] of the token that follows a sequence of drafted tokens.
@@ -73,7 +73,7 @@ def most_tokens(p: Probs, q: Probs, tree: Tree) -> float:
 
 
 def _drafted_trees(p: Probs, tree: Tree) -> dict[frozenset[tuple[int, ...]], float]:
-    """The probability of each set of drafted sequences."""
+    """Returns the probability of each set of drafted sequences."""
     vocabulary = len(p(()))
     if vocabulary**tree.size > MOST:
         raise UserError(f"{vocabulary} tokens on {tree.size} nodes make more than {MOST:,} drafted trees; give fewer")

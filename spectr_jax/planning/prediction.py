@@ -33,7 +33,7 @@ CARRIERS, WINNERS, CHILDREN = "carriers", "winners", "children"
 
 
 def statistic(method: Method) -> str | None:
-    """What has to be observed of a method's drafts to predict it, or None where nothing would do.
+    """Returns what has to be observed of a method's drafts to predict it, or None where nothing would do.
 
     It is the verifier's `statistic`. For i.i.d. drafts this is `CARRIERS`, how many of k carry the token, or, for block
     verification, `WINNERS`, the ratio of the winner too. For distinct drafts, drawn one after the other, it is `CHILDREN`,
@@ -46,7 +46,7 @@ def statistic(method: Method) -> str | None:
 
 
 def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:
-    """Tokens a call of the method on a tree, by what was observed of it.
+    """Returns tokens a call of the method on a tree, by what was observed of it.
 
     Args:
       method: with a `statistic`.
@@ -65,7 +65,7 @@ def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:
 
 
 def ratio_cell(ratio: jax.Array) -> jax.Array:
-    """The cell of a ratio in a table of winners."""
+    """Returns the cell of a ratio in a table of winners."""
     return jnp.clip(jnp.round((jnp.log2(ratio) + OCTAVES) / STEP) + 1, 0, RATIOS - 1).astype(jnp.int32)
 
 
@@ -90,7 +90,7 @@ def block_predictor(winners: np.ndarray) -> Callable[[Sequence[int]], float]:
 
     @functools.cache
     def below(branching: tuple[int, ...]) -> np.ndarray:
-        """[live, run] sum of E[run] over the levels of `branching`, which hang below so many live nodes."""
+        """Returns [live, run] sum of E[run] over the levels of `branching`, which hang below so many live nodes."""
         result = np.zeros((most + 1, ends + 1))
         if not branching:
             return result

@@ -18,8 +18,8 @@ from spectr_jax.errors import UserError
 
 
 def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
-    """Expected tokens per call: one, plus each node's probability of acceptance (ERSD, section 4), where R [C] is 0-th
-    order.
+    """Returns expected tokens per call: one, plus each node's probability of acceptance (ERSD, section 4), where R [C] is
+    0-th order.
 
     Raises:
       UserError: R has fewer entries than some node has children.
@@ -33,7 +33,7 @@ def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
 
 
 def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tree:
-    """The tree of `size` nodes, at most `height` high, that maximises `expected_tokens` (ERSD, Algorithm 3).
+    """Returns the tree of `size` nodes, at most `height` high, that maximises `expected_tokens` (ERSD, Algorithm 3).
 
     Raises:
       UserError: R does not descend, or has too few entries for a tree of that size and height.
@@ -42,7 +42,7 @@ def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tr
 
 
 def optimal_order(R: Sequence[float], size: int, height: int | None = None) -> list[tuple[int, ...]]:
-    """The nodes of `optimal_tree`, likeliest first, each as its child indices from the root: ERSD, Algorithm 3.
+    """Returns the nodes of `optimal_tree`, likeliest first, each as its child indices from the root: ERSD, Algorithm 3.
 
     A priority queue of candidates, O(N log N). The first n nodes are the optimal tree of n nodes.
 
@@ -68,14 +68,14 @@ def optimal_order(R: Sequence[float], size: int, height: int | None = None) -> l
 
 
 def tree_of(paths: Sequence[tuple[int, ...]]) -> Tree:
-    """The tree whose nodes are these paths of child indices from the root."""
+    """Returns the tree whose nodes are these paths of child indices from the root."""
     ordered = sorted(paths, key=lambda path: (len(path), path))
     number = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
     return Tree(tuple(number[path[:-1]] for path in ordered))
 
 
 def descending(R: Sequence[float]) -> list[float]:
-    """The closest descending sequence to a measured R (isotonic regression, by pooling neighbours)."""
+    """Returns the closest descending sequence to a measured R (isotonic regression, by pooling neighbours)."""
     pools: list[list[float]] = []
     for value in R:
         pools.append([value, 1])
@@ -86,8 +86,8 @@ def descending(R: Sequence[float]) -> list[float]:
 
 
 def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float:
-    """Expected tokens per call on the prefix tree (k_1, ..., k_L) of i.i.d. drafts, token by token: a Markov chain over
-    the number of live nodes.
+    """Returns expected tokens per call on the prefix tree (k_1, ..., k_L) of i.i.d. drafts, token by token: a Markov chain
+    over the number of live nodes.
 
     Raises:
       UserError: some level may have more live nodes than `carriers` covers.
@@ -112,7 +112,7 @@ class Candidate(NamedTuple):
 
 
 def best_prefix_trees(carriers: np.ndarray, size: int, height: int, number: int = 1) -> list[Candidate]:
-    """The best prefix trees (k_1, ..., k_L) of at most `size` nodes and `height` levels, best first; all are tried.
+    """Returns the best prefix trees (k_1, ..., k_L) of at most `size` nodes and `height` levels, best first; all are tried.
 
     Args:
       carriers: [K + 1, K + 1], K at least `size`.
@@ -144,7 +144,7 @@ def prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
 
 
 def branching_of(tree: Tree) -> tuple[int, ...]:
-    """(k_1, ..., k_L) of a prefix tree; raises `UserError` for a tree that is none."""
+    """Returns (k_1, ..., k_L) of a prefix tree; raises `UserError` for a tree that is none."""
     sizes = [len(level) for level in tree.levels]
     branching = tuple(below // above for above, below in itertools.pairwise(sizes))
     if 0 in branching or prefix_tree(*branching) != tree:

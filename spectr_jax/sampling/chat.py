@@ -40,12 +40,12 @@ def check(session: Session) -> None:
 
 
 def encode_message(session: Session, message: str) -> list[int]:
-    """The tokens of a conversation that the user's `message` begins, as `encode`."""
+    """Returns the tokens of a conversation that the user's `message` begins, as `encode`."""
     return encode(session, [{"role": "user", "content": message}])
 
 
 def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The tokens of a conversation (roles and contents), up to where the answer begins.
+    """Returns the tokens of a conversation (roles and contents), up to where the answer begins.
 
     Raises:
       UserError: it leaves no room for an answer in the context of a model.

@@ -33,7 +33,7 @@ class Shown(NamedTuple):
 
 
 def checked_path(name: str) -> pathlib.Path:
-    """The file of --html, which is written only once a prompt was decoded.
+    """Returns the file of --html, which is written only once a prompt was decoded.
 
     Raises:
       UserError: no file of this name can be written.
@@ -56,7 +56,7 @@ def checked_path(name: str) -> pathlib.Path:
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
-    """One HTML file, light or dark as the reader's system is set.
+    """Returns one HTML file, light or dark as the reader's system is set.
 
     Args:
       session: what all prompts share.
@@ -91,7 +91,7 @@ def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> s
 
 
 def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -> str:
-    """A card for each call; as wide as the longest path needs."""
+    """Returns a card for each call; as wide as the longest path needs."""
     cards = "".join(
         f'<figure id="{_anchor(number, index)}"><figcaption>{_caption(index, call)}</figcaption>'
         f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
@@ -102,7 +102,7 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
-    """The continuation as HTML; with a `number` of the prompt each token links to its call."""
+    """Returns the continuation as HTML; with a `number` of the prompt each token links to its call."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
         title = f"call {token.call + 1}: {_name(token.origin)}"
@@ -131,7 +131,7 @@ def _name(origin: str) -> str:
 
 
 def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
-    """The tree from left to right; the accepted path is bold, and the token that follows it hangs on it."""
+    """Returns the tree from left to right; the accepted path is bold, and the token that follows it hangs on it."""
     drafted = np.flatnonzero(call.tokens >= 0).tolist()
     paths, tokens = [tree.path(node) for node in drafted], call.tokens[drafted].tolist()
     parents = np.searchsorted(drafted, tree.parent[drafted]).tolist()

@@ -9,7 +9,7 @@ from spectr_jax.sampling.session import shortened
 
 
 def from_flag(text: str) -> list[str]:
-    """The one prompt of --prompt.
+    """Returns the one prompt of --prompt.
 
     Raises:
       UserError: it is not UTF-8.
@@ -22,7 +22,7 @@ def from_flag(text: str) -> list[str]:
 
 
 def from_file(path: str) -> list[str]:
-    """The prompts of a text file, one a line.
+    """Returns the prompts of a text file, one a line.
 
     Raises:
       UserError: it cannot be read, is not UTF-8 or has no prompt.
@@ -38,7 +38,7 @@ def from_file(path: str) -> list[str]:
 
 
 def from_stdin(stdin: TextIO | None) -> Iterator[str]:
-    """The prompts of stdin as they arrive, one per line; `stdin` is None if the shell closed it.
+    """Returns the prompts of stdin as they arrive, one per line; `stdin` is None if the shell closed it.
 
     Raises:
       UserError: it has no prompt; once it is read, that it is not UTF-8.

@@ -128,7 +128,7 @@ def _needs_draft(method: Method, target: str) -> UserError:
 
 
 def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
-    """`DEFAULT_DRAFT`, or None for a target of another vocabulary."""
+    """Returns `DEFAULT_DRAFT`, or None for a target of another vocabulary."""
     try:
         return fitted(load(DEFAULT_DRAFT, dtype), target)
     except UserError:
@@ -136,7 +136,7 @@ def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
 
 
 def encode(session: Session, prompt: str) -> list[int]:
-    """The tokens of a prompt; raises `UserError` as `check_room` does."""
+    """Returns the tokens of a prompt; raises `UserError` as `check_room` does."""
     tokens = session.target.tokenizer.prompt(prompt)
     check_room(session, prompt, tokens)
     return tokens
@@ -155,7 +155,7 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
 def encode_all(
     session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]] = encode
 ) -> Iterator[tuple[str, list[int]]]:
-    """Each prompt and its tokens. Those of a list are all checked now, others as they come."""
+    """Returns each prompt and its tokens. Those of a list are all checked now, others as they come."""
     encoded = ((prompt, encode(session, prompt)) for prompt in prompts)
     return iter(list(encoded)) if isinstance(prompts, list) else encoded
 
@@ -233,5 +233,5 @@ def _generate(key, session: Session, method: Method, prompt: Sequence[int], poli
 
 
 def shortened(text: str, characters: int = 40) -> str:
-    """The beginning of a text."""
+    """Returns the beginning of a text."""
     return text if len(text) <= characters else text[: characters - 3] + "..."

@@ -17,7 +17,7 @@ GAP = "   "
 
 
 def wants_colour() -> bool:
-    """Whether stdout is a terminal and NO_COLOR is not set."""
+    """Returns whether stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -29,7 +29,8 @@ class Letter(NamedTuple):
 
 
 def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = None) -> str:
-    """The line below a sequence, such as `otm_block: 43 tokens in 12 calls, 3.58 a call; 910 tokens/s, 1.62 x baseline`."""
+    """Returns the line below a sequence, such as `otm_block: 43 tokens in 12 calls, 3.58 a call; 910 tokens/s, 1.62 x
+    baseline`."""
     tokens, calls = len(decoded.tokens), len(decoded.calls)
     line = f"{decoded.method}: {tokens} tokens in {calls} calls, {tokens / calls:.2f} a call"
     if speed is not None:
@@ -38,24 +39,25 @@ def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = 
 
 
 def token(one: Token, colour: bool) -> str:
-    """One token as it is added to a text."""
+    """Returns one token as it is added to a text."""
     return _painted(one.text, STYLES.get(one.origin, "") if colour else "")
 
 
 def answered(method: str, made: Answer) -> str:
-    """The line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62 tokens/s`."""
+    """Returns the line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62
+    tokens/s`."""
     line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
     line += f"; the first after {made.first:.1f} s" + (f", then {made.speed:,.0f} tokens/s" if made.speed else "")
     return line if made.whole else f"{line}; cut off by --max_new_tokens"
 
 
 def legend(colour: bool) -> str:
-    """What the colours mean; nothing without them."""
+    """Returns what the colours mean; nothing without them."""
     return GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items()) if colour else ""
 
 
 def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
-    """The prompt and its continuation as one string."""
+    """Returns the prompt and its continuation as one string."""
     return prompt + "".join(token(one, colour) for one in tokens)
 
 
@@ -71,7 +73,7 @@ def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool
 
 
 def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str]:
-    """The lines of figures: of the baseline, if it is shown, and of the method."""
+    """Returns the lines of figures: of the baseline, if it is shown, and of the method."""
     lines = [figures(compared, speed.baseline)] if compared else []
     same = decoded.method == "baseline"
     return [*lines, figures(decoded, speed.method, None if same else speed.ratio)]

@@ -59,20 +59,20 @@ class _Checked:
         self.tokens = np.random.default_rng(0).integers(0, frozen.vocab_size, (BATCH, TOKENS))
 
     def extend(self, tokens, positions, visible, cache=None, pending=0) -> tuple[np.ndarray, Any]:
-        """Logits [B, N, V] and the cache."""
+        """Returns logits [B, N, V] and the cache."""
         arrays = jnp.int32(tokens), jnp.int32(positions), jnp.asarray(visible, bool)
         logits, cache = _extend(pending, self.layers, self.frozen, *arrays, cache)
         return np.asarray(logits), cache
 
     def whole(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [B, N, V] of one call without a cache."""
+        """Returns logits [B, N, V] of one call without a cache."""
         return self.extend(*_causal(tokens))[0]
 
     def empty(self) -> Cache:
         return self.frozen.merge().init_cache(BATCH, CAPACITY)
 
     def prefilled(self) -> Cache:
-        """A cache with the first `PREFIXES` tokens committed; behind these are rows that do not count."""
+        """Returns a cache with the first `PREFIXES` tokens committed; behind these are rows that do not count."""
         _, cache = self.extend(*_causal(self.tokens[:, : max(PREFIXES)]), self.empty())
         return Cache(cache.rows, jnp.array(PREFIXES, jnp.int32))
 
@@ -194,11 +194,11 @@ def _check_exit(model: _Checked) -> None:
 
 
 def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [B, N], positions [B, N] and the causal mask [B, N, N] of whole sequences."""
+    """Returns tokens [B, N], positions [B, N] and the causal mask [B, N, N] of whole sequences."""
     B, N = tokens.shape
     return tokens, np.broadcast_to(np.arange(N), (B, N)), np.broadcast_to(np.tri(N, dtype=bool), (B, N, N))
 
 
 def _kept(cache: Cache, path: np.ndarray) -> Cache:
-    """The cache with the pending rows of `path` [D] committed."""
+    """Returns the cache with the pending rows of `path` [D] committed."""
     return jax.jit(keep)(cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path))

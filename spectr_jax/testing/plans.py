@@ -190,7 +190,7 @@ def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.n
 
 @jax.jit
 def _raced(keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
-    """The drafts [R, D, k] of each key's own race of p [V], and whether they are the `wanted` ones [R, k]."""
+    """Returns the drafts [R, D, k] of each key's own race of p [V], and whether they are the `wanted` ones [R, k]."""
 
     def one(key, wanted, valid):
         order = race.arrivals(jax.random.fold_in(key, 0), p.astype(jnp.float32), len(valid))

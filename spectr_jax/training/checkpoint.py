@@ -46,15 +46,15 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first, and one that is being saved."""
+        """Returns the complete steps, oldest first, and one that is being saved."""
         return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
     def latest_step(self) -> int | None:
-        """The newest of `steps`, or None."""
+        """Returns the newest of `steps`, or None."""
         return max(self.steps(), default=None)
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the lowest `metric` and its value, or None if there is none that was evaluated."""
+        """Returns the step with the lowest `metric` and its value, or None if there is none that was evaluated."""
         evaluated = [
             (checkpoint.metrics[self._metric], checkpoint.step)
             for checkpoint in self._checkpointer.checkpoints
@@ -83,7 +83,7 @@ class Checkpoints:
             self._checkpointer.wait()
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
-        """The newest checkpoint that can be read.
+        """Returns the newest checkpoint that can be read.
 
         Checkpoints that cannot be read are moved to another folder, so that the run can write their steps again.
 
@@ -115,7 +115,7 @@ class Checkpoints:
         return TrainState(params=with_leaves(like.params, loaded["params"]), **rest), loaded["data"], damaged
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
-        """The parameters alone of a checkpoint (None: the newest), in the structure of `like`.
+        """Returns the parameters alone of a checkpoint (None: the newest), in the structure of `like`.
 
         Raises:
           UserError: as `restore` does; nothing is moved.

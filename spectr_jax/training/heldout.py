@@ -24,7 +24,7 @@ class Heldout(NamedTuple):
 def pack_heldout(
     sentences: Sentences, tokenizer: Tokenizer, *, first: int, rows: int, length: int, name: str = "the corpus"
 ) -> Heldout:
-    """The first held-out sentences that fit the context whole, in full batches (the last one is padded).
+    """Returns the first held-out sentences that fit the context whole, in full batches (the last one is padded).
 
     Args:
       sentences: to take them from.

@@ -34,7 +34,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def requested(self, step: int) -> bool:
-        """Whether to stop after `step`; every process asks once a step, and all get the same answer."""
+        """Returns whether to stop after `step`; every process asks once a step, and all get the same answer."""
         if jax.process_count() == 1:
             return self._noted_at is not None
         return multihost_utils.reached_preemption_sync_point(step)

@@ -243,7 +243,7 @@ class _Run:
 
 
 def _all_positions(data: grain.DatasetIterator) -> list[dict[str, Any]]:
-    """The place in each stream, of all processes."""
+    """Returns the place in each stream, of all processes."""
     return [position for positions in hosts.gather(batches.positions_of(data)) for position in positions]
 
 

@@ -117,7 +117,8 @@ class _Device:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, none if there is no such file; a last line that a crash cut short is left out."""
+    """Returns the records of a metrics.jsonl, none if there is no such file; a last line that a crash cut short is left
+    out."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -18,7 +18,7 @@ DECAY = 0.2
 
 
 def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
-    """The schedule, by `config.schedule`: linear warm-up, then
+    """Returns the schedule, by `config.schedule`: linear warm-up, then
 
     - `rsqrt`: peak * sqrt(warm-up / step), the recipe of Flax's LM1B example;
     - `cosine`: to zero at `steps`, for short runs;
@@ -42,7 +42,8 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
 
 def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
-    """The optimizer of `config` (the `optimizer` part of a train config), behind clipping by global norm (0 for none).
+    """Returns the optimizer of `config` (the `optimizer` part of a train config), behind clipping by global norm (0 for
+    none).
 
     By `config.name`:
 
@@ -73,7 +74,7 @@ def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.Gradi
 
 
 def _kernels_of_blocks(params: Any) -> Any:
-    """Which parameters Muon updates, and their axes: matrices between hidden layers, neither embedding nor head."""
+    """Returns which parameters Muon updates, and their axes: matrices between hidden layers, neither embedding nor head."""
 
     def dimensions(path, leaf):
         inner = jax.tree_util.keystr(path, simple=True, separator="/").startswith("blocks/") and leaf.ndim == 2

@@ -79,7 +79,7 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
-    """The number of streams that the corpus is divided into, whatever the number of processes.
+    """Returns the number of streams that the corpus is divided into, whatever the number of processes.
 
     Raises:
       UserError: the rows of a batch, or the streams, cannot be dealt out evenly.
@@ -99,7 +99,7 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
 
 
 def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
-    """The parameters that `config.init` names, in float32; None if it names none.
+    """Returns the parameters that `config.init` names, in float32; None if it names none.
 
     Raises:
       UserError: they cannot be read, or are of another shape or tokenizer than the run's.
@@ -165,7 +165,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows) -> Tokenizer:
-    """The run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one beside `init`, or one of its own.
+    """Returns the run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one beside `init`, or one of its
+    own.
 
     The first process trains it if it does not exist, but for a run from `init`, which needs that of the weights.
 

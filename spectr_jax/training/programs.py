@@ -33,7 +33,7 @@ class Programs(NamedTuple):
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
-    """The programs of a language model's training config; see `compiled`."""
+    """Returns the programs of a language model's training config; see `compiled`."""
     optimizer = make_optimizer(config.optimizer, config.steps)
     shape = TransformerConfig(**config.model)
     options = StepOptions(config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat)

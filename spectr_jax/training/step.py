@@ -36,7 +36,7 @@ Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, di
 
 
 def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """The state before the first step; `key` is kept in it."""
+    """Returns the state before the first step; `key` is kept in it."""
     params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
 
@@ -84,7 +84,7 @@ def train_step(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """One update of a language model.
+    """Returns one update of a language model.
 
     Args:
       graphdef: of the model, from `nnx.split`.
@@ -112,7 +112,7 @@ def update(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """One update that lowers `objective`, over the tokens of `batch` whose `segments` [B, N] are not 0.
+    """Returns one update that lowers `objective`, over the tokens of `batch` whose `segments` [B, N] are not 0.
 
     Args:
       objective: see `Objective`.
@@ -154,5 +154,5 @@ def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0
 
 
 def _split_rows(rows_BxN: jax.Array, parts: int) -> jax.Array:
-    """[parts, B / parts, N], every `parts`-th row in a part: so each device has as many rows of each, its own."""
+    """Returns [parts, B / parts, N], every `parts`-th row in a part: so each device has as many rows of each, its own."""
     return jnp.swapaxes(rows_BxN.reshape(-1, parts, *rows_BxN.shape[1:]), 0, 1)

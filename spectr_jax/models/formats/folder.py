@@ -72,7 +72,7 @@ class Folder:
         return iter(self._places)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor in the dtype of its file.
+        """Returns a tensor in the dtype of its file.
 
         Raises:
           KeyError: there is none.
@@ -91,7 +91,7 @@ class Folder:
 
 
 def _places(file: pathlib.Path) -> dict[str, Place]:
-    """Where each tensor of a safetensors file is; raises what the library raises for one that is damaged."""
+    """Returns where each tensor of a safetensors file is; raises what the library raises for one that is damaged."""
     check_fetched(file)
     with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -104,7 +104,7 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
 
 
 def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
-    """What config.json gives, with or without what is null; raises `UserError` if it is not there or damaged."""
+    """Returns what config.json gives, with or without what is null; raises `UserError` if it is not there or damaged."""
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -73,7 +73,7 @@ class GGUF:
             raise UserError(f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again") from error
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of the metadata; raises `UserError` if it is damaged."""
+        """Returns a value of the metadata; raises `UserError` if it is damaged."""
         field = self._fields.get(name)
         try:
             return default if field is None else field.contents()
@@ -83,13 +83,13 @@ class GGUF:
             ) from error
 
     def need(self, name: str) -> Any:
-        """A value of the metadata that must be there; raises `UserError` if it is not."""
+        """Returns a value of the metadata that must be there; raises `UserError` if it is not."""
         if name not in self._fields:
             raise UserError(f"{str(self.path)!r} lacks {name!r} in its metadata; fetch it again")
         return self.get(name)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
+        """Returns a tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
         found = self.tensors[name]
         try:  # Not from the reader's map of the file, whose pages would stay in memory beside the model.
             stored = np.fromfile(self.path, found.data.dtype, found.data.size, offset=found.data_offset)
@@ -129,7 +129,7 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
 
 
 def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
-    """The shape of a file's model; raises `UserError` for what is not understood."""
+    """Returns the shape of a file's model; raises `UserError` for what is not understood."""
     kind = file.need("general.architecture")
     if kind not in ARCHITECTURES:
         raise UserError(f"{str(file.path)!r} is of architecture {kind!r}; read are {', '.join(ARCHITECTURES)}")
@@ -186,7 +186,8 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
 
 
 def _divisors(file: GGUF, kind: str, head_width: int) -> tuple[float, ...]:
-    """Those of the tensor, times the factor of a linear stretch; that is what a factor means unless its type is `none`."""
+    """Returns those of the tensor, times the factor of a linear stretch; that is what a factor means unless its type is
+    `none`."""
     factor = file.get(f"{kind}.rope.scaling.factor", file.get(f"{kind}.rope.scale_linear", 0.0)) or 1.0
     if file.get(f"{kind}.rope.scaling.type", "linear") == "none":
         factor = 1.0
@@ -196,6 +197,7 @@ def _divisors(file: GGUF, kind: str, head_width: int) -> tuple[float, ...]:
 
 
 def _in_halves(part: np.ndarray, head_width: int) -> np.ndarray:
-    """The rows of each head of a kernel [outputs, inputs] or bias, whose rotary pairs llama.cpp keeps side by side."""
+    """Returns the rows of each head of a kernel [outputs, inputs] or bias, whose rotary pairs llama.cpp keeps side by
+    side."""
     pairs = part.reshape(-1, head_width // 2, 2, *part.shape[1:])
     return pairs.swapaxes(1, 2).reshape(part.shape)

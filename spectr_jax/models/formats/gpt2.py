@@ -116,7 +116,8 @@ def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, 
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """A GPT-2's config.json with its defaults; raises `UserError` if it is not there, damaged, or of another family."""
+    """Returns a GPT-2's config.json with its defaults; raises `UserError` if it is not there, damaged, or of another
+    family."""
     given = read_json(folder)
     config = {**DEFAULTS, **given}
     for name, known in EXPECTED.items():
@@ -142,7 +143,7 @@ def _check_fields(folder: pathlib.Path, config: dict[str, Any]) -> None:
 
 
 def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
-    """Hugging Face's config of a decoder of this shape."""
+    """Returns Hugging Face's config of a decoder of this shape."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -163,7 +164,7 @@ def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def gpt2_tensors(model: Transformer) -> Tensors:
-    """Float32 tensors by Hugging Face's names, and `lm_head.bias`, which GPT-2 does not have."""
+    """Returns float32 tensors by Hugging Face's names, and `lm_head.bias`, which GPT-2 does not have."""
     config = model.config
     positions = model.positions[...] if config.learned_positions else sinusoidal_table(config.context, config.width)
     tensors = {
@@ -182,14 +183,14 @@ def gpt2_tensors(model: Transformer) -> Tensors:
 
 
 def _weight_and_bias(block: nnx.Module, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Hugging Face's Conv1D keeps its weight as our linear layers do, [in, out], and always has a bias."""
+    """Returns the tensors of a Conv1D of Hugging Face: its weight is [in, out], as ours is, and it always has a bias."""
     part = getattr(block, name)
     weight = _float32((part.scale if name.startswith("norm") else part.kernel)[...])
     return weight, np.zeros(weight.shape[-1], np.float32) if part.bias is None else _float32(part.bias[...])
 
 
 def _with_bias_channel(config: dict[str, Any], tensors: Tensors, bias: np.ndarray) -> tuple[dict[str, Any], Tensors]:
-    """The same decoder, wider by a channel a head, with `bias` [V] in its head.
+    """Returns the same decoder, wider by a channel a head, with `bias` [V] in its head.
 
     The last norm holds the first new channel at 1, and the head's weights from there are the bias; all other parts read and
     write nothing there. The old channels are kept at a mean of 0, which norms take off anyway, so that the new ones change

@@ -118,7 +118,7 @@ def save_llama(folder: pathlib.Path, model: Llama, bos: int | None = None, eos: 
 
 
 def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
-    """Float32 tensors by Hugging Face's names."""
+    """Returns float32 tensors by Hugging Face's names."""
     config, tensors = model.config, {}
 
     def put(layer: int | None, name: str, leaf: Any, transposed: bool = False) -> None:
@@ -147,7 +147,7 @@ def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
 
 
 def llama_config(folder: pathlib.Path, dtype: str) -> LlamaConfig:
-    """The shape that config.json gives; raises `UserError` for what is not understood."""
+    """Returns the shape that config.json gives; raises `UserError` for what is not understood."""
     given = read_config(folder)
     kind = given["model_type"]
     heads, width = given["num_attention_heads"], given["hidden_size"]
@@ -173,7 +173,8 @@ def llama_config(folder: pathlib.Path, dtype: str) -> LlamaConfig:
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """The config.json of a model of the family; raises `UserError` if it is of another, damaged, or lacks something."""
+    """Returns the config.json of a model of the family; raises `UserError` if it is of another, damaged, or lacks
+    something."""
     given = read_json(folder, nulls=True)
     given = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
     given = {name: value for name, value in given.items() if value is not None}
@@ -210,13 +211,13 @@ def _check_understood(folder: pathlib.Path, given: dict[str, Any]) -> None:
 
 
 def _renamed(scaling: dict[str, Any]) -> dict[str, Any]:
-    """The same with its kind under the newer of the two names."""
+    """Returns the same with its kind under the newer of the two names."""
     kind = {"rope_type": scaling["type"]} if "type" in scaling else {}
     return kind | {name: value for name, value in scaling.items() if name != "type"}
 
 
 def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tuple[float, tuple[float, ...]]:
-    """The base of the rotary positions and their divisors; newer files have both in `rope_parameters`."""
+    """Returns the base of the rotary positions and their divisors; newer files have both in `rope_parameters`."""
     field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     scaling = given.get(field, {})
     if not isinstance(scaling, dict):

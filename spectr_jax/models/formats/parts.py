@@ -21,7 +21,7 @@ Part = Callable[[str], np.ndarray]
 
 
 def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
-    """A decoder of this shape with the parts of a checkpoint.
+    """Returns a decoder of this shape with the parts of a checkpoint.
 
     Args:
       config: its shape and dtype.

@@ -15,7 +15,7 @@ from spectr_jax.models.layers import cpu
 
 
 def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array) -> jax.Array:
-    """Float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads, in order.
+    """Returns float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads, in order.
 
     Every new token sees at least one slot.
     """
@@ -32,7 +32,7 @@ def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
-    """The mask of packed sequences: [B, N, N], a token sees itself and the tokens before it in its own segment."""
+    """Returns the mask of packed sequences: [B, N, N], a token sees itself and the tokens before it in its own segment."""
     N = segments_BxN.shape[-1]
     return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
 

@@ -14,13 +14,13 @@ class Linear(nnx.Linear):
     """A linear layer: factors in `dtype`, sums in float32. A bfloat16 kernel of a float32 layer is widened in products."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Float32 [..., outputs] of `inputs` [..., I]."""
+        """Returns float32 [..., outputs] of `inputs` [..., I]."""
         product = _dense(inputs.astype(self.dtype), _narrower(self.kernel[...], self.dtype))
         return product if self.bias is None else product + self.bias[...].astype(self.dtype)
 
 
 def _narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
-    """`kernel` in `dtype`, or as it is if that has fewer bytes."""
+    """Returns `kernel` in `dtype`, or as it is if that has fewer bytes."""
     return kernel if kernel.dtype.itemsize < jnp.dtype(dtype).itemsize else kernel.astype(dtype)
 
 
@@ -50,13 +50,13 @@ _dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backwar
 
 
 def dense_layer(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> Linear:
-    """A `Linear` layer with this package's defaults."""
+    """Returns a `Linear` layer with this package's defaults."""
     init = kernel_init or nnx.initializers.xavier_uniform()
     return Linear(inputs, outputs, use_bias=use_bias, dtype=dtype, kernel_init=init, rngs=rngs)
 
 
 def with_halved_kernels(model: nnx.Module) -> nnx.Module:
-    """A copy that stores the float32 kernels of linear layers in bfloat16 where that changes no weight."""
+    """Returns a copy that stores the float32 kernels of linear layers in bfloat16 where that changes no weight."""
     copy = nnx.clone(model)
     for _, module in nnx.iter_modules(copy):
         if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:
@@ -70,7 +70,7 @@ class Embed(nnx.Embed):
     """An embedding that can be the head too."""
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Logits [..., V] float32 of `query` [..., E]."""
+        """Returns logits [..., V] float32 of `query` [..., E]."""
         rows = query.reshape(-1, query.shape[-1]).astype(self.dtype)
         table = self.embedding[...].astype(self.dtype)
         if len(rows) > cpu.FEW or not cpu.multiplied(rows, table):

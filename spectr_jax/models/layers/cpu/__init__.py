@@ -32,12 +32,12 @@ _PREFIX = "spectr_jax_"
 
 
 def on_cpu() -> bool:
-    """Whether JAX computes on a CPU."""
+    """Returns whether JAX computes on a CPU."""
     return jax.default_backend() == "cpu"
 
 
 def kernels() -> bool:
-    """Whether the kernels are in use: JAX computes on one CPU device, and they were built for it.
+    """Returns whether the kernels are in use: JAX computes on one CPU device, and they were built for it.
 
     Among several devices, XLA would gather what is sharded before each call of a kernel.
     """
@@ -45,7 +45,7 @@ def kernels() -> bool:
 
 
 def multiplied(*factors: jax.Array) -> bool:
-    """Whether the kernels multiply factors of these dtypes."""
+    """Returns whether the kernels multiply factors of these dtypes."""
     return all(factor.dtype in FLOATS for factor in factors) and kernels()
 
 
@@ -92,7 +92,7 @@ def _as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]],
 
 @_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
 def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and its scales [outputs].
+    """Returns float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and its scales [outputs].
 
     Activations are rounded to 16 bits, with a scale for each row. The bits of a row do not depend on the other rows.
     """
@@ -101,18 +101,19 @@ def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 @_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
 def float_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [outputs, inputs]."""
+    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [outputs, inputs]."""
     return _call("float_rows", (len(x), len(kernel)), x, kernel)
 
 
 @_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
 def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [inputs, outputs]."""
+    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [inputs, outputs]."""
     return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
 
 
 def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The kernel of attention for a few new tokens, with the arguments, the result and the derivatives of `plain`."""
+    """Returns the kernel of attention for a few new tokens, with the arguments, the result and the derivatives of
+    `plain`."""
 
     @_as(plain)
     def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
@@ -124,7 +125,7 @@ def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def norm(plain: Callable[..., jax.Array], *, centered: bool, epsilon: float) -> Callable[..., jax.Array]:
-    """The kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the derivatives of `plain`."""
+    """Returns the kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the derivatives of `plain`."""
 
     @_as(plain)
     def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
@@ -136,7 +137,7 @@ def norm(plain: Callable[..., jax.Array], *, centered: bool, epsilon: float) -> 
 
 
 def in_memory(x: jax.Array) -> jax.Array:
-    """`x` with its axes in memory in their order; on other devices, `x` as it is.
+    """Returns `x` with its axes in memory in their order; on other devices, `x` as it is.
 
     XLA leaves a transpose to the product that reads it, and multiplies transposed factors at half the speed on a CPU.
     """
