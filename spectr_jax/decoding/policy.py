@@ -227,7 +227,7 @@ def _limited(
 
 
 def _least(
-    order: Int[Array, "*batch vocab"], amounts: Shaped[Array, "*batch vocab"], bound: Shaped[Array, "*batch 1"]
+    order: Int[Array, "*batch vocab"], amounts: Shaped[Array, "*batch vocab"], bound: Shaped[Array, "*rows 1"]
 ) -> Int[Array, "*batch 1"]:
     """Returns the smallest of the integers `LOWEST`..0 above which the amounts sum to less than `bound`."""
 
