@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
@@ -58,7 +59,7 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
     are `sequences`; `owner`, such as "draft_", stands before the field that it names."""
     if not isinstance(policy, Policy):
         raise UserError(f"{owner}policy={policy!r}: is not a Policy; give one, such as Policy(temperature=0.7)")
-    if policy.process is not None and not (callable(policy.process) and isinstance(policy.process, Hashable)):
+    if policy.process is not None and not _is_process(policy.process):
         raise UserError(
             f"{owner}process={policy.process!r}: is not a hashable function; give one of (logits, tokens, length)"
         )
@@ -89,6 +90,17 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
         raise UserError(
             f"{owner}eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none"
         )
+
+
+def _is_process(given: Any) -> bool:
+    """Returns whether it is a hashable function of three arguments, as far as Python knows."""
+    try:
+        inspect.signature(given).bind("logits", "tokens", "length")
+    except TypeError:
+        return False
+    except ValueError:  # Some functions of C have no signature.
+        pass
+    return isinstance(given, Hashable)
 
 
 def _numbers(given: Any) -> Shaped[np.ndarray, "..."] | None:
@@ -129,7 +141,12 @@ def for_rows(policy: Policy, sequences: int) -> Policy:
 
 def _numpy(value: Any) -> Any:
     """Returns the library for a value: NumPy unless it is traced, so that arguments of a call compile nothing."""
-    return jnp if isinstance(value, jax.core.Tracer) else np
+    return jnp if _traced(value) else np
+
+
+def _traced(value: Any) -> bool:
+    """Returns whether a value, or one of several, is traced."""
+    return any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value))
 
 
 def _array(value: Any, dtype: Any) -> Any:
@@ -140,9 +157,7 @@ def _limits(policy: Policy) -> dict[str, Any] | None:
     """Returns the limits as arrays, or None if all are known to keep all tokens."""
     given = {name: getattr(policy, name) for name in LIMITS}
     given = {name: LIMITS[name] if value is None else value for name, value in given.items()}
-    if all(
-        not isinstance(value, jax.core.Tracer) and np.all(np.asarray(value) == LIMITS[name]) for name, value in given.items()
-    ):
+    if all(not _traced(value) and np.all(np.asarray(value) == LIMITS[name]) for name, value in given.items()):
         return None
     return {name: _array(value, np.int32 if name == "top_k" else np.float32) for name, value in given.items()}
 
@@ -191,11 +206,13 @@ def _softened(
 ) -> Float[Array, "*batch vocab"]:
     """Returns the distribution at a positive temperature."""
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
-    relative = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
+    largest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
+    # No exp of NaN: where XLA sees a constant NaN, that on a CPU is any number.
+    relative = jnp.where(jnp.isfinite(largest), logits.astype(jnp.float32) - largest, 0)
     weights = jnp.exp(relative / jnp.where(temperature > 0, temperature, 1.0))  # No softmax: the largest is 1.
     if limits is not None:
         weights = _limited(relative, weights, **limits)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(largest), weights / jnp.sum(weights, axis=-1, keepdims=True), jnp.nan)
 
 
 def _limited(
@@ -249,4 +266,4 @@ def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"
     largest = jnp.max(logits, axis=-1, keepdims=True)
     # A minimum, and not argmax, which on a CPU takes thirty times as long.
     best = jnp.min(jnp.where(logits == largest, tokens, len(tokens)), axis=-1, keepdims=True)
-    return jnp.where(jnp.isnan(largest), jnp.nan, tokens == best).astype(jnp.float32)
+    return jnp.where(jnp.isnan(largest) | (largest == -jnp.inf), jnp.nan, tokens == best).astype(jnp.float32)

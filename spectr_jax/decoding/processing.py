@@ -141,8 +141,9 @@ def at_nodes(
             below_T = drafted_N[path[jnp.clip(place_T, 0, len(path) - 1)]]
             tokens_T = jnp.where(place_T < 0, committed_T, jnp.where(place_T < depth, below_T, 0))
             made: Array = process(logits, tokens_T, length + depth)
-            if getattr(made, "shape", None) != logits.shape:
-                raise UserError(f"process={process!r}: returns {made!r:.60}, which must be logits [{len(logits)}]")
+            if getattr(made, "shape", None) != logits.shape or not jnp.issubdtype(made.dtype, jnp.floating):
+                kind = jax.typeof(made) if isinstance(made, jax.Array) else repr(made)
+                raise UserError(f"process={process!r}: returns {kind}, which must be logits float[{len(logits)}]")
             return made
 
         return jax.vmap(of_node)(logits_WxV, jnp.asarray(paths), jnp.asarray(depths))

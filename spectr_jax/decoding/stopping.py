@@ -64,6 +64,8 @@ def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:
     Raises:
       UserError: `stop` is something else, or the tokenizer does not say what its tokens spell.
     """
+    if isinstance(stop, Stop) and stop.table.shape[1] != vocab_size:
+        raise UserError(f"stop: is for {stop.table.shape[1]} tokens and the model has {vocab_size}; prepare it for this one")
     if stop is None or isinstance(stop, Stop):
         return stop
     several: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else ()
@@ -74,13 +76,16 @@ def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:
         return None
     if not several or not all(several):
         raise UserError(f"stop={stop!r}: must be texts, or sequences of tokens 0..{vocab_size - 1}, none of them empty")
-    if texts and tokenizer is None:
+    if texts and not hasattr(tokenizer, "pieces"):
         raise UserError(
-            f"stop={stop!r}: texts need a tokenizer; give what `load` returns as the target, or sequences of tokens"
+            f"stop={stop!r}: texts need a tokenizer with `pieces`; give what `load` returns as the target, or tokens"
         )
+    if texts and any("\ud800" <= character <= "\udfff" for text in several for character in text):
+        raise UserError(f"stop={stop!r}: has a part of a character; give whole ones")
     if sum(map(len, several)) > MOST_STATES // 4:
         raise UserError(f"stop: has {sum(map(len, several)):,} characters or tokens; give at most {MOST_STATES // 4:,}")
-    return _automaton(several, tokenizer if texts and isinstance(tokenizer, Hashable) else None, vocab_size)
+    made = _automaton if isinstance(tokenizer, Hashable) else _automaton.__wrapped__
+    return made(several, tokenizer if texts else None, vocab_size)
 
 
 def _tokens(given: Any, vocab_size: int) -> tuple[int, ...]:
@@ -102,28 +107,36 @@ def _automaton(several: tuple[Any, ...], tokenizer: Any, vocab_size: int) -> Sto
     else:
         table = _read(_transitions(tuple(text.encode() for text in several), 256), tokenizer.pieces, vocab_size)
     padded = np.pad(table, ((0, -len(table) % BUCKET), (0, 0)))
-    return Stop(jnp.asarray(padded, jnp.int16))
+    with jax.ensure_compile_time_eval():  # It is kept: inside a jit it would be that trace's.
+        return Stop(jnp.asarray(padded, jnp.int16))
 
 
 def _transitions(several: tuple[Sequence[int], ...], symbols: int) -> Int[np.ndarray, "states symbols"]:
     """Returns the state after each symbol, of an automaton that stays in `MATCHED` once one of the patterns was read.
 
-    Apart from `MATCHED`, a state is the longest beginning of a pattern that the symbols so far end with.
+    Apart from `MATCHED`, a state is the longest beginning of a pattern that the symbols so far end with. After a symbol that
+    does not continue it, it goes where the next shorter such beginning goes.
     """
-    patterns: list[tuple[int, ...]] = [tuple(pattern) for pattern in several]
-    beginnings = sorted({pattern[:length] for pattern in patterns for length in range(1, len(pattern))})
-    numbers: dict[tuple[int, ...], int] = {(): START}
-    numbers |= {beginning: MATCHED + 1 + index for index, beginning in enumerate(beginnings)}
+    patterns = {tuple(pattern) for pattern in several}
+    beginnings = sorted({pattern[:length] for pattern in patterns for length in range(1, len(pattern))}, key=len)
+    numbers = {(): START} | {beginning: MATCHED + 1 + index for index, beginning in enumerate(beginnings)}
+    continued: dict[tuple[int, ...], list[int]] = {}
+    for read in {*beginnings, *patterns}:
+        continued.setdefault(read[:-1], []).append(read[-1])
     table = np.zeros((len(beginnings) + 2, symbols), np.int32)
     table[MATCHED] = MATCHED
-    for beginning, number in numbers.items():
-        for symbol in {symbol for pattern in patterns for symbol in pattern}:
-            read = (*beginning, symbol)
-            ends = [read[first:] for first in range(len(read))]
-            if any(end in patterns for end in ends):
+    shorter = {START: START}
+    for beginning, number in numbers.items():  # By length, so that the row of the shorter one is complete.
+        if number not in shorter:
+            continue  # Never reached: a pattern ends before.
+        table[number] = table[shorter[number]]
+        for symbol in continued.get(beginning, ()):
+            read, end = (*beginning, symbol), int(table[number, symbol]) if beginning else START
+            if end == MATCHED or read in patterns:
                 table[number, symbol] = MATCHED
             else:
-                table[number, symbol] = next((numbers[end] for end in ends if end in numbers), START)
+                table[number, symbol] = numbers[read]
+                shorter[numbers[read]] = end
     return table
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding import Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.errors import UserError
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -150,6 +151,19 @@ def test_values_are_those_that_the_device_sees(policy, message, owner):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     with pytest.raises(UserError, match=owner + message):
         generate(jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4, **{f"{owner}policy": policy})
+
+
+def test_a_traced_policy_may_have_several_ends():
+    model = TableModel(random_table(0, 7))
+    target, prompts, lengths = freeze(model), np.array([[1, 2]] * 2), np.array([2, 2])
+
+    @jax.jit
+    def decoded(key, target, policy):
+        return decode(key, get_method("baseline"), target, None, prompts, lengths, 9, policy).tokens
+
+    policy = Policy(temperature=[0.8, 0.0], eos=(2, 3))
+    expected = generate(jax.random.key(0), get_method("baseline"), model, None, prompts, lengths, 9, policy).tokens
+    np.testing.assert_array_equal(decoded(jax.random.key(0), target, policy), expected[:, :11])  # Not padded to a bucket.
 
 
 @pytest.mark.slow

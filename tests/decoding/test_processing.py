@@ -80,6 +80,25 @@ def test_allowed_tokens_and_equal_processes(count_compilations):
     assert not compiled
 
 
+def _no_numbers(logits, tokens, length):
+    return jnp.where(length == 4, jnp.nan, logits)
+
+
+def _no_tokens(logits, tokens, length):
+    return jnp.where(length == 4, -jnp.inf, logits)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("process", [_no_numbers, _no_tokens])
+@pytest.mark.parametrize("name", ["baseline", "lookup"])
+def test_a_process_that_leaves_no_distribution_ends_the_sequence(name, process):
+    """XLA for CPUs makes any number of the exponential of a NaN that is a constant."""
+    policy = Policy(temperature=[1.0, 0.0, 1.0, 0.0], process=process)
+    out = generate(jax.random.key(0), get_method(name), LARGER, None, [[1, 2]] * 4, [2] * 4, 12, policy)
+    tokens = np.asarray(out.tokens)
+    assert np.all(tokens[:, :4] >= 0) and np.all(tokens[:, 4] == -1) and np.all(np.asarray(out.lengths) == 5)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -104,7 +123,9 @@ def test_arguments_of_processes(make, message):
     [
         (3, "process=3: is not a hashable function"),
         (only([13]), r"token 13 is outside the vocabulary 0\.\.12"),
-        (lambda logits, tokens, length: logits[:3], r"which must be logits \[13\]"),
+        (lambda logits, tokens, length: logits[:3], r"which must be logits float\[13\]"),
+        (lambda logits, tokens, length: logits + 1j, r"which must be logits float\[13\]"),
+        (lambda logits: logits, "is not a hashable function; give one of"),
     ],
 )
 def test_processes_that_do_not_fit(process, message):

@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, save_tokenizer
-from spectr_jax.decoding import Policy, get_method, stream
+from spectr_jax.decoding import Policy, decode, get_method, stream
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.stopping import MATCHED, before, prepared, settled
+from spectr_jax.decoding.stopping import MATCHED, _transitions, before, prepared, settled
 from spectr_jax.errors import UserError
 from spectr_jax.loading import Trained, load
 from spectr_jax.models.frozen import freeze
@@ -83,6 +83,31 @@ def test_other_stops_of_similar_lengths_compile_nothing(count_compilations):
         for stop in others:
             generate(*arguments, stop=stop)
     assert not compiled
+
+
+def test_a_stop_that_was_prepared_inside_jit_serves_other_calls():
+    method, model, prompts, lengths = get_method("baseline"), freeze(TARGET), np.array([[1, 2]]), np.array([2])
+
+    @jax.jit
+    def decoded(key, model):
+        return decode(
+            key, method, model, None, np.array(prompts), np.array(lengths), 9, stop=prepared([[5, 3]], None, VOCAB)
+        )
+
+    inside = decoded(jax.random.key(0), model)
+    outside = generate(jax.random.key(0), method, TARGET, None, prompts, lengths, 9, stop=[[5, 3]])
+    np.testing.assert_array_equal(inside.tokens, outside.tokens[:, :11])  # Not padded to a bucket.
+
+
+def test_transitions_find_the_first_of_random_patterns():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        patterns = [tuple(rng.integers(0, 2, rng.integers(1, 6)).tolist()) for _ in range(rng.integers(1, 4))]
+        table, word, state = _transitions(tuple(patterns), 2), rng.integers(0, 2, 12).tolist(), 0
+        for count, symbol in enumerate(word, start=1):
+            state = table[state, symbol]
+            seen = any(tuple(word[i : i + len(p)]) == p for p in patterns for i in range(count - len(p) + 1))
+            assert (state == MATCHED) == seen
 
 
 def test_overlapping_texts():
