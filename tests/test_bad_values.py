@@ -77,7 +77,7 @@ def _select(drafts):
         (lambda: get_method(None), "unknown method None"),
         (lambda: get_method(["block"]), "unknown method"),
         (lambda: get_method("spectr", num_drafts="8"), "num_drafts='8' is not a whole number"),
-        (lambda: get_method("spectr", draft_length=2**40), "draft_length=1099511627776 is not a whole number"),
+        (lambda: get_method("spectr", draft_length=2**40), "a tree of 8,796,093,022,208 nodes is too large"),
         (lambda: get_method("kseq_gamma", gamma="1"), "gamma=1 is not at least 1"),
         (lambda: get_method("kseq_gamma", gamma=1e39), r"gamma=1e\+39 is not at least 1"),
         (lambda: load(None), "spec=None: must name a model"),

@@ -221,5 +221,5 @@ def spelled(branching: tuple[int, ...]) -> str:
 def checked(**values: int) -> None:
     """Raises `UserError` for a number that is not whole or less than 1."""
     for name, value in values.items():
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 1 <= value < 2**31:
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name}={value!r} is not a whole number of at least 1; give one")

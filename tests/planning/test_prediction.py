@@ -88,7 +88,7 @@ def test_drafts_that_were_not_measured_are_refused(winners):
 def test_what_predicts_a_method_follows_from_what_it_is():
     """Its verifier, whatever its name."""
     kinds = {name: prediction.statistic(get_method(name)) for name in METHODS}
-    unknown = {"baseline", "greedy_drafts", "self_speculative", "otm_layer", "traversal", "gbv"}
+    unknown = {"baseline", "greedy_drafts", "lookup", "self_speculative", "otm_layer", "traversal", "gbv"}
     assert {name for name, kind in kinds.items() if kind is None} == unknown
     assert {name for name, kind in kinds.items() if kind == "winners"} == {"block", "otm_block", "gbv_conditional"}
     assert {name for name, kind in kinds.items() if kind == "children"} == {"gsd", "ersd"}
