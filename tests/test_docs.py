@@ -81,14 +81,6 @@ def test_the_example_of_a_plan_runs():
     assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
-def test_the_readme_is_short():
-    text = README.read_text()
-    assert len(text.splitlines()) <= 120 and len(text.split()) <= 1_200
-    assert len(re.findall(r"^!\[", text, re.MULTILINE)) == 1
-    rows = re.findall(r"^\|.*\|$", _outside_code(README), re.MULTILINE)
-    assert len(rows) == 2 + 5
-
-
 def test_the_index_of_results_is_short_and_has_all_folders():
     index = (ROOT / "results/README.md").read_text()
     assert len(index.splitlines()) <= 80

@@ -20,7 +20,7 @@ from absl import flags
 
 from spectr_jax import cli
 from spectr_jax.errors import UserError
-from spectr_jax.experiments import auto, latency, quality, tokens_per_call, trees
+from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
 
 SCRIPTS = pathlib.Path(__file__).resolve().parent
 ROOT = SCRIPTS.parents[1]
@@ -47,7 +47,7 @@ MAKERS = {
     "training/training": "bench_train",
 }
 """Tables that a script of this folder makes, by its function `markdown`; `EXPERIMENTS` make those of their names."""
-EXPERIMENTS = {each.NAME: each for each in (auto, latency, quality, tokens_per_call, trees)}
+EXPERIMENTS = {each.NAME: each for each in (auto, latency, quality, spec_bench, tokens_per_call, trees)}
 OLDER = ("auto/auto", "compiled/h100", "compiled/v5e")
 """Tables whose program has changed since, with figures that their JSON does not have as such."""
 BY_HAND: dict[str, tuple[str, ...]] = {
