@@ -246,7 +246,7 @@ def auto_config() -> ml_collections.ConfigDict:
             "num_drafts": (1, 2, 4, 8),  # K; the widest prefix trees too.
             "draft_lengths": (1, 2, 3, 4, 6, 8),  # L; the highest trees too.
             "size": 64,  # The most nodes of a tree.
-            "tries": 12,  # How many are run, beside the baseline.
+            "tries": 12,  # How many are run besides the baseline.
         }
     )
 
@@ -261,7 +261,7 @@ def spec_bench_config() -> ml_collections.ConfigDict:
             "dtype": "int8",
             "questions": "",  # Spec-Bench's file, JSON lines.
             "questions_per_task": 0,  # At equal distances; 0 for all.
-            "methods": ("lookup chain:4", "block chain:1", "otm_layer 2,1"),  # Beside the baseline: names and trees.
+            "methods": ("lookup chain:4", "block chain:1", "otm_layer 2,1"),  # Compared with the baseline: names and trees.
             "temperatures": (0.0, 1.0),
             "max_new_tokens": 1_024,  # Of an answer.
             "runs": 3,

@@ -35,7 +35,7 @@ def training_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns an endless, shuffled pipeline of packed batches; each epoch is shuffled anew.
+    """Returns an endless, shuffled pipeline of packed batches; each epoch has its own order.
 
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch
     takes the same number of rows from each. So the batches depend on the number of streams and not on the number of

@@ -133,7 +133,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
         """Returns the text of `tokens`, without BOS, EOS and -1."""
         kept = [int(token) for token in tokens if token >= 0 and token != self.bos and not self.ends(int(token))]
         if kept and max(kept) >= 2**32:  # A model's vocabulary may be padded: smaller numbers without a token are no text.
-            raise UserError(f"token {max(kept)} is no number of a token; give those of a Generation")
+            raise UserError(f"token {max(kept)} must be in the vocabulary; give those of a Generation")
         return self._tokenizer.decode(kept)
 
     def piece(self, token: int) -> str:
@@ -290,7 +290,7 @@ def adds_bos(tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
 
 
 def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Returns whether the model's own program puts BOS before a text: Llama's classes follow a setting beside the
+    """Returns whether the model's own program puts BOS before a text: Llama's classes follow a setting next to the
     tokenizer."""
     settings = _json(folder / SETTINGS)
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):

@@ -31,7 +31,7 @@ def read_questions(path: str) -> list[Question]:
     """Returns the questions of a file in Spec-Bench's format, JSON lines.
 
     Raises:
-      UserError: it cannot be read, or a line is no question.
+      UserError: it cannot be read, or a line is not a question.
     """
     try:
         lines = expanded(path).read_text(encoding="utf-8").splitlines()

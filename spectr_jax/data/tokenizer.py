@@ -129,7 +129,7 @@ def _whole(given: ArrayLike) -> np.ndarray | None:
 
 
 def checked_text(text: str) -> str:
-    """Returns `text`; raises `UserError` if it is no string, or has a part of a character, which no tokenizer takes."""
+    """Returns `text`; raises `UserError` if it is not a string, or has an unpaired surrogate, which no tokenizer takes."""
     if not isinstance(text, str):
         raise UserError(f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself")
     try:

@@ -29,7 +29,7 @@ class Lookup:
     occurrences share their common prefixes.
 
     A copy that reaches the end of the sequence continues with its own beginning, so that a repeated phrase is drafted as
-    often as the tree is deep. A node for which no occurrence is left has the token -1, which is no draft.
+    often as the tree is deep. A node has the token -1, and thus no draft, if no occurrence is left for it.
 
     Attributes:
       max_ngram: the largest n, at least 1.

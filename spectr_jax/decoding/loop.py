@@ -190,7 +190,7 @@ def _run_on_prompts(
 
 
 def _padded(rows_BxT: Shaped[Array, "batch time *row"], length: int) -> Shaped[Array, "batch padded *row"]:
-    """Returns the rows of each sequence with zeros behind them, up to `length`."""
+    """Returns the rows of each sequence, padded with zeros to `length`."""
     return jnp.pad(rows_BxT, ((0, 0), (0, length - rows_BxT.shape[1]), *[(0, 0)] * (rows_BxT.ndim - 2)))
 
 

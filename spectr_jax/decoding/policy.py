@@ -69,7 +69,10 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
             lambda x: (x == 0) | ((x >= tiny) & (x < np.inf)),
             "is not a finite number of at least 0 in float32; 0 is greedy, and others are at least 1e-37",
         ),
-        "top_k": (lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31), "is no number of tokens; give a whole one, or 0"),
+        "top_k": (
+            lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31),
+            "must be a non-negative integer (0 disables top-k)",
+        ),
         "top_p": (lambda x: (x >= tiny) & (x <= 1), "is not in (0, 1] in float32; give a probability mass, or 1 for all"),
         "min_p": (
             lambda x: (x == 0) | ((x >= tiny) & (x <= 1)),
@@ -169,8 +172,10 @@ def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
 
 
 def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float[Array, "*batch vocab"]:
-    """Returns the distribution, in float32, that `policy` makes of `logits`; if it is one of several sequences, they are the
-    first dimension of the logits."""
+    """Returns the distribution, in float32, that `policy` makes of `logits`.
+
+    If the policy has a row for each of several sequences, these are the first dimension of the logits.
+    """
     pmf: Array = _probabilities(logits, _array(policy.temperature, np.float32), _limits(policy))
     return pmf
 
@@ -179,25 +184,25 @@ def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float
 def _probabilities(
     logits: Float[Array, "*batch vocab"], temperature: Float[Array, "*rows"], limits: dict[str, Array] | None
 ) -> Float[Array, "*batch vocab"]:
+    """Returns what `probabilities` does; `limits` is None if all tokens are kept."""
 
     def by_row(rows: Array) -> Array:
         return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
 
     temperature, limits = jax.tree.map(by_row, (temperature, limits))
 
-    def softened() -> Array:
-        return _softened(logits, temperature, limits)
-
-    def greedy() -> Array:
-        return _greedy(logits)
+    softened, greedy = functools.partial(_softened, logits, temperature, limits), functools.partial(_greedy, logits)
 
     def both() -> Array:
         return jnp.where(temperature > 0, softened(), greedy())
 
+    def not_all_softened() -> Array:
+        pmf: Array = jax.lax.cond(jnp.any(temperature > 0), both, greedy)
+        return pmf
+
     if not cpu.on_cpu():  # A conditional would make the host of an accelerator wait for the temperature.
         return both()
-    several: Callable[[], Array] = lambda: jax.lax.cond(jnp.any(temperature > 0), both, greedy)  # noqa: E731
-    pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, greedy if temperature.size == 1 else several)
+    pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, greedy if temperature.size == 1 else not_all_softened)
     return pmf
 
 
@@ -207,12 +212,13 @@ def _softened(
     """Returns the distribution at a positive temperature."""
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
     largest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
-    # No exp of NaN: where XLA sees a constant NaN, that on a CPU is any number.
-    relative = jnp.where(jnp.isfinite(largest), logits.astype(jnp.float32) - largest, 0)
+    # XLA for CPUs makes any number of the exponential of a NaN that is a constant.
+    possible = jnp.isfinite(largest) if cpu.on_cpu() else True
+    relative = jnp.where(possible, logits.astype(jnp.float32) - largest, 0)
     weights = jnp.exp(relative / jnp.where(temperature > 0, temperature, 1.0))  # No softmax: the largest is 1.
     if limits is not None:
         weights = _limited(relative, weights, **limits)
-    return jnp.where(jnp.isfinite(largest), weights / jnp.sum(weights, axis=-1, keepdims=True), jnp.nan)
+    return weights / jnp.where(possible, jnp.sum(weights, axis=-1, keepdims=True), jnp.nan)
 
 
 def _limited(

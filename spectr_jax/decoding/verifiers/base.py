@@ -88,7 +88,6 @@ def for_each_sequence(
       keys_B: [B] typed keys.
       scored_B: its arrays have a leading B.
     """
-
     return for_each_row(scored_B, ~done_B, verifier, keys_B, scored_B)
 
 
