@@ -6,7 +6,7 @@ One text at a time on the embedded pair, 32 prompts: minutes on two CPU cores. O
 --config.draft=PATH, random:target_97m and random:draft_6m for times of untrained ones; --config.batch_size for more texts.
 """
 
-from spectr_jax.config import auto_config
+from spectr_jax.experiments.config import auto_config
 
 
 def get_config():

@@ -7,8 +7,8 @@ The 6M model is the target and the 2M model the draft, both trained on the open 
 with prompts of our own; the paper's column is for its 2M draft and 97M target on LM1B.
 """
 
-from spectr_jax.config import eval_config
-from spectr_jax.errors import unknown
+from spectr_jax.experiments.config import eval_config
+from spectr_jax.utils.errors import unknown
 
 SIZES = ("small", "full")
 

@@ -17,7 +17,7 @@ time: two CPU cores read 750 to 1,500 tokens a second of it. 600 steps are four 
 you train on.
 """
 
-from spectr_jax.config import distil_config, online_config
+from spectr_jax.distillation.config import distil_config, online_config
 
 
 def get_config(student: str = "6m"):

@@ -11,8 +11,8 @@ spectr_jax/embedded were trained on from such runs, in stretches of a cosine eac
 (results/notes/2026-11-embedded.md). The environment variable gives the heap huge pages, which saves time on Linux.
 """
 
-from spectr_jax.config import open_text_config
-from spectr_jax.errors import unknown
+from spectr_jax.training.config import open_text_config
+from spectr_jax.utils.errors import unknown
 
 STEPS = {"draft_2m": 2_500, "draft_6m": 2_500, "draft_20m": 1_350}
 BATCH_SIZE = {"draft_2m": 32, "draft_6m": 32, "draft_20m": 64}

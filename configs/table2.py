@@ -7,7 +7,7 @@
 the 6M draft Table 2.
 """
 
-from spectr_jax.config import eval_config
+from spectr_jax.experiments.config import eval_config
 
 
 def get_config():

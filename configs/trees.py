@@ -6,7 +6,7 @@ The embedded pair: the 2M model drafts for the 6M model. 40 minutes to two hours
 compilation: a hundred programs. For another pair: --config.target=PATH --config.draft=PATH.
 """
 
-from spectr_jax.config import trees_config
+from spectr_jax.experiments.config import trees_config
 
 
 def get_config():

@@ -30,14 +30,18 @@ class Attention(nnx.Module):
         rows = jnp.zeros((batch, capacity, self.embed.features))
         return Cache((rows, rows), jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
         """Returns logits [B, N, V] and the cache with the new rows."""
         x = self.embed(tokens_BxN) + self.positions(positions_BxN)
         query, *new = jnp.split(self.qkv(x), 3, axis=-1)
         mask = visible_BxNxM
         if cache is not None:
             starts_B = cache.lengths + pending
-            rows = tuple(caches.write(old, row, starts_B) for old, row in zip(cache.rows, new, strict=True))
+            rows = tuple(
+                caches.write(old, row, starts_B) for old, row in zip(cache.rows, new, strict=True)
+            )
             cache, new = Cache(rows, cache.lengths), rows
             mask = caches.visible_slots(visible_BxNxM, cache.lengths, rows[0].shape[1])
         keys, values = new
@@ -50,10 +54,17 @@ def main() -> float:
     """Checks the model, decodes with it, and returns the tokens per call of the target."""
     target, draft = (Attention(vocab_size=50, width=32, context=64, seed=seed) for seed in (0, 1))
     check_model(target)
-    prompts, lengths = [[1, 2, 3], [4, 0, 0]], [3, 1]  # The second prompt has one token, and padding.
-    out = generate(jax.random.key(0), get_method("otm_block", tree="2,1"), target, draft, prompts, lengths, 24)
+    prompts, lengths = (
+        [[1, 2, 3], [4, 0, 0]],
+        [3, 1],
+    )  # The second prompt has one token, and padding.
+    out = generate(
+        jax.random.key(0), get_method("otm_block", tree="2,1"), target, draft, prompts, lengths, 24
+    )
     per_call = float(jnp.sum(out.lengths - jnp.array(lengths)) / jnp.sum(out.target_calls))
-    print(f"tokens: {out.tokens[0, : int(out.lengths[0])].tolist()}\n{per_call:.2f} tokens per call of the target")
+    print(
+        f"tokens: {out.tokens[0, : int(out.lengths[0])].tolist()}\n{per_call:.2f} tokens per call of the target"
+    )
     return per_call
 
 

@@ -30,7 +30,9 @@ def main(name: str = "otm") -> tuple[float, float, float]:
     p, q = rng.dirichlet(np.ones(VOCAB)), rng.dirichlet(np.ones(VOCAB))
     plan = transport.get(name)
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    chosen = jax.vmap(choose, in_axes=(0, None, None, None))(keys, plan, jnp.float32(p), jnp.float32(q))
+    chosen = jax.vmap(choose, in_axes=(0, None, None, None))(
+        keys, plan, jnp.float32(p), jnp.float32(q)
+    )
     accepted, exact = float(jnp.mean(chosen.accepted)), plan.acceptance(p, q, DRAFTS)
     error = float(np.abs(np.bincount(chosen.token, minlength=VOCAB) / DRAWS - q).max())
     best = transport.optimal_acceptance(p, q, DRAFTS)

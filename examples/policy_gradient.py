@@ -30,9 +30,14 @@ def reward(tokens: jax.Array, new: jax.Array) -> jax.Array:
 def logprobs_of(model: Transformer, tokens: jax.Array) -> jax.Array:
     """Returns the log-probability [B, T] of each token given those before it; 0 for the first."""
     B, T = tokens.shape
-    positions, visible = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+    positions, visible = (
+        jnp.broadcast_to(jnp.arange(T), (B, T)),
+        jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)),
+    )
     table = jax.nn.log_softmax(model.extend(tokens, positions, visible)[0][:, :-1])
-    return jnp.pad(jnp.take_along_axis(table, tokens[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
+    return jnp.pad(
+        jnp.take_along_axis(table, tokens[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0))
+    )
 
 
 def main(steps: int = 40) -> tuple[float, float, float]:
@@ -50,8 +55,12 @@ def main(steps: int = 40) -> tuple[float, float, float]:
         advantages = (rewards - rewards.mean())[:, None]
 
         def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            ratio = jnp.exp(logprobs_of(nnx.merge(graphdef, params), out.tokens) - out.logprobs.policy)
-            return -jnp.sum(jnp.where(new, ratio * advantages, 0)) / ROWS, jnp.max(jnp.where(new, jnp.abs(ratio - 1), 0))
+            ratio = jnp.exp(
+                logprobs_of(nnx.merge(graphdef, params), out.tokens) - out.logprobs.policy
+            )
+            return -jnp.sum(jnp.where(new, ratio * advantages, 0)) / ROWS, jnp.max(
+                jnp.where(new, jnp.abs(ratio - 1), 0)
+            )
 
         gradients, apart = jax.grad(loss, has_aux=True)(params)
         updates, state = OPTIMIZER.update(gradients, state)
@@ -59,7 +68,9 @@ def main(steps: int = 40) -> tuple[float, float, float]:
 
     state, draft, seen = OPTIMIZER.init(params), freeze(nnx.merge(graphdef, params)), []
     for number in range(steps):
-        params, state, mean, apart = step(jax.random.fold_in(jax.random.key(0), number), params, state, draft)
+        params, state, mean, apart = step(
+            jax.random.fold_in(jax.random.key(0), number), params, state, draft
+        )
         seen.append((float(mean), float(apart)))
     print(f"share of even tokens: {seen[0][0]:.2f}, after {steps} steps {seen[-1][0]:.2f}")
     return seen[0][0], seen[-1][0], max(apart for _, apart in seen)

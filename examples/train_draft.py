@@ -27,7 +27,10 @@ def sampled(key: jax.Array, target: Frozen) -> jax.Array:
 def log_pmf(model: nnx.Module, tokens: jax.Array) -> jax.Array:
     """Returns the model's log-probabilities [B, T, V] of the token after each."""
     B, T = tokens.shape
-    positions, visible = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+    positions, visible = (
+        jnp.broadcast_to(jnp.arange(T), (B, T)),
+        jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)),
+    )
     return jax.nn.log_softmax(model.extend(tokens, positions, visible)[0])
 
 
@@ -41,9 +44,13 @@ def main(steps: int = 150) -> tuple[float, float]:
     """Returns the tokens per call before and after the training."""
     shape = TransformerConfig(layers=2, width=64, mlp=128, heads=4, vocab_size=64, context=64)
     model = Transformer(shape, rngs=nnx.Rngs(0))
-    model.head.kernel[...] *= 4  # A target that was never trained; a sharper head makes it worth predicting.
+    model.head.kernel[...] *= (
+        4  # A target that was never trained; a sharper head makes it worth predicting.
+    )
     target = freeze(model)
-    draft = Transformer(TransformerConfig(**{**vars(shape), "layers": 1, "width": 32}), rngs=nnx.Rngs(1))
+    draft = Transformer(
+        TransformerConfig(**{**vars(shape), "layers": 1, "width": 32}), rngs=nnx.Rngs(1)
+    )
     graphdef, params = nnx.split(draft)
     optimizer = optax.adam(3e-3)
 
@@ -52,7 +59,11 @@ def main(steps: int = 150) -> tuple[float, float]:
         log_q = log_pmf(target.merge(), tokens)
 
         def loss(params: nnx.State) -> jax.Array:
-            return jnp.mean(jnp.sum(jnp.exp(log_q) * (log_q - log_pmf(nnx.merge(graphdef, params), tokens)), axis=-1))
+            return jnp.mean(
+                jnp.sum(
+                    jnp.exp(log_q) * (log_q - log_pmf(nnx.merge(graphdef, params), tokens)), axis=-1
+                )
+            )
 
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradients, state)
@@ -63,7 +74,9 @@ def main(steps: int = 150) -> tuple[float, float]:
         tokens = sampled(jax.random.fold_in(jax.random.key(0), number), target)
         params, state, divergence = step(params, state, target, tokens)
     after = tokens_per_call(target, nnx.merge(graphdef, params))
-    print(f"KL {float(divergence):.3f} after {steps} steps; tokens per call {before:.2f} before, {after:.2f} after")
+    print(
+        f"KL {float(divergence):.3f} after {steps} steps; tokens per call {before:.2f} before, {after:.2f} after"
+    )
     return before, after
 
 

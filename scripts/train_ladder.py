@@ -32,20 +32,31 @@ import sys
 
 from absl import flags
 
-from spectr_jax import cli
-from spectr_jax.errors import Interrupted, UserError, unknown
+from spectr_jax.utils import cli
+from spectr_jax.utils.errors import Interrupted, UserError, unknown
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that gets everything.", required=True)
-_DATA = flags.DEFINE_string("data", None, "Text to train on: a file, a folder or a glob; or packed:FOLDER. LM1B without it.")
-_HELDOUT = flags.DEFINE_string("heldout", None, "Held-out text, for --data: evaluated on, and its sentences are prompts.")
+_DATA = flags.DEFINE_string(
+    "data", None, "Text to train on: a file, a folder or a glob; or packed:FOLDER. LM1B without it."
+)
+_HELDOUT = flags.DEFINE_string(
+    "heldout", None, "Held-out text, for --data: evaluated on, and its sentences are prompts."
+)
 _TFDS = flags.DEFINE_string("tfds_dir", "", "Where TFDS keeps LM1B, if not in its default folder.")
 _ONLY = flags.DEFINE_list("only", [], "The stages to run; all if none is given.")
-_STAGE_FLAGS = flags.DEFINE_multi_string("stage_flags", [], "STAGE,...: FLAG ..., more flags of stages; may be repeated.")
+_STAGE_FLAGS = flags.DEFINE_multi_string(
+    "stage_flags", [], "STAGE,...: FLAG ..., more flags of stages; may be repeated."
+)
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 PACKED = "packed:"
 LM1B_HELDOUT = "tfds:lm1b:test"
-MODELS = {"train_2m": "draft_2m", "train_6m": "draft_6m", "train_20m": "draft_20m", "train_97m": "target_97m"}
+MODELS = {
+    "train_2m": "draft_2m",
+    "train_6m": "draft_6m",
+    "train_20m": "draft_20m",
+    "train_97m": "target_97m",
+}
 ALL, PAIR = tuple(MODELS), ("train_6m", "train_97m")
 Flags = dict[str, list[str]]
 
@@ -65,12 +76,20 @@ class Stage:
     needs: tuple[str, ...] = ()
 
 
-def trainings(work: pathlib.Path, data: str, heldout: str, tfds_dir: str, more: Flags) -> dict[str, Stage]:
+def trainings(
+    work: pathlib.Path, data: str, heldout: str, tfds_dir: str, more: Flags
+) -> dict[str, Stage]:
     """The text packed, if need be, and the models trained and exported; without `data` on LM1B."""
     stages: dict[str, Stage] = {}
     packed = data.removeprefix(PACKED) if data.startswith(PACKED) else f"{work}/packed"
     if data and not data.startswith(PACKED):
-        pack = ("spectr_jax.pack", f"--data={data}", f"--out={packed}", f"--tfds_dir={tfds_dir}", *more["pack"])
+        pack = (
+            "spectr_jax.pack",
+            f"--data={data}",
+            f"--out={packed}",
+            f"--tfds_dir={tfds_dir}",
+            *more["pack"],
+        )
         stages["pack"] = Stage("packed/packed.json", (pack,))
     needs = tuple(stages)
     source = (f"--config.data.train={PACKED}{packed}",) if data else ()
@@ -79,8 +98,20 @@ def trainings(work: pathlib.Path, data: str, heldout: str, tfds_dir: str, more: 
     for name, model in MODELS.items():
         config = f"--config={CONFIGS}/" + (f"open_text.py:{model}" if data else f"lm1b/{model}.py")
         corpus = (*source, tfds, f"--config.data.heldout={heldout}", tokenizer)
-        train = ("spectr_jax.train", config, f"--workdir={work}/{model}", *corpus, *more["train"], *more[name])
-        export = ("spectr_jax.export", f"--model={work}/{model}", f"--out={work}/ladder", *more["export"])
+        train = (
+            "spectr_jax.train",
+            config,
+            f"--workdir={work}/{model}",
+            *corpus,
+            *more["train"],
+            *more[name],
+        )
+        export = (
+            "spectr_jax.export",
+            f"--model={work}/{model}",
+            f"--out={work}/ladder",
+            *more["export"],
+        )
         stages[name] = Stage(f"ladder/{model}*.safetensors", (train, export), needs)
     return stages
 
@@ -94,7 +125,9 @@ def evaluations(work: pathlib.Path, heldout: str, tfds_dir: str, more: Flags) ->
     models = f"--config.models={(target, draft_20m, draft_6m, draft_2m)}"
     drafts = f"--config.drafts={(draft_2m, draft_6m, draft_20m)}"
 
-    def evaluate(stage: str, config: str, table: str, needs: tuple[str, ...], *settings: str) -> tuple[str, Stage]:
+    def evaluate(
+        stage: str, config: str, table: str, needs: tuple[str, ...], *settings: str
+    ) -> tuple[str, Stage]:
         places = (f"--config={CONFIGS}/{config}.py", f"--workdir={work}/results/{stage}")
         command = ("spectr_jax.eval", *places, *settings, *more[stage])
         return stage, Stage(f"results/{stage}/{table}.json", (command,), needs)
@@ -103,16 +136,29 @@ def evaluations(work: pathlib.Path, heldout: str, tfds_dir: str, more: Flags) ->
         return f"--config.batch_size={size}", f"--config.num_prompts={prompts}"
 
     place = f"--workdir={work}/results/figures"
-    figure = ("spectr_jax.figures", place, "--only=spectr_figure_5", f"--target={target}", f"--draft={draft_6m}")
+    figure = (
+        "spectr_jax.experiments.figures",
+        place,
+        "--only=spectr_figure_5",
+        f"--target={target}",
+        f"--draft={draft_6m}",
+    )
     return dict(
         [
-            evaluate("table2", "table2", "tokens_per_call", ALL, *decoding, drafts, *batch(256, 1_000)),
+            evaluate(
+                "table2", "table2", "tokens_per_call", ALL, *decoding, drafts, *batch(256, 1_000)
+            ),
             evaluate("latency", "latency", "latency", ALL, models, draft, bfloat16),
-            evaluate("quality", "quality", "quality", ALL, models, f"--config.heldout={heldout}", tfds),
+            evaluate(
+                "quality", "quality", "quality", ALL, models, f"--config.heldout={heldout}", tfds
+            ),
             evaluate("auto_1", "auto", "auto", PAIR, *decoding, draft, *batch(1, 16)),
             evaluate("auto_32", "auto", "auto", PAIR, *decoding, draft, *batch(32, 32)),
             evaluate("trees", "trees", "trees", PAIR, *decoding, draft, *batch(32, 256)),
-            ("figures", Stage("results/figures/spectr_figure_5.json", ((*figure, *more["figures"]),), PAIR)),
+            (
+                "figures",
+                Stage("results/figures/spectr_figure_5.json", ((*figure, *more["figures"]),), PAIR),
+            ),
         ]
     )
 
@@ -125,9 +171,13 @@ def stage_flags(given: list[str]) -> Flags:
         try:
             parts = shlex.split(values)
         except ValueError as error:
-            raise UserError(f"--stage_flags={entry!r} cannot be read ({error}); mend its quotes") from error
+            raise UserError(
+                f"--stage_flags={entry!r} cannot be read ({error}); mend its quotes"
+            ) from error
         if not colon or not parts:
-            raise UserError(f"--stage_flags={entry!r} is not STAGE: FLAG ..., such as 'train: --config.steps=20000'")
+            raise UserError(
+                f"--stage_flags={entry!r} is not STAGE: FLAG ..., such as 'train: --config.steps=20000'"
+            )
         for name in names.split(","):
             more[name.strip()] += parts
     return more
@@ -169,7 +219,11 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
         if any(work.glob(stage.makes)) and mark.exists() and mark.read_text() == wanted:
             print(f"== {name} is done", flush=True)
             continue
-        missing = [need for need in stage.needs if need in failed + waiting or not any(work.glob(stages[need].makes))]
+        missing = [
+            need
+            for need in stage.needs
+            if need in failed + waiting or not any(work.glob(stages[need].makes))
+        ]
         if missing:
             print(f"== {name} needs {', '.join(missing)}", flush=True)
             waiting.append(name)
@@ -180,8 +234,14 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
         else:
             failed.append(name)
     if failed or waiting:
-        told = [f"{word}: {', '.join(names)}" for word, names in (("failed", failed), ("not run", waiting)) if names]
-        raise UserError(f"{'; '.join(told)}; see the messages above, mend that, and give the same command again")
+        told = [
+            f"{word}: {', '.join(names)}"
+            for word, names in (("failed", failed), ("not run", waiting))
+            if names
+        ]
+        raise UserError(
+            f"{'; '.join(told)}; see the messages above, mend that, and give the same command again"
+        )
 
 
 def _script(stages: dict[str, Stage], name: str) -> str:
@@ -191,25 +251,43 @@ def _script(stages: dict[str, Stage], name: str) -> str:
 
 
 def main():
-    from spectr_jax.data.corpus import open_sentences, text_files  # Once flags are parsed: `--help` need not wait for JAX.
+    from spectr_jax.data.corpus import (  # Once flags are parsed: `--help` need not wait for JAX.
+        open_sentences,
+        text_files,
+    )
     from spectr_jax.data.packed import INDEX
-    from spectr_jax.files import expanded
+    from spectr_jax.utils.files import expanded
 
-    work, data, heldout = expanded(_WORKDIR.value), _DATA.value or "", _HELDOUT.value or LM1B_HELDOUT
+    work, data, heldout = (
+        expanded(_WORKDIR.value),
+        _DATA.value or "",
+        _HELDOUT.value or LM1B_HELDOUT,
+    )
     if bool(_DATA.value) != bool(_HELDOUT.value):
         raise UserError("--data and --heldout belong together; give both, or neither for LM1B")
     more = stage_flags(_STAGE_FLAGS.value)
-    stages = trainings(work, data, heldout, _TFDS.value, more) | evaluations(work, heldout, _TFDS.value, more)
+    stages = trainings(work, data, heldout, _TFDS.value, more) | evaluations(
+        work, heldout, _TFDS.value, more
+    )
     for name in [*_ONLY.value, *(more.keys() - {"train", "export"})]:
         if name not in stages:
             raise unknown("stage", name, stages)
     chosen = [name for name in stages if not _ONLY.value or name in _ONLY.value]
-    if any(f"={heldout}" in argument for name in chosen for command in stages[name].commands for argument in command):
-        open_sentences(heldout, _TFDS.value or None)  # Told now if it is not there, and not after hours.
+    if any(
+        f"={heldout}" in argument
+        for name in chosen
+        for command in stages[name].commands
+        for argument in command
+    ):
+        open_sentences(
+            heldout, _TFDS.value or None
+        )  # Told now if it is not there, and not after hours.
     if "pack" in chosen and not data.startswith("tfds:"):
         text_files(data)
     if data.startswith(PACKED) and not pathlib.Path(data.removeprefix(PACKED), INDEX).exists():
-        raise UserError(f"--data={data}: there is no {INDEX}; pack it again with python -m spectr_jax.pack")
+        raise UserError(
+            f"--data={data}: there is no {INDEX}; pack it again with python -m spectr_jax.pack"
+        )
     run(work, stages, chosen)
 
 

@@ -14,7 +14,7 @@ out = generate(jax.random.key(0), method, target, draft, prompts, lengths, max_n
 print(tokenizer.texts(out.tokens, out.lengths)[0])
 ```
 
-`load` reads a model with its tokenizer (`spectr_jax.loading`), `get_method` makes a method (`spectr_jax.decoding.methods`),
+`load` reads a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` makes a method (`spectr_jax.decoding.methods`),
 and `generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` stands inside a `jax.jit` of your own). A
 `Method` of your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours
 are right.
@@ -30,10 +30,10 @@ The packages, in an order to read them:
 | `spectr_jax.data` | where do tokens come from? | `spectr_jax.data.corpus` |
 | `spectr_jax.training` | how does a model learn? | `spectr_jax.training.loop`, then `step` |
 | `spectr_jax.distillation` | how does a draft learn from its target? | `spectr_jax.distillation.training`, `losses` |
-| `spectr_jax.planning` | which tree to draft, and what to expect of it? | `spectr_jax.planning.tree_search` |
-| `spectr_jax.measure` | what does one method do on prompts? | `spectr_jax.measure.measurement` |
+| `spectr_jax.experiments.planning` | which tree to draft, and what to expect of it? | `spectr_jax.experiments.planning.tree_search` |
+| `spectr_jax.experiments.measure` | what does one method do on prompts? | `spectr_jax.experiments.measure.measurement` |
 | `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call` |
-| `spectr_jax.figures` | what do the papers draw? | `spectr_jax.figures.acceptance` |
+| `spectr_jax.experiments.figures` | what do the papers draw? | `spectr_jax.experiments.figures.acceptance` |
 | `spectr_jax.sampling` | how does a decoded sequence look, token by token? | `spectr_jax.sampling.session` |
 
 Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `label`, `export`; each has `--help`.
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from spectr_jax.decoding.methods import Method, get_method
     from spectr_jax.decoding.policy import Policy
     from spectr_jax.decoding.tree import Tree
-    from spectr_jax.loading import load
+    from spectr_jax.loading.by_name import load
     from spectr_jax.testing import check_method, check_model, check_plan
 
 __all__ = [

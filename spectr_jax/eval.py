@@ -7,15 +7,19 @@ A table that was stopped resumes after what it has measured when the same comman
 
 from absl import flags
 
-from spectr_jax import cli
-from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import expanded
+from spectr_jax.utils import cli
+from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import expanded
 
 with cli.importing():
     from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "An evaluation config, such as configs/demo.py.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "An evaluation config, such as configs/demo.py."
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True
+)
 
 
 def main():
@@ -34,7 +38,9 @@ def main():
     if name not in experiments:
         raise unknown("experiment", name, experiments)
     if jax.process_count() > 1 and name != tokens_per_call.NAME:
-        raise UserError(f"experiment {name!r} runs in one process; drop --coordinator and --distributed")
+        raise UserError(
+            f"experiment {name!r} runs in one process; drop --coordinator and --distributed"
+        )
     experiments[name](_CONFIG.value, expanded(_WORKDIR.value))
 
 

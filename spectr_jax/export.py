@@ -13,8 +13,8 @@ import pathlib
 
 from absl import flags
 
-from spectr_jax import cli
-from spectr_jax.files import expanded
+from spectr_jax.utils import cli
+from spectr_jax.utils.files import expanded
 
 _MODEL = flags.DEFINE_string(
     "model",
@@ -36,7 +36,10 @@ _DTYPE = flags.DEFINE_string(
     "llama, which are float32.",
 )
 _PART_MB = flags.DEFINE_float(
-    "part_mb", 0.0, "The largest size of a file, in millions of bytes; 0 for one file of any size.", lower_bound=0.0
+    "part_mb",
+    0.0,
+    "The largest size of a file, in millions of bytes; 0 for one file of any size.",
+    lower_bound=0.0,
 )
 
 
@@ -48,12 +51,12 @@ def main():
 
 
 def _ours(out: pathlib.Path) -> list[pathlib.Path]:
-    from spectr_jax.errors import UserError, unknown
-    from spectr_jax.files import named, write_whole
-    from spectr_jax.loading import BEST, load_run
+    from spectr_jax.loading.by_name import BEST, load_run
     from spectr_jax.models.weights import STORED, save_weights
-    from spectr_jax.runs import TOKENIZER, open_run
     from spectr_jax.training.metrics import read_metrics
+    from spectr_jax.training.runs import TOKENIZER, open_run
+    from spectr_jax.utils.errors import UserError, unknown
+    from spectr_jax.utils.files import named, write_whole
 
     dtype = _DTYPE.value or "bfloat16"
     if dtype not in STORED:
@@ -63,13 +66,17 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     trained, run = load_run(workdir, best=best), open_run(workdir)
     tokenizer, proto = out / TOKENIZER, None if run.student else (workdir / TOKENIZER).read_bytes()
     if proto and tokenizer.exists() and tokenizer.read_bytes() != proto:
-        raise UserError(f"{str(tokenizer)!r} is not the tokenizer of {str(workdir)!r}; choose another --out")
+        raise UserError(
+            f"{str(tokenizer)!r} is not the tokenizer of {str(workdir)!r}; choose another --out"
+        )
     records = read_metrics(workdir / "metrics.jsonl")
     evaluated = [record for record in records if run.metric in record]
     notes = {
         "run": run.config,
         "tokens": sum(record.get("tokens", 0) for record in records),
-        "evaluation": (min(evaluated, key=lambda record: record[run.metric]) if best else evaluated[-1])
+        "evaluation": (
+            min(evaluated, key=lambda record: record[run.metric]) if best else evaluated[-1]
+        )
         if evaluated
         else None,
     }
@@ -85,16 +92,18 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
 def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.data.hugging_face import save_tokenizer
     from spectr_jax.data.tokenizer import Tokenizer
-    from spectr_jax.errors import UserError
-    from spectr_jax.loading import load
+    from spectr_jax.loading.by_name import load
     from spectr_jax.models.formats.gpt2 import save_gpt2
     from spectr_jax.models.transformer import Transformer
+    from spectr_jax.utils.errors import UserError
 
     _check_folder(out)
     trained = load(_MODEL.value, "float32")
     _check_runs_alone(trained.tokenizer)
     if not isinstance(trained.model, Transformer):
-        raise UserError(f"--model={_MODEL.value} is no decoder of ours; give --format=llama, or copy its folder")
+        raise UserError(
+            f"--model={_MODEL.value} is no decoder of ours; give --format=llama, or copy its folder"
+        )
     if not isinstance(trained.tokenizer, Tokenizer):
         raise UserError(f"--model={_MODEL.value} is a folder of Hugging Face's already; copy it")
     save_gpt2(out, trained.model, trained.tokenizer.bos, trained.tokenizer.eos)
@@ -104,10 +113,10 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
 
 def _llama(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.data.hugging_face import HuggingFaceTokenizer
-    from spectr_jax.errors import UserError
-    from spectr_jax.loading import load
+    from spectr_jax.loading.by_name import load
     from spectr_jax.models.formats.hf_llama import save_llama
     from spectr_jax.models.llama import Llama
+    from spectr_jax.utils.errors import UserError
 
     _check_folder(out)
     trained = load(_MODEL.value, "float32")
@@ -116,7 +125,9 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
     if not isinstance(trained.model, Llama):
         raise UserError(f"--model={_MODEL.value} is not of the Llama family; give --format=gpt2")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise UserError(f"--model={_MODEL.value} has no tokenizer of Hugging Face's, which its folder needs; give it one")
+        raise UserError(
+            f"--model={_MODEL.value} has no tokenizer of Hugging Face's, which its folder needs; give it one"
+        )
     eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
     save_llama(out, trained.model, tokenizer.bos, eos)
     tokenizer.save(out, trained.model.context)
@@ -126,7 +137,7 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
 def _check_runs_alone(tokenizer) -> None:
     """Raises `UserError` for a student, which is of the Llama family too, but with parts that transformers lacks."""
     from spectr_jax.data.tokenizer import VocabularyOf
-    from spectr_jax.errors import UserError
+    from spectr_jax.utils.errors import UserError
 
     if isinstance(tokenizer, VocabularyOf):
         raise UserError(
@@ -137,7 +148,7 @@ def _check_runs_alone(tokenizer) -> None:
 
 def _check_folder(out: pathlib.Path) -> None:
     """Raises `UserError` for flags that a folder for transformers does not take, and for one that is taken."""
-    from spectr_jax.errors import UserError
+    from spectr_jax.utils.errors import UserError
 
     for flag in (_DTYPE, _PART_MB):
         if flag.value:

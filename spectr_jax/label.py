@@ -12,10 +12,14 @@ from typing import Any
 
 from absl import flags
 
-from spectr_jax import cli
+from spectr_jax.utils import cli
 
-_TEACHER = flags.DEFINE_string("teacher", "smollm2", "Any model by its name, as for --target of spectr_jax.sample.")
-_TEXT = flags.DEFINE_string("text", "", "A corpus, as in data.train of a training config; not for chats.")
+_TEACHER = flags.DEFINE_string(
+    "teacher", "smollm2", "Any model by its name, as for --target of spectr_jax.sample."
+)
+_TEXT = flags.DEFINE_string(
+    "text", "", "A corpus, as in data.train of a training config; not for chats."
+)
 _WRITE = flags.DEFINE_enum(
     "write",
     "nothing",
@@ -29,39 +33,54 @@ _COUNT = flags.DEFINE_integer(
     "How many sentences to label, or texts to write; rounded up to a multiple of 512, as far as the corpus goes.",
     lower_bound=1,
 )
-_FIRST = flags.DEFINE_integer("first", 0, "The first sentence of the corpus to take.", lower_bound=0)
+_FIRST = flags.DEFINE_integer(
+    "first", 0, "The first sentence of the corpus to take.", lower_bound=0
+)
 _LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature", 1.0, "Sampling temperature of written texts; labels always use 1.", lower_bound=0.0
+    "temperature",
+    1.0,
+    "Sampling temperature of written texts; labels always use 1.",
+    lower_bound=0.0,
 )
 _FEATURES = flags.DEFINE_bool(
-    "features", False, "Also keep the teacher's last hidden state at each token, for students that see it."
+    "features",
+    False,
+    "Also keep the teacher's last hidden state at each token, for students that see it.",
 )
 _LABELS = flags.DEFINE_bool(
     "labels",
     True,
     "Keep labels. Without them only tokens are kept, for configs/distil.py:online, whose teacher labels them.",
 )
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8.")
-_WRITE_DTYPE = flags.DEFINE_string("write_dtype", None, "Precision in which it writes texts; --dtype if not given.")
+_DTYPE = flags.DEFINE_string(
+    "dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8."
+)
+_WRITE_DTYPE = flags.DEFINE_string(
+    "write_dtype", None, "Precision in which it writes texts; --dtype if not given."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of written texts.", lower_bound=0)
-_TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
+_TFDS = flags.DEFINE_string(
+    "tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder."
+)
 
 
 def main():
     from spectr_jax.distillation import labels
     from spectr_jax.distillation import teacher as teaching
-    from spectr_jax.errors import UserError
-    from spectr_jax.files import expanded
-    from spectr_jax.loading import check_dtype
-    from spectr_jax.memory import keep_freed_memory
+    from spectr_jax.loading.by_name import check_dtype
+    from spectr_jax.loading.pairs import load_alone
     from spectr_jax.models.base import features_shown
-    from spectr_jax.pairs import load_alone
+    from spectr_jax.utils.errors import UserError
+    from spectr_jax.utils.files import expanded
+    from spectr_jax.utils.memory import keep_freed_memory
 
     keep_freed_memory()
     out = expanded(_OUT.value)
     if "," in str(out):
-        raise UserError(f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name")
+        raise UserError(
+            f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name"
+        )
     check_dtype(_write_dtype())
     sentences = _sentences()
     teacher = load_alone(_TEACHER.value, _DTYPE.value)
@@ -72,7 +91,9 @@ def main():
         )
     features = features_shown(teacher.model) if _FEATURES.value else 0
     if _FEATURES.value and not _LABELS.value:
-        raise UserError("--features --labels=false: features are kept with labels only; leave one out")
+        raise UserError(
+            "--features --labels=false: features are kept with labels only; leave one out"
+        )
     if _FEATURES.value and not features:
         raise UserError(
             f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
@@ -118,7 +139,7 @@ def _sentences():
     """Returns the corpus, or None for chats; raises `UserError` for flags that do not go together, and for too short a
     corpus."""
     from spectr_jax.data.corpus import open_sentences
-    from spectr_jax.errors import UserError
+    from spectr_jax.utils.errors import UserError
 
     chats, reads = _WRITE.value == "chats", _WRITE.value == "nothing"
     if bool(_TEXT.value) == chats:
@@ -131,13 +152,19 @@ def _sentences():
             )
     if chats:
         if not _TEMPERATURE.value:
-            raise UserError("--temperature=0 writes the same chat each time; give a higher one, such as 1")
+            raise UserError(
+                "--temperature=0 writes the same chat each time; give a higher one, such as 1"
+            )
         return None
     sentences = open_sentences(_TEXT.value, _TFDS.value)
     wanted = _FIRST.value + (_COUNT.value if reads else 1)
     if wanted > len(sentences):
-        asked = f"--first={_FIRST.value} --count={_COUNT.value}" if reads else f"--first={_FIRST.value}"
-        raise UserError(f"{_TEXT.value!r} has {len(sentences):,} sentences, too few for {asked}; lower these")
+        asked = (
+            f"--first={_FIRST.value} --count={_COUNT.value}" if reads else f"--first={_FIRST.value}"
+        )
+        raise UserError(
+            f"{_TEXT.value!r} has {len(sentences):,} sentences, too few for {asked}; lower these"
+        )
     return sentences
 
 
@@ -145,7 +172,7 @@ def _texts(teacher, sentences, length: int):
     """Returns what is labelled: `teaching.Texts` that are read, or that the teacher writes."""
     from spectr_jax.decoding import Policy
     from spectr_jax.distillation import teacher as teaching
-    from spectr_jax.loading import load
+    from spectr_jax.loading.by_name import load
 
     if _WRITE.value == "nothing":
         return teaching.read_texts(sentences, teacher.tokenizer)

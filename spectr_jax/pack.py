@@ -7,37 +7,58 @@ Then train with --config.data.train=packed:packed.
 
 from absl import flags
 
-from spectr_jax import cli
+from spectr_jax.utils import cli
 
-_DATA = flags.DEFINE_string("data", None, "A corpus: tfds:DATASET:SPLIT, a text file, a folder or a glob.", required=True)
-_OUT = flags.DEFINE_string("out", None, "The folder that gets shards, index and tokenizer.model.", required=True)
-_TOKENIZER = flags.DEFINE_string("tokenizer", "", "A SentencePiece model; trained on the corpus if it is not there.")
-_VOCABULARY = flags.DEFINE_integer("vocab_size", 8_192, "Size of the vocabulary, if a tokenizer is trained.", lower_bound=1)
-_SENTENCES = flags.DEFINE_integer(
-    "tokenizer_sentences", 250_000, "The number of sentences to train the tokenizer on.", lower_bound=1
+_DATA = flags.DEFINE_string(
+    "data", None, "A corpus: tfds:DATASET:SPLIT, a text file, a folder or a glob.", required=True
 )
-_LENGTH = flags.DEFINE_integer("length", 128, "Tokens per row: the context of the models.", lower_bound=2)
-_COMPRESS = flags.DEFINE_bool("compress", False, "Compress the shards with xz, for copying to another machine.")
-_TFDS = flags.DEFINE_string("tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder.")
+_OUT = flags.DEFINE_string(
+    "out", None, "The folder that gets shards, index and tokenizer.model.", required=True
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", "", "A SentencePiece model; trained on the corpus if it is not there."
+)
+_VOCABULARY = flags.DEFINE_integer(
+    "vocab_size", 8_192, "Size of the vocabulary, if a tokenizer is trained.", lower_bound=1
+)
+_SENTENCES = flags.DEFINE_integer(
+    "tokenizer_sentences",
+    250_000,
+    "The number of sentences to train the tokenizer on.",
+    lower_bound=1,
+)
+_LENGTH = flags.DEFINE_integer(
+    "length", 128, "Tokens per row: the context of the models.", lower_bound=2
+)
+_COMPRESS = flags.DEFINE_bool(
+    "compress", False, "Compress the shards with xz, for copying to another machine."
+)
+_TFDS = flags.DEFINE_string(
+    "tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder."
+)
 
 
 def main():
     from spectr_jax.data import packed
     from spectr_jax.data.corpus import open_sentences, sample_sentences
     from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
-    from spectr_jax.errors import UserError
-    from spectr_jax.files import expanded
+    from spectr_jax.utils.errors import UserError
+    from spectr_jax.utils.files import expanded
 
     out = expanded(_OUT.value)
     tokenizer_path = expanded(_TOKENIZER.value) if _TOKENIZER.value else out / "tokenizer.model"
     if (out / packed.INDEX).exists():
-        raise UserError(f"{str(out)!r} holds a packed corpus already; choose another --out, or remove it")
+        raise UserError(
+            f"{str(out)!r} holds a packed corpus already; choose another --out, or remove it"
+        )
     sentences = open_sentences(_DATA.value, _TFDS.value)
     if tokenizer_path.exists():
         tokenizer = Tokenizer(tokenizer_path)
     else:
         print(f"training a tokenizer of {_VOCABULARY.value} pieces: {tokenizer_path}", flush=True)
-        tokenizer = train_tokenizer(sample_sentences(sentences, _SENTENCES.value, seed=0), tokenizer_path, _VOCABULARY.value)
+        tokenizer = train_tokenizer(
+            sample_sentences(sentences, _SENTENCES.value, seed=0), tokenizer_path, _VOCABULARY.value
+        )
     print(f"packing {len(sentences):,} sentences", flush=True)
     index = packed.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value)
     rows = sum(index["rows"].values())

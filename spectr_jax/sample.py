@@ -22,23 +22,33 @@ from collections.abc import Iterable
 
 from absl import flags
 
-from spectr_jax import cli
+from spectr_jax.utils import cli
 
-_PROMPT = flags.DEFINE_string("prompt", None, "The text to continue; without --prompt and --file, each line of stdin.")
+_PROMPT = flags.DEFINE_string(
+    "prompt", None, "The text to continue; without --prompt and --file, each line of stdin."
+)
 _FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
 _METHOD = flags.DEFINE_string(
-    "method", None, "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or --num_drafts)"
+    "method",
+    None,
+    "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or --num_drafts)",
 )
 _TREE = flags.DEFINE_string(
     "tree",
     None,
     "The draft tree: children per node by level, as 4,2,1; 8x4 for 8 chains of 4; chain:8, batch:8, specinfer:16.",
 )
-_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Drafted continuations (K); not with --tree.")
+_NUM_DRAFTS = flags.DEFINE_integer(
+    "num_drafts", None, "Drafted continuations (K); not with --tree."
+)
 _DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted continuation (L).")
-_LAYERS = flags.DEFINE_integer("layers", None, "For self_speculative: how many of the target's layers draft.")
+_LAYERS = flags.DEFINE_integer(
+    "layers", None, "For self_speculative: how many of the target's layers draft."
+)
 _TARGET = flags.DEFINE_string(
-    "target", "embedded:20m", "The target: embedded:NAME, a file, a workdir, hf:FOLDER, gguf:FILE, smollm2, random:NAME."
+    "target",
+    "embedded:20m",
+    "The target: embedded:NAME, a file, a workdir, hf:FOLDER, gguf:FILE, smollm2, random:NAME.",
 )
 _DRAFT = flags.DEFINE_string(
     "draft",
@@ -58,33 +68,58 @@ _CHAT = flags.DEFINE_bool(
     "Treat prompts as chat messages: apply the model's chat template and print each answer as it is decoded.",
 )
 _NEW = flags.DEFINE_integer(
-    "max_new_tokens", None, "The most tokens to add to a prompt. (default: 64; 256 with --chat)", lower_bound=1
+    "max_new_tokens",
+    None,
+    "The most tokens to add to a prompt. (default: 64; 256 with --chat)",
+    lower_bound=1,
 )
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", None, "Sampling temperature; 0 is greedy decoding. (default: 1; 0.2 with --chat)"
 )
-_DRAFT_TEMPERATURE = flags.DEFINE_float("draft_temperature", None, "Temperature of the drafts. (default: --temperature)")
+_DRAFT_TEMPERATURE = flags.DEFINE_float(
+    "draft_temperature", None, "Temperature of the drafts. (default: --temperature)"
+)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens that hold this probability.")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "Sample among the tokens with this share of the largest probability; 0 for all.")
-_STOP = flags.DEFINE_multi_string("stop", [], "End a continuation before this text; may be given several times.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1)
-_COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's continuation beside the method's.")
-_HTML = flags.DEFINE_string("html", None, "Also write a page to this file, with the draft tree of each call.")
-_COLOUR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal without NO_COLOR.")
+_TOP_P = flags.DEFINE_float(
+    "top_p", 1.0, "Sample among the most probable tokens that hold this probability."
+)
+_MIN_P = flags.DEFINE_float(
+    "min_p", 0.0, "Sample among the tokens with this share of the largest probability; 0 for all."
+)
+_STOP = flags.DEFINE_multi_string(
+    "stop", [], "End a continuation before this text; may be given several times."
+)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1
+)
+_COMPARE = flags.DEFINE_bool(
+    "compare", False, "Show the baseline's continuation beside the method's."
+)
+_HTML = flags.DEFINE_string(
+    "html", None, "Also write a page to this file, with the draft tree of each call."
+)
+_COLOUR = flags.DEFINE_enum(
+    "color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal without NO_COLOR."
+)
 
 
 def main():
     from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
-    from spectr_jax.loading import SMOLLM2, check_dtype
+    from spectr_jax.loading.by_name import SMOLLM2, check_dtype
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
     new_tokens = _NEW.value or (256 if _CHAT.value else 64)
-    temperature = (0.2 if _CHAT.value else 1.0) if _TEMPERATURE.value is None else _TEMPERATURE.value
+    temperature = (
+        (0.2 if _CHAT.value else 1.0) if _TEMPERATURE.value is None else _TEMPERATURE.value
+    )
     policy = Policy(temperature, _TOP_K.value, _TOP_P.value, min_p=_MIN_P.value)
-    own = policy if _DRAFT_TEMPERATURE.value is None else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
+    own = (
+        policy
+        if _DRAFT_TEMPERATURE.value is None
+        else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
+    )
     check_policy(policy)
     check_policy(own, owner="draft_")
     small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
@@ -97,10 +132,20 @@ def main():
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
     session = open_session(
-        method, _TARGET.value, _DRAFT.value or None, dtype, new_tokens, policy, own, html is not None, tuple(_STOP.value)
+        method,
+        _TARGET.value,
+        _DRAFT.value or None,
+        dtype,
+        new_tokens,
+        policy,
+        own,
+        html is not None,
+        tuple(_STOP.value),
     )
     if method is None and session.draft is None:
-        print(f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr)
+        print(
+            f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr
+        )
     if _CHAT.value and not _COMPARE.value and html is None:
         _chat(session, prompts)
     else:
@@ -114,17 +159,26 @@ def _method():
       UserError: flags that do not go together; in terms of the flags where no method is named.
     """
     from spectr_jax.decoding import get_method
-    from spectr_jax.errors import UserError
+    from spectr_jax.utils.errors import UserError
 
-    options = {"tree": _TREE, "num_drafts": _NUM_DRAFTS, "draft_length": _DRAFT_LENGTH, "layers": _LAYERS}
+    options = {
+        "tree": _TREE,
+        "num_drafts": _NUM_DRAFTS,
+        "draft_length": _DRAFT_LENGTH,
+        "layers": _LAYERS,
+    }
     given = {name: flag.value for name, flag in options.items() if flag.value is not None}
     if _METHOD.value is not None:
         return get_method(_METHOD.value, **given)
     if "layers" in given:
-        raise UserError(f"--layers={_LAYERS.value} is for --method=self_speculative; give both, or leave it out")
+        raise UserError(
+            f"--layers={_LAYERS.value} is for --method=self_speculative; give both, or leave it out"
+        )
     if "tree" in given and len(given) > 1:
         other = next(name for name in given if name != "tree")
-        raise UserError(f"--tree={_TREE.value} and --{other}={given[other]} are both given; give one of them")
+        raise UserError(
+            f"--tree={_TREE.value} and --{other}={given[other]} are both given; give one of them"
+        )
     if "tree" in given or "num_drafts" in given:
         return get_method("otm_block", **given)
     return get_method("block", **given) if given else None
@@ -132,15 +186,17 @@ def _method():
 
 def _prompts() -> Iterable[str]:
     """Returns the prompts: a list, or those of stdin as they come."""
-    from spectr_jax.errors import UserError
     from spectr_jax.sampling import prompts
+    from spectr_jax.utils.errors import UserError
 
     if _PROMPT.value is not None and _FILE.value is not None:
         raise UserError(f"--prompt and --file={_FILE.value} are both given; give one of them")
     if _PROMPT.value is not None:
         if not _PROMPT.value.strip():
             if _CHAT.value:
-                raise UserError("--prompt is empty, which is nothing to answer; give --chat a message")
+                raise UserError(
+                    "--prompt is empty, which is nothing to answer; give --chat a message"
+                )
             print("--prompt is empty: the sequence begins from nothing", file=sys.stderr)
         return prompts.from_flag(_PROMPT.value)
     if _FILE.value is not None:
@@ -154,9 +210,9 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
     import jax
 
     from spectr_jax.decoding import get_method
-    from spectr_jax.files import write_whole
     from spectr_jax.sampling import chat, page, terminal
     from spectr_jax.sampling import session as sampling
+    from spectr_jax.utils.files import write_whole
 
     if _CHAT.value:
         chat.check(session)
@@ -167,7 +223,11 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
         prompt += "\n\n" if _CHAT.value else ""
         key = jax.random.fold_in(jax.random.key(_SEED.value), number)
         decoded = sampling.decode(session, session.method, tokens, key)
-        baseline = sampling.decode(session, get_method("baseline"), tokens, key) if _COMPARE.value else None
+        baseline = (
+            sampling.decode(session, get_method("baseline"), tokens, key)
+            if _COMPARE.value
+            else None
+        )
         if not number and colour:
             print(terminal.legend(colour) + "\n")
         if baseline:
@@ -180,7 +240,9 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
         shown.append(page.Shown(prompt, decoded, baseline, speed))
         if html is not None:
             command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
-            write_whole(html, page.page(session, command, shown).encode(errors="replace"))  # Paths need not be UTF-8.
+            write_whole(
+                html, page.page(session, command, shown).encode(errors="replace")
+            )  # Paths need not be UTF-8.
 
 
 def _chat(session, prompts: Iterable[str]) -> None:

@@ -7,19 +7,23 @@ A run that was stopped or killed resumes from its newest checkpoint when the sam
 
 from absl import flags
 
-from spectr_jax import cli
+from spectr_jax.utils import cli
 
 with cli.importing():
     from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A training config, such as configs/lm1b/draft_6m.py.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; give the same one to resume.", required=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "A training config, such as configs/lm1b/draft_6m.py."
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run lives; give the same one to resume.", required=True
+)
 
 
 def main():
     # Once flags are parsed: `--help` need not wait for JAX.
-    from spectr_jax.files import expanded
-    from spectr_jax.memory import keep_freed_memory
+    from spectr_jax.utils.files import expanded
+    from spectr_jax.utils.memory import keep_freed_memory
 
     keep_freed_memory()
     if "teacher" in _CONFIG.value:

@@ -8,14 +8,18 @@ import tempfile
 from typing import Any, NamedTuple
 
 # Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX is imported.
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # Takes half as long to compile; 0.11 has no choice.
+if importlib.metadata.version("jaxlib").startswith(
+    "0.10."
+):  # Takes half as long to compile; 0.11 has no choice.
     _flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_experimental_ynn_fusion_type="  # The latter for small arrays.
     _flags += " --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true"  # On one thread.
     _flags += " --xla_cpu_prefer_vector_width=128"  # Fewer kinds of loops to compile: a tenth of the time.
     os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=1 {_flags}")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("NPROC", "1")  # XLA's threads for a program: the workers take all cores as it is.
+os.environ.setdefault(
+    "NPROC", "1"
+)  # XLA's threads for a program: the workers take all cores as it is.
 # Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
@@ -27,7 +31,9 @@ import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
 gc.freeze()
-gc.set_threshold(200_000, 50, 50)  # A trace makes many small objects, most of which live on: to look for garbage takes long.
+gc.set_threshold(
+    200_000, 50, 50
+)  # A trace makes many small objects, most of which live on: to look for garbage takes long.
 
 
 def pytest_runtest_setup(item):
@@ -74,12 +80,18 @@ def array_records():
 
         place = folder / "lm1b" / "1.1.0"
         place.mkdir(parents=True)
-        identity = tfds.core.dataset_info.DatasetIdentity("lm1b", tfds.core.Version("1.1.0"), str(place), "lm1b")
+        identity = tfds.core.dataset_info.DatasetIdentity(
+            "lm1b", tfds.core.Version("1.1.0"), str(place), "lm1b"
+        )
         features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
         info = tfds.core.DatasetInfo(builder=identity, features=features, description="sentences")
-        writer = tfds.core.SequentialWriter(info, -(-len(train) // shards), file_format="array_record")
+        writer = tfds.core.SequentialWriter(
+            info, -(-len(train) // shards), file_format="array_record"
+        )
         writer.initialize_splits(["train", "test"])
-        writer.add_examples({"train": [{"text": line} for line in train], "test": [{"text": line} for line in test]})
+        writer.add_examples(
+            {"train": [{"text": line} for line in train], "test": [{"text": line} for line in test]}
+        )
         writer.close_all()
         return sorted(place.glob("lm1b-train*"))
 

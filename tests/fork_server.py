@@ -19,7 +19,9 @@ SECONDS = 60
 """The most that a program may take."""
 
 
-def become(program: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+def become(
+    program: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str
+) -> None:
     """Runs the program in this process, which ends as the program does, without the half second that Python takes to end."""
     signal.alarm(SECONDS)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.

@@ -13,14 +13,14 @@ from flax import nnx
 from spectr_jax import check_method, check_model, check_plan, load, transport
 from spectr_jax.decoding import get_method, stream
 from spectr_jax.decoding.generate import generate
-from spectr_jax.errors import UserError, check_device, explain
-from spectr_jax.files import naming, write_whole
 from spectr_jax.models.formats.gpt2 import load_gpt2, save_gpt2
 from spectr_jax.models.formats.hf_llama import load_llama, save_llama
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
+from spectr_jax.utils.errors import UserError, check_device, explain
+from spectr_jax.utils.files import naming, write_whole
 
 TABLE = random_table(0, 4)
 
@@ -48,7 +48,12 @@ TABLE = random_table(0, 4)
 )
 def test_arguments_of_generate(change, message):
     model = TableModel(TABLE)
-    given = {"key": jax.random.key(0), "method": get_method("spectr"), "target": model, "draft": model}
+    given = {
+        "key": jax.random.key(0),
+        "method": get_method("spectr"),
+        "target": model,
+        "draft": model,
+    }
     given |= {"prompts": [[1]], "prompt_lengths": [1], "max_new_tokens": 4, **change}
     with pytest.raises(UserError, match=message):
         generate(**given)
@@ -77,7 +82,10 @@ def _select(drafts):
         (lambda: get_method(None), "unknown method None"),
         (lambda: get_method(["block"]), "unknown method"),
         (lambda: get_method("spectr", num_drafts="8"), "num_drafts='8' is not a whole number"),
-        (lambda: get_method("spectr", draft_length=2**40), "a tree of 8,796,093,022,208 nodes is too large"),
+        (
+            lambda: get_method("spectr", draft_length=2**40),
+            "a tree of 8,796,093,022,208 nodes is too large",
+        ),
         (lambda: get_method("kseq_gamma", gamma="1"), "gamma=1 is not at least 1"),
         (lambda: get_method("kseq_gamma", gamma=1e39), r"gamma=1e\+39 is not at least 1"),
         (lambda: load(None), "spec=None: must name a model"),
@@ -136,22 +144,40 @@ def test_the_width_that_prompts_are_padded_to_does_not_count():
     model, prompts = TableModel(TABLE, context=16), np.ones((1, 64), np.int32)
     out = generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 6)
     assert int(out.lengths[0]) == 16
-    with pytest.raises(UserError, match="prompts of 10 tokens and max_new_tokens=7 exceed the target's context of 16"):
+    with pytest.raises(
+        UserError,
+        match="prompts of 10 tokens and max_new_tokens=7 exceed the target's context of 16",
+    ):
         generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["otm_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gsd", "traversal", "ersd", "otm_layer"))],
+    [
+        "otm_block",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gsd", "traversal", "ersd", "otm_layer")
+        ),
+    ],
 )
 def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_reaches(name):
     rows, length, prompt = 6000, 4, (1, 2)
     target, draft = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.5), context=3)
-    arguments = get_method(name, tree="2,1"), target, draft, np.tile(prompt, (rows, 1)), np.full(rows, 2), length
+    arguments = (
+        get_method(name, tree="2,1"),
+        target,
+        draft,
+        np.tile(prompt, (rows, 1)),
+        np.full(rows, 2),
+        length,
+    )
     counts, digits = np.zeros(4**length), 4 ** np.arange(length)
     for seed in range(3):
         out = generate(jax.random.split(jax.random.key(seed), rows), *arguments)
-        counts += np.bincount(np.asarray(out.tokens)[:, 2 : 2 + length] @ digits, minlength=4**length)
+        counts += np.bincount(
+            np.asarray(out.tokens)[:, 2 : 2 + length] @ digits, minlength=4**length
+        )
     expected = np.zeros(4**length)
     for tokens, probability in exact_pmf(TABLE, prompt, length).items():
         expected[np.array(tokens) @ digits] = probability
@@ -165,24 +191,43 @@ def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_reaches(name):
 
 
 def _folders(tmp_path):
-    gpt2 = Transformer(TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=8), rngs=nnx.Rngs(0))
+    gpt2 = Transformer(
+        TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=8),
+        rngs=nnx.Rngs(0),
+    )
     save_gpt2(tmp_path / "gpt2", gpt2)
-    shape = {"width": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_width": 8, "vocab_size": 13, "context": 8}
+    shape = {
+        "width": 16,
+        "mlp": 32,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_width": 8,
+        "vocab_size": 13,
+        "context": 8,
+    }
     save_llama(tmp_path / "llama", Llama(LlamaConfig(layers=2, **shape), rngs=nnx.Rngs(0)))
-    return (tmp_path / "gpt2", load_gpt2, "n_layer"), (tmp_path / "llama", load_llama, "num_hidden_layers")
+    return (tmp_path / "gpt2", load_gpt2, "n_layer"), (
+        tmp_path / "llama",
+        load_llama,
+        "num_hidden_layers",
+    )
 
 
 def test_weights_that_nothing_reads(tmp_path):
     """A config of fewer layers than the weights have; what older programs saved besides is no such thing."""
     for folder, loads, name in _folders(tmp_path):
         tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-        extra = {"transformer.h.0.attn.bias": np.ones(3, np.float32)} if "gpt2" in str(folder) else {}
+        extra = (
+            {"transformer.h.0.attn.bias": np.ones(3, np.float32)} if "gpt2" in str(folder) else {}
+        )
         extra = extra or {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
         safetensors.numpy.save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
         loads(folder)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {name: 1}))
-        with pytest.raises(UserError, match=r"has .*\.1\..*, which its config.json does not mention"):
+        with pytest.raises(
+            UserError, match=r"has .*\.1\..*, which its config.json does not mention"
+        ):
             loads(folder)
 
 

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from spectr_jax import check_model
-from spectr_jax.errors import UserError
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils.errors import UserError
 
 SHAPE = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, context=12)
 
@@ -21,14 +21,18 @@ class LatePositions(Transformer):
     """One position late, behind a cache."""
 
     def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
-        return super().extend(tokens, positions + (cache is not None), visible, cache, pending, **rest)
+        return super().extend(
+            tokens, positions + (cache is not None), visible, cache, pending, **rest
+        )
 
 
 class OwnPositions(Transformer):
     """Counts its positions itself, so that siblings have different ones."""
 
     def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
-        return super().extend(tokens, positions[:, :1] + np.arange(tokens.shape[1]), visible, cache, pending, **rest)
+        return super().extend(
+            tokens, positions[:, :1] + np.arange(tokens.shape[1]), visible, cache, pending, **rest
+        )
 
 
 class SeesAll(Transformer):
@@ -58,7 +62,9 @@ class OneMask(Transformer):
     """Takes the mask of the first row for all."""
 
     def extend(self, tokens, positions, visible, *args, **rest):
-        return super().extend(tokens, positions, jnp.broadcast_to(visible[:1], visible.shape), *args, **rest)
+        return super().extend(
+            tokens, positions, jnp.broadcast_to(visible[:1], visible.shape), *args, **rest
+        )
 
 
 class LeaksCachedRows(Transformer):
@@ -66,7 +72,9 @@ class LeaksCachedRows(Transformer):
 
     def extend(self, *args, **rest):
         logits, cache = super().extend(*args, **rest)
-        return logits, cache and Cache(jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 0), cache.rows), cache.lengths)
+        return logits, cache and Cache(
+            jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 0), cache.rows), cache.lengths
+        )
 
 
 class ForgetsPending(Transformer):
@@ -144,7 +152,9 @@ def test_an_exit_that_spoils_the_other_layers_is_told():
 
     model = Spoils(dataclasses.replace(SHAPE, layers=2), rngs=nnx.Rngs(0))
     check_model(model)
-    with pytest.raises(AssertionError, match="model Spoils: behind a call with layers=1 the whole model is another"):
+    with pytest.raises(
+        AssertionError, match="model Spoils: behind a call with layers=1 the whole model is another"
+    ):
         check_model(model, layers=1)
 
 
@@ -153,5 +163,7 @@ def test_impossible_tokens_and_a_context_that_is_too_short():
     table[:, :, 2] = 0
     with np.errstate(divide="ignore"):
         check_model(TableModel(table))
-    with pytest.raises(UserError, match="context=11 is too short to check a model; give one of at least 12"):
+    with pytest.raises(
+        UserError, match="context=11 is too short to check a model; give one of at least 12"
+    ):
         check_model(TableModel(table, context=11))

@@ -51,14 +51,20 @@ def test_links_point_to_files_and_headings(page):
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
 def test_files_that_are_named_exist(page):
-    for path in re.findall(r"(?<![\w/.])(?:configs|docs|scripts|tests)/[\w/]+\.\w+", page.read_text()):
+    for path in re.findall(
+        r"(?<![\w/.])(?:configs|docs|scripts|tests)/[\w/]+\.\w+", page.read_text()
+    ):
         assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
 def test_commands_have_flags_that_exist(page):
     for module, rest in re.findall(r"python -m spectr_jax\.(\w+)([^#`\n]*)", page.read_text()):
-        places = [ROOT / f"spectr_jax/{module}.py", ROOT / f"spectr_jax/{module}/__main__.py", ROOT / "spectr_jax/cli.py"]
+        places = [
+            ROOT / f"spectr_jax/{module}.py",
+            ROOT / f"spectr_jax/{module}/__main__.py",
+            ROOT / "spectr_jax/utils/cli.py",
+        ]
         source = "".join(path.read_text() for path in places if path.exists())
         known = set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))
         assert known.issuperset(named := re.findall(r" --(\w+)", rest)), (module, named)
@@ -77,7 +83,9 @@ def test_the_example_of_a_plan_runs():
     names: dict = {}
     exec(example, names)
     p, q, plan = names["p"], names["q"], names["plan"]
-    assert plan.acceptance(p, q, k=8) == pytest.approx(names["transport"].optimal_acceptance(p, q, k=8), abs=1e-9)
+    assert plan.acceptance(p, q, k=8) == pytest.approx(
+        names["transport"].optimal_acceptance(p, q, k=8), abs=1e-9
+    )
     assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
@@ -85,14 +93,20 @@ def test_the_index_of_results_is_short_and_has_all_folders():
     index = (ROOT / "results/README.md").read_text()
     assert len(index.splitlines()) <= 80
     for folder in ROOT.glob("results/*/"):
-        named = f"](notes/{next(folder.glob('*.md')).name}" if folder.name == "notes" else f"| [`{folder.name}/`]"
+        named = (
+            f"](notes/{next(folder.glob('*.md')).name}"
+            if folder.name == "notes"
+            else f"| [`{folder.name}/`]"
+        )
         assert named in index, folder.name
     for note in ROOT.glob("results/notes/*.md"):
         assert f"](notes/{note.name})" in index, note.name
 
 
 def test_the_first_page_of_the_site_has_the_others():
-    included = re.findall(r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)
+    included = re.findall(
+        r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE
+    )
     places = {(ROOT / "spectr_jax" / path).resolve() for path in included}
     assert places == set(SITE)
 
@@ -100,13 +114,18 @@ def test_the_first_page_of_the_site_has_the_others():
 def test_headings_of_the_first_page_differ():
     """Links to them are links inside one page there."""
     headings = [_anchor(heading) for page in SITE for heading in _headings(page)]
-    assert len(set(headings)) == len(headings), sorted(heading for heading in set(headings) if headings.count(heading) > 1)
+    assert len(set(headings)) == len(headings), sorted(
+        heading for heading in set(headings) if headings.count(heading) > 1
+    )
 
 
 def test_github_runs_the_test_command():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     job = workflow["jobs"]["test"]
-    assert set(job["strategy"]["matrix"]["python-version"]) == {"3.11", "3.12"} and job["timeout-minutes"] == 60
+    assert (
+        set(job["strategy"]["matrix"]["python-version"]) == {"3.11", "3.12"}
+        and job["timeout-minutes"] == 60
+    )
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands == ["scripts/test.sh --all"] and (ROOT / "scripts/test.sh").exists()
     assert workflow[True]  # YAML 1.1 takes the key `on` for a truth value.
@@ -114,7 +133,9 @@ def test_github_runs_the_test_command():
 
 @pytest.mark.parametrize(("heading", "named"), [("Methods", METHODS), ("Plans", PLANS)])
 def test_the_tables_of_the_architecture_have_all(heading, named):
-    section = (ROOT / "docs/architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs/architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    )
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(named)
 
@@ -132,39 +153,63 @@ def _imported_parts(path: pathlib.Path) -> set[str]:
 
 
 def test_imports_run_as_the_architecture_says():
-    page = (ROOT / "docs/architecture.md").read_text().split("\nImports run one way")[1].split("\n## ")[0]
+    page = (
+        (ROOT / "docs/architecture.md")
+        .read_text()
+        .split("\nImports run one way")[1]
+        .split("\n## ")[0]
+    )
     lines = re.findall(r"^    (\w+) +(-|\w+(?:, \w+)*)$", page, re.MULTILINE)
     said = {part: set(re.findall(r"\w+", behind)) for part, behind in lines}
-    entries, servants = (set(re.findall(r"`(\w+)`", text)) for text in page.split("The entry points ")[1].split(". ")[:2])
+    entries, servants = (
+        set(re.findall(r"`(\w+)`", text))
+        for text in page.split("The entry points ")[1].split(". ")[:2]
+    )
     found: dict[str, set[str]] = {}
     for path in MODULES:
         part = path.relative_to(ROOT / "spectr_jax").parts[0].removesuffix(".py")
         found[part] = found.get(part, set()) | _imported_parts(path) - {part}
     assert found.keys() == {*said, *entries, *servants, "__init__"}
     assert {part: found[part] - servants for part in said} == said
-    assert all(found[part] <= servants for part in servants) and not entries & set().union(*found.values())
+    assert all(found[part] <= servants for part in servants) and not entries & set().union(
+        *found.values()
+    )
     for index, (part, _) in enumerate(lines):
         assert said[part] <= {below for below, _ in lines[index + 1 :]}, part
 
 
 def test_the_first_page_has_all_rooms():
-    rooms = {path.relative_to(ROOT / "spectr_jax").parts[0] for path in MODULES if path.parent.name != "spectr_jax"}
-    named = re.findall(r"^\| `spectr_jax\.(\w+)` \|", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)
+    rooms = {
+        path.relative_to(ROOT / "spectr_jax").parts[0]
+        for path in MODULES
+        if path.parent.name != "spectr_jax"
+    }
+    named = re.findall(
+        r"^\| `spectr_jax\.(\w+)` \|", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE
+    )
     assert set(named) == rooms
 
 
 def test_modules_have_docstrings():
-    assert [path.name for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [
+        path.name for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))
+    ] == []
 
 
 def test_formulas_are_typeset():
     """No backslash is an escape of Python's, and none stands indented, which is code in Markdown."""
     pages = 0
     for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
-        docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else None
+        docstring = (
+            ast.get_docstring(node)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            else None
+        )
         if docstring and "$$" in docstring:
             pages += 1
-            assert docstring.count("$$") % 2 == 0 and not re.search(r"[\x00-\x09\x0b-\x1f]", docstring), docstring
+            assert docstring.count("$$") % 2 == 0 and not re.search(
+                r"[\x00-\x09\x0b-\x1f]", docstring
+            ), docstring
             assert not re.search(r"^ {4,}.*\$\$", docstring, re.MULTILINE), docstring
     assert pages > 10
 
@@ -183,5 +228,7 @@ def test_citation():
 
 
 def test_changelog_has_this_version():
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[
+        1
+    ]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -15,15 +15,18 @@ import sys
 
 import pytest
 
-from spectr_jax.errors import UserError, explain
+from spectr_jax.utils.errors import UserError, explain
 
 pytestmark = pytest.mark.xdist_group("entry_points")  # One server.
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED_BY_THE_SERVER = (
-    *("spectr_jax.data.packed", "spectr_jax.hosts", "spectr_jax.training.loop"),
-    *(f"spectr_jax.experiments.{name}" for name in ("auto", "latency", "quality", "tokens_per_call", "trees")),
-    "spectr_jax.figures.acceptance",
+    *("spectr_jax.data.packed", "spectr_jax.utils.hosts", "spectr_jax.training.loop"),
+    *(
+        f"spectr_jax.experiments.{name}"
+        for name in ("auto", "latency", "quality", "tokens_per_call", "trees")
+    ),
+    "spectr_jax.experiments.figures.acceptance",
 )
 
 EAGLE = "results/smollm2/eagle/smollm2_eagle"
@@ -32,9 +35,14 @@ EAGLE = "results/smollm2/eagle/smollm2_eagle"
 PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
     "spectr_jax.train": ("workdir", "--config=configs/embedded.py"),
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
-    "spectr_jax.figures": ("workdir",),
+    "spectr_jax.experiments.figures": ("workdir",),
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
-    "spectr_jax.label": ("out", "--text=spectr_jax/embedded/prompts.txt", "--teacher=embedded:2m", "--count=200"),
+    "spectr_jax.label": (
+        "out",
+        "--text=spectr_jax/embedded/prompts.txt",
+        "--teacher=embedded:2m",
+        "--count=200",
+    ),
     "spectr_jax.export": ("out", "--model=/nowhere"),
     "spectr_jax.sample": ("", "--prompt=x"),
     "scripts/dev/bench_select.py": ("workdir",),
@@ -88,26 +96,58 @@ CASES = [
     (TRAIN, "--config.model=3", "Failed to parse '3' as a ConfigDict"),
     (TRAIN, "--config.data.train=/nowhere/*.xz", "no text file matches '/nowhere/*.xz'"),
     (TRAIN, "--config.data.train=", "no text file matches ''; give a file, a folder"),
-    (TRAIN, "--config.data.train=packed:/nowhere", "'/nowhere' is not a packed corpus that can be read"),
-    (TRAIN, "--config.early_exit.layer=2", "early_exit.layer=2 is not below model.layers=2, so that a layer is left behind"),
+    (
+        TRAIN,
+        "--config.data.train=packed:/nowhere",
+        "'/nowhere' is not a packed corpus that can be read",
+    ),
+    (
+        TRAIN,
+        "--config.early_exit.layer=2",
+        "early_exit.layer=2 is not below model.layers=2, so that a layer is left behind",
+    ),
     (TRAIN, "--config.batch_size=0", "config field 'batch_size' is 0; give at least 1"),
     (TRAIN, "--config.optimizer.name=sgd", "unknown optimizer.name 'sgd'; known: adamw, muon"),
-    (TRAIN, "--config.optimizer.learning_rate=-1.0", "optimizer.learning_rate=-1.0 is negative; give at least 0"),
+    (
+        TRAIN,
+        "--config.optimizer.learning_rate=-1.0",
+        "optimizer.learning_rate=-1.0 is negative; give at least 0",
+    ),
     (TRAIN, "--config.optimizer.b1=1.5", "optimizer.b1=1.5 is not in [0, 1)"),
     (TRAIN, "--config.seed=-1", "seed=-1 is negative; give at least 0"),
-    (TRAIN, "--config=configs/embedded.py:draft_7m", "unknown model of this ladder 'draft_7m'; did you mean 'draft_6m'?"),
+    (
+        TRAIN,
+        "--config=configs/embedded.py:draft_7m",
+        "unknown model of this ladder 'draft_7m'; did you mean 'draft_6m'?",
+    ),
     (TRAIN, "--config=configs/none.py", "the config file cannot be loaded"),
-    (TRAIN, "--config=configs/demo.py", "unknown config field 'draft_lengths'; known: accumulate, batch_size"),
+    (
+        TRAIN,
+        "--config=configs/demo.py",
+        "unknown config field 'draft_lengths'; known: accumulate, batch_size",
+    ),
     (TRAIN, "--config=README.md", "the config file fails: SyntaxError"),
-    (TRAIN, "--config=spectr_jax/errors.py", "the config file fails: AttributeError: module"),
-    (TRAIN, "--coordinator=localhost:1234", "--processes is missing; give --coordinator, --processes and --process_id"),
+    (TRAIN, "--config=spectr_jax/utils/errors.py", "the config file fails: AttributeError: module"),
+    (
+        TRAIN,
+        "--coordinator=localhost:1234",
+        "--processes is missing; give --coordinator, --processes and --process_id",
+    ),
     (
         TRAIN,
         "--coordinator=localhost:1 --processes=2 --process_id=2",
         "--process_id=2 is not in 0..1; each of --processes=2",
     ),
-    (TRAIN, "--distributed", "no other processes were found in the environment (TPU pod, Slurm, Open MPI)"),
-    (EVAL, "--config=configs/ladder.py:98m", "unknown target of a ladder '98m'; did you mean '97m'?"),
+    (
+        TRAIN,
+        "--distributed",
+        "no other processes were found in the environment (TPU pod, Slurm, Open MPI)",
+    ),
+    (
+        EVAL,
+        "--config=configs/ladder.py:98m",
+        "unknown target of a ladder '98m'; did you mean '97m'?",
+    ),
     (EVAL, "--config.methods=('spectre',)", "unknown method 'spectre'; did you mean 'spectr'?"),
     (EVAL, "--config.num_drafts=(0,)", "config field 'num_drafts' is 0; give at least 1"),
     (EVAL, "--config.draft_lengths=(4,-1)", "config field 'draft_lengths' is -1; give at least 1"),
@@ -117,7 +157,11 @@ CASES = [
     (EVAL, "--config.num_prompts=5000", "has 257 prompts, num_prompts is 5000; lower it"),
     (EVAL, "--config.temperature=-1.0", "temperature=-1.0: is not a finite number"),
     (EVAL, "--config.experiment=tree", "unknown experiment 'tree'; did you mean 'trees'?"),
-    (EVAL, "--config=configs/embedded.py", "--config is no evaluation: it has no field `experiment`; give one such as"),
+    (
+        EVAL,
+        "--config=configs/embedded.py",
+        "--config is no evaluation: it has no field `experiment`; give one such as",
+    ),
     (EVAL, "--config.draft_temperature=-2.0", "draft_temperature=-2.0: is not a finite number"),
     (EVAL, "--config.target=results/target_97m", "did you mean 'results/target_97m/target_97m'?"),
     (
@@ -125,22 +169,54 @@ CASES = [
         "--config.target=results/target_97m/target_97m-00002-of-00007.safetensors",
         "did you mean 'results/target_97m/target_97m'?",
     ),
-    (EVAL, f"{TREES} --config.extra_trees=('4,0',)", "tree '4,0': k_2=0 is not a whole number of at least 1"),
-    (EVAL, f"{TREES} --config.extra_trees=('4;2',)", "tree '4;2' is not known; give the children of each level"),
-    (EVAL, f"{TREES} --config.exit_layer=2", "exit_layer=2 of a target of 2 layers; give fewer, or 0"),
+    (
+        EVAL,
+        f"{TREES} --config.extra_trees=('4,0',)",
+        "tree '4,0': k_2=0 is not a whole number of at least 1",
+    ),
+    (
+        EVAL,
+        f"{TREES} --config.extra_trees=('4;2',)",
+        "tree '4;2' is not known; give the children of each level",
+    ),
+    (
+        EVAL,
+        f"{TREES} --config.exit_layer=2",
+        "exit_layer=2 of a target of 2 layers; give fewer, or 0",
+    ),
     (EVAL, f"{LATENCY} --config.runs=0", "config field 'runs' is 0; give at least 1"),
     (EVAL, f"{QUALITY} --config.heldout=/nowhere", "no text file matches '/nowhere'"),
     (EVAL, f"{AUTO} --config.methods=('x',)", "unknown method 'x'; known: baseline"),
-    (EVAL, f"{AUTO} --config.methods=('greedy_drafts',)", "methods has 'greedy_drafts', which has no prediction"),
-    (EVAL, "--import=json,no_such.module", "--import=no_such.module fails (ModuleNotFoundError: No module named 'no_such')"),
-    (EVAL, "--config=configs/demo.py:half", "unknown size of this table 'half'; known: full, small"),
-    (SAMPLE, "--import=no_such", "or name a module that is installed or in the current folder, without .py"),
+    (
+        EVAL,
+        f"{AUTO} --config.methods=('greedy_drafts',)",
+        "methods has 'greedy_drafts', which has no prediction",
+    ),
+    (
+        EVAL,
+        "--import=json,no_such.module",
+        "--import=no_such.module fails (ModuleNotFoundError: No module named 'no_such')",
+    ),
+    (
+        EVAL,
+        "--config=configs/demo.py:half",
+        "unknown size of this table 'half'; known: full, small",
+    ),
+    (
+        SAMPLE,
+        "--import=no_such",
+        "or name a module that is installed or in the current folder, without .py",
+    ),
     (SAMPLE, "--import=scripts.dev.bench_select --import=none", "--import=none fails"),
     (FIGURES, "--only=spectr_figure_4", "unknown figure 'spectr_figure_4'; did you mean"),
     (FIGURES, "--draws=0", "--draws=0 is less than 1; give at least 1"),
     (FIGURES, "--target=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
     (FIGURES, "--pairs=many", "flag --pairs=many"),
-    (FIGURES, "spectr_figure_5", "unexpected argument 'spectr_figure_5'; give values as --FLAG=VALUE"),
+    (
+        FIGURES,
+        "spectr_figure_5",
+        "unexpected argument 'spectr_figure_5'; give values as --FLAG=VALUE",
+    ),
     (PACK, "--data=/nowhere", "no text file matches '/nowhere'"),
     (PACK, "--data=packed:x", "'packed:x' is packed for training, and text is needed here"),
     (PACK, "--data=spectr_jax/embedded/draft_2m.safetensors", "is not UTF-8 text"),
@@ -153,8 +229,16 @@ CASES = [
     (LABEL, "--text=", "--text is missing; give a corpus, or --write=chats"),
     (LABEL, "--write=chats", "--write=chats takes no --text"),
     (LABEL, "--write=chats --text=", "the model has no chat template; give an instructed one"),
-    (LABEL, "--write_dtype=int8", "--write_dtype=int8 is for texts that the teacher writes; leave it out, or give --write"),
-    (LABEL, "--length=129", "--length=129 is more than the teacher's context of 128; give at most that"),
+    (
+        LABEL,
+        "--write_dtype=int8",
+        "--write_dtype=int8 is for texts that the teacher writes; leave it out, or give --write",
+    ),
+    (
+        LABEL,
+        "--length=129",
+        "--length=129 is more than the teacher's context of 128; give at most that",
+    ),
     (LABEL, "--temperature=-1", "flag --temperature=-1: -1.0 is not a non-negative number"),
     (LABEL, "--text=/nowhere", "no text file matches '/nowhere'"),
     (TRAIN, f"{DISTIL} --config.loss=sk", "unknown loss 'sk'; known: cross_entropy, kl, lk"),
@@ -166,18 +250,54 @@ CASES = [
         "--length=118 --write=continuations",
         "--length=118 leaves the teacher no room to write in its context of 128",
     ),
-    (LABEL, "--count=999999", "has 257 sentences, too few for --first=0 --count=999999; lower these"),
-    (LABEL, "--temperature=0.5", "--temperature=0.5 is for texts that the teacher writes; leave it out, or give --write"),
-    (LABEL, "--text= --write=chats --temperature=0", "--temperature=0 writes the same chat each time; give a higher one"),
+    (
+        LABEL,
+        "--count=999999",
+        "has 257 sentences, too few for --first=0 --count=999999; lower these",
+    ),
+    (
+        LABEL,
+        "--temperature=0.5",
+        "--temperature=0.5 is for texts that the teacher writes; leave it out, or give --write",
+    ),
+    (
+        LABEL,
+        "--text= --write=chats --temperature=0",
+        "--temperature=0 writes the same chat each time; give a higher one",
+    ),
     (LABEL, f"--count=9 --teacher={EAGLE}", "can only draft for it; give a model that runs alone"),
-    (LABEL, "--out=a,b", "--out=a,b has a comma, which stands between folders of labels; choose another name"),
+    (
+        LABEL,
+        "--out=a,b",
+        "--out=a,b has a comma, which stands between folders of labels; choose another name",
+    ),
     (DRAFTS, "--method=block", "--method=block needs a tree, such as block:chain:3"),
     (DRAFTS, "--method=self_speculative:chain:2", "does not draft with --draft; give another"),
-    (DRAFTS, "--temperatures=0,x", "--temperatures=0,x are no numbers (could not convert string to float: 'x'); give 0,1"),
-    (DRAFTS, "", "sees 576 features of its target, and 'draft_2m' shows 128; give the target that it was trained for"),
-    (EVAL, f"{LATENCY} --config.models=('embedded:2m',) --config.draft={EAGLE}", "sees 576 features of its target"),
-    (EVAL, f"{QUALITY} --config.models=('{EAGLE}',) --config.heldout=README.md", "can only draft for it"),
-    (SAMPLE, f"--target={EAGLE}", "sees the features of a target, and can only draft for it; give a model that runs alone"),
+    (
+        DRAFTS,
+        "--temperatures=0,x",
+        "--temperatures=0,x are no numbers (could not convert string to float: 'x'); give 0,1",
+    ),
+    (
+        DRAFTS,
+        "",
+        "sees 576 features of its target, and 'draft_2m' shows 128; give the target that it was trained for",
+    ),
+    (
+        EVAL,
+        f"{LATENCY} --config.models=('embedded:2m',) --config.draft={EAGLE}",
+        "sees 576 features of its target",
+    ),
+    (
+        EVAL,
+        f"{QUALITY} --config.models=('{EAGLE}',) --config.heldout=README.md",
+        "can only draft for it",
+    ),
+    (
+        SAMPLE,
+        f"--target={EAGLE}",
+        "sees the features of a target, and can only draft for it; give a model that runs alone",
+    ),
     (SAMPLE, "--target=.", "no model at '.'"),
     (WHICH_LOSS, "--losses=kl,sk", "unknown loss 'sk'"),
     (WHICH_LOSS, "--labels=/nowhere", "'/nowhere' has no labels that can be read"),
@@ -186,22 +306,62 @@ CASES = [
     (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),
     (EXPORT, "--format=gpt2 --model=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
     (EXPORT, "--format=llama --part_mb=3", "--part_mb=3.0 is not for --format=llama"),
-    (EXPORT, "--format=llama --model=embedded:2m", "--model=embedded:2m is not of the Llama family; give --format=gpt2"),
+    (
+        EXPORT,
+        "--format=llama --model=embedded:2m",
+        "--model=embedded:2m is not of the Llama family; give --format=gpt2",
+    ),
     *(
-        (EXPORT, f"--format={name} --model={EAGLE}", "is a draft that was trained for its target, without a tokenizer")
+        (
+            EXPORT,
+            f"--format={name} --model={EAGLE}",
+            "is a draft that was trained for its target, without a tokenizer",
+        )
         for name in ("gpt2", "llama")
     ),
     (SAMPLE, "--chat", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
-    (SAMPLE, "--chat --compare", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
-    (SAMPLE, "--target=gguf:/nowhere.gguf", "no file '/nowhere.gguf'; give gguf: and the path of a GGUF file"),
+    (
+        SAMPLE,
+        "--chat --compare",
+        "--chat needs a chat template, and 'draft_20m' has none; leave --chat out",
+    ),
+    (
+        SAMPLE,
+        "--target=gguf:/nowhere.gguf",
+        "no file '/nowhere.gguf'; give gguf: and the path of a GGUF file",
+    ),
     (SAMPLE, "--target=gguf:README.md", "'README.md' is not a GGUF file that can be read"),
-    (SAMPLE, "--target=gguf:x --method=spectr", "method 'spectr' needs a draft model with the vocabulary of 'gguf:x'"),
+    (
+        SAMPLE,
+        "--target=gguf:x --method=spectr",
+        "method 'spectr' needs a draft model with the vocabulary of 'gguf:x'",
+    ),
     (SAMPLE, "--method=spectre", "unknown method 'spectre'; did you mean 'spectr'?"),
-    (SAMPLE, "--method=block --num_drafts=4", "method 'block' has no option 'num_drafts'; it has draft_length"),
-    (SAMPLE, "--tree=4,2 --num_drafts=4", "--tree=4,2 and --num_drafts=4 are both given; give one of them"),
-    (SAMPLE, "--tree=4,2 --draft_length=3", "--tree=4,2 and --draft_length=3 are both given; give one of them"),
-    (SAMPLE, "--layers=2", "--layers=2 is for --method=self_speculative; give both, or leave it out"),
-    (SAMPLE, "--chat --prompt=", "--prompt is empty, which is nothing to answer; give --chat a message"),
+    (
+        SAMPLE,
+        "--method=block --num_drafts=4",
+        "method 'block' has no option 'num_drafts'; it has draft_length",
+    ),
+    (
+        SAMPLE,
+        "--tree=4,2 --num_drafts=4",
+        "--tree=4,2 and --num_drafts=4 are both given; give one of them",
+    ),
+    (
+        SAMPLE,
+        "--tree=4,2 --draft_length=3",
+        "--tree=4,2 and --draft_length=3 are both given; give one of them",
+    ),
+    (
+        SAMPLE,
+        "--layers=2",
+        "--layers=2 is for --method=self_speculative; give both, or leave it out",
+    ),
+    (
+        SAMPLE,
+        "--chat --prompt=",
+        "--prompt is empty, which is nothing to answer; give --chat a message",
+    ),
     (SAMPLE, "--tree=4;2", "tree '4;2' is not known; give the children of each level"),
     (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give embedded:NAME"),
     (SAMPLE, "--target=", "no model at ''; give embedded:NAME"),
@@ -209,9 +369,17 @@ CASES = [
     (SAMPLE, "--dtype=half", "dtype='half' is not known; give one of float32, bfloat16, int8"),
     (SAMPLE, "--temperature=-1", "temperature=-1.0: is not a finite number"),
     (SAMPLE, "--max_new_tokens=0", "flag --max_new_tokens=0"),
-    (SAMPLE, "--max_new_tokens=500", "has 3 tokens and max_new_tokens is 500, more than the 128 of 'draft_20m' together"),
+    (
+        SAMPLE,
+        "--max_new_tokens=500",
+        "has 3 tokens and max_new_tokens is 500, more than the 128 of 'draft_20m' together",
+    ),
     (SAMPLE, "--file=README.md", "--prompt and --file=README.md are both given; give one of them"),
-    (SAMPLE, "--html=/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist; create it first"),
+    (
+        SAMPLE,
+        "--html=/nowhere/page.html",
+        "--html=/nowhere/page.html is in a folder that does not exist; create it first",
+    ),
     (SAMPLE, "--html=", "--html is empty; name a file"),
     (SAMPLE, "--html=/tmp", "--html=/tmp is a folder; name a file in it"),
     (SAMPLE, "--prompt=la\udcff", "is not UTF-8; convert it"),
@@ -220,17 +388,33 @@ CASES = [
         "--seed=100000000000000000000",
         "flag --seed=100000000000000000000: 100000000000000000000 is not an integer in",
     ),
-    (SAMPLE, "--method=self_speculative --layers=4", "layers=4 of a target of 4 leave none to verify with"),
+    (
+        SAMPLE,
+        "--method=self_speculative --layers=4",
+        "layers=4 of a target of 4 leave none to verify with",
+    ),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
     (SELECT, "--rounds=0", "flag --rounds=0: 0 is not a positive integer"),
-    (STEPS, "--batch_sizes=0,1,1,1", "--batch_sizes=0,1,1,1 is not one number for each of draft_2m"),
+    (
+        STEPS,
+        "--batch_sizes=0,1,1,1",
+        "--batch_sizes=0,1,1,1 is not one number for each of draft_2m",
+    ),
     (STEPS, "--dtype=half", "model.dtype='half' is not known"),
     (CHAOS, "--kills=50 --steps=20", "--steps=20 is too few for --kills=50; give 60 or more"),
     (VERIFIERS, "--tree=4xx", "tree '4xx' is not known"),
     (VERIFIERS, "--methods=spektr", "unknown method 'spektr'; did you mean 'spectr'?"),
-    (SHAPES, "--methods=ersd", "method 'ersd' drafts by the rule 'race'; replay methods that draft"),
-    (SHAPES, "--methods=gbv --tree=2,2", "--methods has 'gbv', which can draft none of the trees; leave it out"),
+    (
+        SHAPES,
+        "--methods=ersd",
+        "method 'ersd' drafts by the rule 'race'; replay methods that draft",
+    ),
+    (
+        SHAPES,
+        "--methods=gbv --tree=2,2",
+        "--methods has 'gbv', which can draft none of the trees; leave it out",
+    ),
     (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
     (DYNAMIC, "--tree=4,2", "--tree=4,2 is not K chains of L drafts"),
     (PEERS, "--trees=x", "tree 'x' is not known"),
@@ -244,14 +428,34 @@ CASES = [
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
     (LADDER, "--only=train_3m", "unknown stage 'train_3m'; did you mean 'train_6m'?"),
     (LADDER, "--only=pack", "unknown stage 'pack'; known: auto_1"),
-    (LADDER, "--tfds_dir=/nowhere", "the TFDS corpus 'tfds:lm1b:test' cannot be opened in /nowhere"),
-    (LADDER, "--data=README.md", "--data and --heldout belong together; give both, or neither for LM1B"),
+    (
+        LADDER,
+        "--tfds_dir=/nowhere",
+        "the TFDS corpus 'tfds:lm1b:test' cannot be opened in /nowhere",
+    ),
+    (
+        LADDER,
+        "--data=README.md",
+        "--data and --heldout belong together; give both, or neither for LM1B",
+    ),
     (LADDER, "--data=/nowhere --heldout=README.md", "no text file matches '/nowhere'"),
     (LADDER, "--data=README.md --heldout=/nowhere", "no text file matches '/nowhere'"),
-    (LADDER, "--data=packed:/nowhere --heldout=README.md", "--data=packed:/nowhere: there is no packed.json; pack it"),
-    (LADDER, "--stage_flags=--config.steps=9", "'--config.steps=9' is not STAGE: FLAG ..., such as"),
+    (
+        LADDER,
+        "--data=packed:/nowhere --heldout=README.md",
+        "--data=packed:/nowhere: there is no packed.json; pack it",
+    ),
+    (
+        LADDER,
+        "--stage_flags=--config.steps=9",
+        "'--config.steps=9' is not STAGE: FLAG ..., such as",
+    ),
     (LADDER, "--stage_flags=tables:--x", "unknown stage 'tables'; did you mean 'table2'?"),
-    (LADDER, "--stage_flags=train:'", '--stage_flags="train:\'" cannot be read (No closing quotation); mend its quotes'),
+    (
+        LADDER,
+        "--stage_flags=train:'",
+        '--stage_flags="train:\'" cannot be read (No closing quotation); mend its quotes',
+    ),
     (LADDER, "--only=latency", "not run: latency; see the messages above"),
 ]
 
@@ -262,7 +466,10 @@ Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])
 def server():
     command = [sys.executable, str(ROOT / "tests/fork_server.py"), *IMPORTED_BY_THE_SERVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # A process that forks must have one thread.
+    environment = {
+        **os.environ,
+        "OPENBLAS_NUM_THREADS": "1",
+    }  # A process that forks must have one thread.
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
         yield process
         process.stdin.close()
@@ -275,7 +482,12 @@ def run(server, tmp_path):
 
     def run_program(program, *arguments, environment=None):
         files = {name: str(tmp_path / f"{name}.txt") for name in ("stdout", "stderr")}
-        request = {"program": str(program), "arguments": arguments, "environment": environment or {}, **files}
+        request = {
+            "program": str(program),
+            "arguments": arguments,
+            "environment": environment or {},
+            **files,
+        }
         print(json.dumps(request), file=server.stdin, flush=True)
         status = int(server.stdout.readline())
         return Ended(status, *(pathlib.Path(file).read_text() for file in files.values()))
@@ -300,25 +512,35 @@ def nothing_written(tmp_path):
     return not [path for path in (tmp_path / "written").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize(("program", "flags", "message"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
+@pytest.mark.parametrize(
+    ("program", "flags", "message"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES]
+)
 def test_one_line_and_status_2(run, tmp_path, program, flags, message):
     check_one_line(run(program, *arguments_of(program, flags, tmp_path)), message)
     assert nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("program", [program for program, (folder, *_) in PROGRAMS.items() if folder])
+@pytest.mark.parametrize(
+    "program", [program for program, (folder, *_) in PROGRAMS.items() if folder]
+)
 def test_unknown_flags_arguments_and_folders(run, tmp_path, program):
     """What every entry point refuses in the same words; the one for TensorFlow's environment has argparse's."""
     folder, *needed = PROGRAMS[program]
     ours = program != LM1B
     ended = run(program, *arguments_of(program, f"--{folder[:-1]}=x", tmp_path))
-    check_one_line(ended, f"Unknown command line flag '{folder[:-1]}'" if ours else "unrecognized arguments")
+    check_one_line(
+        ended, f"Unknown command line flag '{folder[:-1]}'" if ours else "unrecognized arguments"
+    )
     ended = run(program, "extra", *arguments_of(program, "", tmp_path))
-    check_one_line(ended, "unexpected argument 'extra'" if ours else "unrecognized arguments: extra")
+    check_one_line(
+        ended, "unexpected argument 'extra'" if ours else "unrecognized arguments: extra"
+    )
     file = tmp_path / "file"
     file.touch()
     ended = run(program, *needed, f"--{folder}={file}")
-    check_one_line(ended, f"{str(file)!r} is not a folder; choose another" if ours else "Not a directory")
+    check_one_line(
+        ended, f"{str(file)!r} is not a folder; choose another" if ours else "Not a directory"
+    )
     if ours:
         check_one_line(run(program, *needed, f"--{folder}="), f"--{folder} is empty; name a folder")
     assert nothing_written(tmp_path)
@@ -329,23 +551,39 @@ def test_what_is_missing(run):
     check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
     check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
     check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere cannot be read")
-    check_one_line(run(TRAIN, "--confg=x"), "Unknown command line flag 'confg'. Did you mean: config ?; see --help")
+    check_one_line(
+        run(TRAIN, "--confg=x"),
+        "Unknown command line flag 'confg'. Did you mean: config ?; see --help",
+    )
 
 
 def test_an_empty_prompt_is_said_to_be_one(run):
-    ended = run(SAMPLE, "--prompt=", "--target=embedded:2m", "--method=baseline", "--max_new_tokens=2")
-    assert ended.status == 0 and ended.stderr == "--prompt is empty: the sequence begins from nothing\n"
+    ended = run(
+        SAMPLE, "--prompt=", "--target=embedded:2m", "--method=baseline", "--max_new_tokens=2"
+    )
+    assert (
+        ended.status == 0
+        and ended.stderr == "--prompt is empty: the sequence begins from nothing\n"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])
 def test_verbose_has_no_abbreviations(run, tmp_path, flag):
     """`-v` is the short form of absl's --verbosity, which wants a number."""
     ended = run(FIGURES, *arguments_of(FIGURES, flag, tmp_path))
-    check_one_line(ended, "Missing value for flag --v" if flag == "--v" else f"flag '{flag.split('=')[0].strip('-')}'")
+    check_one_line(
+        ended,
+        "Missing value for flag --v"
+        if flag == "--v"
+        else f"flag '{flag.split('=')[0].strip('-')}'",
+    )
 
 
 def test_verbose_shows_the_traceback(run, tmp_path):
-    cases = (("--config.batch_size=0", "config field 'batch_size' is 0"), ("--nonsense", "flag 'nonsense'"))
+    cases = (
+        ("--config.batch_size=0", "config field 'batch_size' is 0"),
+        ("--nonsense", "flag 'nonsense'"),
+    )
     for flags, message in cases:
         ended = run(TRAIN, *arguments_of(TRAIN, f"{flags} --verbose", tmp_path))
         lines = ended.stderr.strip().splitlines()
@@ -356,8 +594,8 @@ def test_verbose_shows_the_traceback(run, tmp_path):
 PROGRAM = '''"""A program."""
 import os, signal, sys
 from absl import flags
-from spectr_jax import cli
-from spectr_jax.errors import Interrupted, UserError
+from spectr_jax.utils import cli
+from spectr_jax.utils.errors import Interrupted, UserError
 OUT = flags.DEFINE_string("out", "out", "Where.")
 def main():
     {body}
@@ -380,16 +618,31 @@ def run_body(run, tmp_path):
     ("body", "message"),
     [
         ("raise UserError('two\\nlines; fix them')", "error: two lines; fix them"),
-        ("open('/dev/full', 'w', buffering=1).write('\\n')", "error: 'a file' cannot be written (No space left on device)"),
-        ("open('/etc/passwd/x', 'w')", "error: '/etc/passwd/x' cannot be used (Not a directory); choose another path"),
+        (
+            "open('/dev/full', 'w', buffering=1).write('\\n')",
+            "error: 'a file' cannot be written (No space left on device)",
+        ),
+        (
+            "open('/etc/passwd/x', 'w')",
+            "error: '/etc/passwd/x' cannot be used (Not a directory); choose another path",
+        ),
         ("os.mkdir('/etc')", "error: '/etc' cannot be used (File exists)"),
-        ("open(OUT.value + '/gone', 'w')", "/written/gone' cannot be used (No such file or directory)"),
-        ("sys.modules['gguf'] = None; import gguf", "error: gguf is not installed; run: pip install '.[hf]' in the folder"),
+        (
+            "open(OUT.value + '/gone', 'w')",
+            "/written/gone' cannot be used (No such file or directory)",
+        ),
+        (
+            "sys.modules['gguf'] = None; import gguf",
+            "error: gguf is not installed; run: pip install '.[hf]' in the folder",
+        ),
         (  # Imported before flags are parsed.
             "sys.modules['ml_collections'] = None; import spectr_jax.eval",
             "error: ml_collections is not installed; run: pip install '.[train]' in the folder",
         ),
-        ("bytearray(2**60)", "error: out of memory (of this machine); give it less at once: a smaller batch_size"),
+        (
+            "bytearray(2**60)",
+            "error: out of memory (of this machine); give it less at once: a smaller batch_size",
+        ),
     ],
 )
 def test_errors_of_the_users(run_body, body, message):
@@ -397,17 +650,31 @@ def test_errors_of_the_users(run_body, body, message):
 
 
 @pytest.mark.parametrize(
-    "body", ["1 / 0", "open('no/such/file')", "{}['name']", "raise ConnectionError('gone')", "import nothing"]
+    "body",
+    [
+        "1 / 0",
+        "open('no/such/file')",
+        "{}['name']",
+        "raise ConnectionError('gone')",
+        "import nothing",
+    ],
 )
 def test_a_bug_shows_its_traceback(run_body, body):
     ended = run_body(body)
-    assert ended.status == 1 and "Traceback (most recent call last):" in ended.stderr and "error: " not in ended.stderr
+    assert (
+        ended.status == 1
+        and "Traceback (most recent call last):" in ended.stderr
+        and "error: " not in ended.stderr
+    )
 
 
 def test_help_has_defaults(run):
     text = " ".join(run(FIGURES, "--help").stdout.split())
     assert "--draws: Choices per measured point. (default: '20000') (an integer)" in text
-    assert "--[no]verbose: Print the traceback of an error above its one-line message. (default: 'false')" in text
+    assert (
+        "--[no]verbose: Print the traceback of an error above its one-line message. (default: 'false')"
+        in text
+    )
 
 
 def test_ways_to_end(run_body):
@@ -418,7 +685,9 @@ def test_ways_to_end(run_body):
     assert run_body("os.kill(os.getpid(), signal.SIGTERM)") == Ended(75, "", stopped.stderr)
 
 
-@pytest.mark.parametrize("body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"])
+@pytest.mark.parametrize(
+    "body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"]
+)
 def test_a_closed_pipe_ends_in_silence(run_body, body):
     """Whatever was written when it is found closed, and at Python's own exit."""
     buffered = "sys.stdout = open(1, 'w', closefd=False); "  # Even with PYTHONUNBUFFERED.
@@ -439,7 +708,9 @@ def test_help_into_a_closed_pipe(unbuffered):
     command = [sys.executable, "-m", FIGURES, "--help"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment |= unbuffered
-    ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
 
@@ -447,14 +718,16 @@ def test_help_into_a_closed_pipe(unbuffered):
 def test_whose_error():
     """What cannot be had in a test: a device that is full or not there, rights that root does not lack."""
     full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore"
-    assert explain(RuntimeError(full)).startswith("out of memory (RESOURCE_EXHAUSTED: Out of memory while")
+    assert explain(RuntimeError(full)).startswith(
+        "out of memory (RESOURCE_EXHAUSTED: Out of memory while"
+    )
     assert "JAX_PLATFORMS" in explain(RuntimeError("Unable to initialize backend 'cuda': nothing"))
     assert explain(PermissionError(errno.EACCES, "Permission denied", "runs/x")) == (
         "'runs/x' cannot be used (Permission denied); choose another path, or change the rights of this one"
     )
-    assert explain(FileNotFoundError(errno.ENOENT, "No such file", "runs/x/y"), output="runs/x").startswith(
-        "'runs/x/y' cannot"
-    )
+    assert explain(
+        FileNotFoundError(errno.ENOENT, "No such file", "runs/x/y"), output="runs/x"
+    ).startswith("'runs/x/y' cannot")
     for bug in (
         FileNotFoundError(errno.ENOENT, "No such file", "runs/z"),
         OSError("own"),
@@ -499,6 +772,14 @@ def test_help_needs_no_jax(program):
 
 def test_as_a_command(tmp_path):
     """Without the server."""
-    command = [sys.executable, "-m", EVAL, *arguments_of(EVAL, "--config.methods=('spectre',)", tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        EVAL,
+        *arguments_of(EVAL, "--config.methods=('spectre',)", tmp_path),
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    check_one_line(Ended(ended.returncode, ended.stdout, ended.stderr), "unknown method 'spectre'; did you mean 'spectr'?")
+    check_one_line(
+        Ended(ended.returncode, ended.stdout, ended.stderr),
+        "unknown method 'spectre'; did you mean 'spectr'?",
+    )

@@ -21,7 +21,12 @@ def _module(name):
 
 def test_they_are_short():
     files = sorted(FOLDER.glob("*.py"))
-    assert [file.stem for file in files] == ["own_model", "plan_alone", "policy_gradient", "train_draft"]
+    assert [file.stem for file in files] == [
+        "own_model",
+        "plan_alone",
+        "policy_gradient",
+        "train_draft",
+    ]
     assert all(len(file.read_text().splitlines()) < 80 for file in files)
 
 
@@ -38,7 +43,9 @@ def test_a_model_of_ones_own():
 @pytest.mark.slow
 def test_padding_past_the_context_does_no_harm():
     """Flax's embedding of a position past its end is NaN, and NaN times a weight of 0 is NaN."""
-    target, draft = (_module("own_model").Attention(50, 32, context, seed=0) for context in (20, 14))
+    target, draft = (
+        _module("own_model").Attention(50, 32, context, seed=0) for context in (20, 14)
+    )
     arguments = jax.random.key(0), get_method("speculative", draft_length=2), target, draft
     narrow = generate(*arguments, np.ones((2, 10), np.int32), [10, 3], 10)
     wide = generate(*arguments, np.ones((2, 64), np.int32), [10, 3], 10)

@@ -15,7 +15,10 @@ from spectr_jax.testing import methods
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("jax.default_backend() == 'cpu' and 'gpu' not in config.option.markexpr", reason="needs a GPU"),
+    pytest.mark.skipif(
+        "jax.default_backend() == 'cpu' and 'gpu' not in config.option.markexpr",
+        reason="needs a GPU",
+    ),
 ]
 DTYPES = ("float32", "bfloat16")
 PROMPTS = np.random.default_rng(0).integers(3, 280, (4, 8)), np.full(4, 8)
@@ -29,12 +32,18 @@ def test_outputs_follow_the_target_on_the_device(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["speculative", "block", "spectr", "otm_block", "otm_layer", "gsd"])
+@pytest.mark.parametrize(
+    "name", ["speculative", "block", "spectr", "otm_block", "otm_layer", "gsd"]
+)
 def test_greedy_decoding_equals_the_baseline(name, dtype):
     """In bfloat16 sums of other widths may break a tie of two logits otherwise: then the two differ by one rounding."""
     target, draft = load("embedded:6m", dtype), load("embedded:2m", dtype)
-    plain = generate(jax.random.key(0), get_method("baseline"), target, None, *PROMPTS, 24, Policy(temperature=0))
-    drafted = generate(jax.random.key(0), get_method(name), target, draft, *PROMPTS, 24, Policy(temperature=0))
+    plain = generate(
+        jax.random.key(0), get_method("baseline"), target, None, *PROMPTS, 24, Policy(temperature=0)
+    )
+    drafted = generate(
+        jax.random.key(0), get_method(name), target, draft, *PROMPTS, 24, Policy(temperature=0)
+    )
     same = np.asarray(plain.tokens == drafted.tokens).all(axis=1)
     assert same.all() if dtype == "float32" else same.mean() >= 0.5
 
@@ -46,14 +55,20 @@ def test_the_same_key_gives_the_same_tokens_in_another_process(name):
         f"out = generate(jax.random.key(3), get_method({name!r}), load('embedded:6m'), load('embedded:2m'), *PROMPTS, 16);"
         "print(np.asarray(out.tokens).tolist(), np.asarray(out.target_calls).tolist())"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     assert runs[0].stdout == runs[1].stdout and "[" in runs[0].stdout
 
 
 def test_logits_of_cached_decoding_are_those_of_a_full_forward():
     model = load("embedded:6m").model
     tokens = np.random.default_rng(1).integers(3, 280, (2, 12))
-    positions, visible = jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.broadcast_to(np.tri(12, dtype=bool), (2, 12, 12))
+    positions, visible = (
+        jnp.broadcast_to(jnp.arange(12), (2, 12)),
+        jnp.broadcast_to(np.tri(12, dtype=bool), (2, 12, 12)),
+    )
     full, _ = model.extend(jnp.asarray(tokens), positions, visible)
     cached, _ = model.extend(jnp.asarray(tokens), positions, visible, model.init_cache(2, 32))
     np.testing.assert_allclose(jax.nn.log_softmax(full), jax.nn.log_softmax(cached), atol=0.02)

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.training.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,9 +30,28 @@ TABLES = {
 }
 FAILING = {"auto_32": "auto", "trees": "trees"}
 WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix", "accepts", "emits"]
-SHAPE = {"model.width": 16, "model.mlp": 32, "model.heads": 2, "model.layers": 1, "model.vocab_size": 320}
-TRAINING = {**SHAPE, "model.context": 32, "steps": 20, "batch_size": 8, "optimizer.warmup_steps": 4, "log_every": 5}
-DECODING = {"prompt_tokens": 3, "max_new_tokens": 5, "seeds": (0, 1), "num_prompts": 5, "batch_size": 4}
+SHAPE = {
+    "model.width": 16,
+    "model.mlp": 32,
+    "model.heads": 2,
+    "model.layers": 1,
+    "model.vocab_size": 320,
+}
+TRAINING = {
+    **SHAPE,
+    "model.context": 32,
+    "steps": 20,
+    "batch_size": 8,
+    "optimizer.warmup_steps": 4,
+    "log_every": 5,
+}
+DECODING = {
+    "prompt_tokens": 3,
+    "max_new_tokens": 5,
+    "seeds": (0, 1),
+    "num_prompts": 5,
+    "batch_size": 4,
+}
 PHASES = {"methods": ("spectr",), "num_drafts": 2, "phase_batch_sizes": (1,)}
 TOY = {
     "train": {**TRAINING, "eval_every": 10, "checkpoint_every": 10},
@@ -40,7 +59,13 @@ TOY = {
     "latency": {**PHASES, "runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,)},
     "quality": {"sentences": 60, "dtypes": ("float32",)},
     "trees": {"sizes": (1,), "draft_length": 1, "extra_trees": ("1",), "exit_layer": 0},
-    "auto_1,auto_32": {"methods": ("speculative",), "num_drafts": (1,), "draft_lengths": (1,), "size": 1, "tries": 1},
+    "auto_1,auto_32": {
+        "methods": ("speculative",),
+        "num_drafts": (1,),
+        "draft_lengths": (1,),
+        "size": 1,
+        "tries": 1,
+    },
     "table2,trees,auto_1,auto_32": DECODING,
 }
 
@@ -81,18 +106,40 @@ def ladder(tmp_path):
     """Starts the script on sentences made up here, with further `--stage_flags`; stdout and stderr come together."""
     for name, count in (("train", 900), ("heldout", 60)):
         draw = random.Random(name)
-        lines = [" ".join(draw.choices(WORDS, k=draw.randint(3, 11))) + f" {index}." for index in range(count)]
+        lines = [
+            " ".join(draw.choices(WORDS, k=draw.randint(3, 11))) + f" {index}."
+            for index in range(count)
+        ]
         (tmp_path / f"{name}-0.txt").write_text("\n".join(lines) + "\n")
-    more = [f"{names}: {shlex.join(f'--config.{key}={value}' for key, value in toy.items())}" for names, toy in TOY.items()]
-    more += ["pack: --vocab_size=320 --length=32", "figures: --draws=200 --prompt=draft", "export: --dtype=int8"]
+    more = [
+        f"{names}: {shlex.join(f'--config.{key}={value}' for key, value in toy.items())}"
+        for names, toy in TOY.items()
+    ]
+    more += [
+        "pack: --vocab_size=320 --length=32",
+        "figures: --draws=200 --prompt=draft",
+        "export: --dtype=int8",
+    ]
 
     def start(*further, only=()):
         command = [sys.executable, "-c", FORKING, f"--workdir={tmp_path}/work"]
         command += [f"--data={tmp_path}/train-*.txt", f"--heldout={tmp_path}/heldout-*"]
-        command += [f"--only={','.join(only)}", *(f"--stage_flags={flags}" for flags in (*more, *further))]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}  # One thread, where it forks.
+        command += [
+            f"--only={','.join(only)}",
+            *(f"--stage_flags={flags}" for flags in (*more, *further)),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # One thread, where it forks.
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     return start
@@ -110,11 +157,17 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     work = tmp_path / "work"
     process = ladder("train_20m: --config.steps=100000")
     deadline = time.monotonic() + 240
-    while not (work / "draft_20m/metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not (work / "draft_20m/metrics.jsonl").exists()
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and output.endswith("stopped at stage train_20m; the same command resumes\n"), output
+    assert process.returncode == 75 and output.endswith(
+        "stopped at stage train_20m; the same command resumes\n"
+    ), output
     assert _began(output) == ["pack", "train_2m", "train_6m", "train_20m"]
     assert sorted(path.name for path in work.glob("ladder/*.safetensors")) == [
         "draft_2m.safetensors",
@@ -140,10 +193,24 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
         steps = [record["step"] for record in read_metrics(work / f"{name}/metrics.jsonl")]
         assert steps[-1] == (saved + 10 if name == "draft_20m" else 20)
         assert load(str(work / "ladder" / name)).model.vocab_size == 320
-    made = {stage: json.loads((work / f"results/{stage}/{table}.json").read_text()) for stage, table in TABLES.items()}
-    assert [row["algorithm"] for row in made["table2"]["rows"]] == ["baseline", *["speculative"] * 3]
+    made = {
+        stage: json.loads((work / f"results/{stage}/{table}.json").read_text())
+        for stage, table in TABLES.items()
+    }
+    assert [row["algorithm"] for row in made["table2"]["rows"]] == [
+        "baseline",
+        *["speculative"] * 3,
+    ]
     assert made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
-    for row, name in zip(made["quality"]["rows"], reversed(MODELS), strict=True):  # Stored in int8, and as it was trained.
+    for row, name in zip(
+        made["quality"]["rows"], reversed(MODELS), strict=True
+    ):  # Stored in int8, and as it was trained.
         bits = row["scores"]["float32"]["eval_bits_per_character"]
-        trained = [record for record in read_metrics(work / f"{name}/metrics.jsonl") if "eval_bits_per_character" in record]
-        assert row["model"] == name and bits != trained[-1]["eval_bits_per_character"] == pytest.approx(bits, rel=0.005)
+        trained = [
+            record
+            for record in read_metrics(work / f"{name}/metrics.jsonl")
+            if "eval_bits_per_character" in record
+        ]
+        assert row["model"] == name and bits != trained[-1][
+            "eval_bits_per_character"
+        ] == pytest.approx(bits, rel=0.005)

@@ -18,7 +18,9 @@ WITH_COMMANDS = [index for index, source in enumerate(SOURCES) if "python -m spe
 def test_without_outputs():
     for cell in CELLS:
         if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None, "".join(cell["source"])
+            assert cell["outputs"] == [] and cell["execution_count"] is None, "".join(
+                cell["source"]
+            )
 
 
 def test_cells_parse():
@@ -27,7 +29,10 @@ def test_cells_parse():
 
 
 def test_one_parameter_makes_it_small():
-    assert sum(source.count("\nSMOKE = False  # @param") for source in CODE) == 1 and "\nSMOKE = " in CODE[0]
+    assert (
+        sum(source.count("\nSMOKE = False  # @param") for source in CODE) == 1
+        and "\nSMOKE = " in CODE[0]
+    )
 
 
 def test_badge_opens_this_file():
@@ -49,7 +54,10 @@ def test_commands_have_flags_that_exist(index):
     source = SOURCES[index]
     modules = set(re.findall(r"python -m spectr_jax\.(\w+)", source))
     known = set().union(*map(_flags_of, modules))
-    named = set(re.findall(r"[\s`\"']--(\w+)(?=[\s`\"'=.])", source)) - {"depth", "quiet"}  # git's and pip's
+    named = set(re.findall(r"[\s`\"']--(\w+)(?=[\s`\"'=.])", source)) - {
+        "depth",
+        "quiet",
+    }  # git's and pip's
     assert named and named <= known, named - known
 
 

@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 
 from spectr_jax import decoding, transport
-from spectr_jax.config import auto_config, eval_config, trees_config
 from spectr_jax.decoding.verifiers import Block, MultiPath, TokenByToken
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto, tokens_per_call, trees
-from spectr_jax.measure.acceptance import PairAcceptance
+from spectr_jax.experiments.config import auto_config, eval_config, trees_config
+from spectr_jax.experiments.measure.acceptance import PairAcceptance
 from spectr_jax.testing import methods as checks
+from spectr_jax.utils.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 METHOD = re.search(r"## How to add a method\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
-VERIFIER = re.search(r"## How to add a verifier\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
+VERIFIER = re.search(r"## How to add a verifier\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[
+    1
+]
 TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
 
 
@@ -32,7 +34,9 @@ TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 
 def folder(tmp_path):
     """With the guide's two blocks as modules; what they check is another test's."""
     (tmp_path / "lazy.py").write_text(PLAN)
-    method = "".join(line for line in textwrap.dedent(METHOD).splitlines(True) if not line.startswith("testing."))
+    method = "".join(
+        line for line in textwrap.dedent(METHOD).splitlines(True) if not line.startswith("testing.")
+    )
     assert "decoding.register(" in method
     plan = "import lazy\nfrom spectr_jax import transport\n\ntransport.register('lazy', lazy)\n"
     (tmp_path / "lazy_chains.py").write_text(plan + method)
@@ -42,7 +46,9 @@ def folder(tmp_path):
 def _run(folder, program, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", program, "--import=lazy_chains", *arguments]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -56,12 +62,24 @@ def test_sample(folder, toy):
 
 @pytest.mark.slow
 def test_eval(folder, toy):
-    fields = {**TOY, "methods": ("lazy",), "num_drafts": (1,), "draft_lengths": (2,), "drafts": (f"{toy.folder}/draft",)}
+    fields = {
+        **TOY,
+        "methods": ("lazy",),
+        "num_drafts": (1,),
+        "draft_lengths": (2,),
+        "drafts": (f"{toy.folder}/draft",),
+    }
     fields |= {"target": f"{toy.folder}/target", "prompts": f"{toy.folder}/prompts.txt"}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    table = _run(folder, "spectr_jax.eval", f"--config={ROOT}/configs/demo.py", "--workdir=table", *flags)
+    table = _run(
+        folder, "spectr_jax.eval", f"--config={ROOT}/configs/demo.py", "--workdir=table", *flags
+    )
     rows = json.loads((folder / "table/tokens_per_call.json").read_text())["rows"]
-    assert [row["algorithm"] for row in rows] == ["baseline", "speculative", "lazy"] and "lazy" in table
+    assert [row["algorithm"] for row in rows] == [
+        "baseline",
+        "speculative",
+        "lazy",
+    ] and "lazy" in table
     assert 1 <= rows[2]["tokens_per_call"] <= 3 and 0 < rows[2]["acceptance"] <= 1
 
 
@@ -80,11 +98,27 @@ def test_auto(registered, toy, tmp_path):
     """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured on batches: the method
     itself does not draft these."""
     by_child = TokenByToken(transport.get("recursive_without_replacement"))
-    decoding.register("chains", lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), by_child))
+    decoding.register(
+        "chains",
+        lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), by_child),
+    )
     config = auto_config()
-    config.update({**TOY, "target": f"{toy.folder}/target", "draft": f"{toy.folder}/draft", "methods": ("lazy", "chains")})
     config.update(
-        {"prompts": f"{toy.folder}/prompts.txt", "num_drafts": (2,), "draft_lengths": (1, 2), "size": 2, "tries": 2}
+        {
+            **TOY,
+            "target": f"{toy.folder}/target",
+            "draft": f"{toy.folder}/draft",
+            "methods": ("lazy", "chains"),
+        }
+    )
+    config.update(
+        {
+            "prompts": f"{toy.folder}/prompts.txt",
+            "num_drafts": (2,),
+            "draft_lengths": (1, 2),
+            "size": 2,
+            "tries": 2,
+        }
     )
     result = auto.run(config, tmp_path / "auto")
     assert {row["shape"] for row in result["predicted"] if row["method"] == "lazy"} == {"1", "1,1"}
@@ -92,18 +126,31 @@ def test_auto(registered, toy, tmp_path):
     assert next(iter(tried)) == "baseline" and set(tried) == {"baseline", "lazy", "chains"}
     assert tried["lazy"]["options"] == f"draft_length={tried['lazy']['levels']}"
     assert 1 < tried["lazy"]["tokens_per_call"] < 3
-    assert len(result["acceptance_by_drafts"]["lazy"]) == len(result["acceptance_by_child"]["chains"]) == 2
+    assert (
+        len(result["acceptance_by_drafts"]["lazy"])
+        == len(result["acceptance_by_child"]["chains"])
+        == 2
+    )
 
 
 def test_rows_of_trees(registered):
     config = trees_config()
-    config.update({"methods": ("lazy", "block"), "sizes": (2, 3), "extra_trees": ("2",), "exit_layer": 0})
+    config.update(
+        {"methods": ("lazy", "block"), "sizes": (2, 3), "extra_trees": ("2",), "exit_layer": 0}
+    )
     trees.check_trees_config(config)
     carriers = np.array([[1, 0], [0.4, 0.6]])
     rows = trees.table_rows(config, PairAcceptance({}, {}, {"lazy": carriers}, np.nan))
     found = [(row.size, row.method.name, row.shape, row.theory) for row in rows[1:]]
-    assert [each[:3] for each in found] == [(n, name, "chain") for n in (2, 3) for name in ("lazy", "block")]
-    assert [each[3] for each in found] == [pytest.approx(1 + 0.6 + 0.36), None, pytest.approx(2.176), None]
+    assert [each[:3] for each in found] == [
+        (n, name, "chain") for n in (2, 3) for name in ("lazy", "block")
+    ]
+    assert [each[3] for each in found] == [
+        pytest.approx(1 + 0.6 + 0.36),
+        None,
+        pytest.approx(2.176),
+        None,
+    ]
 
 
 def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
@@ -121,7 +168,9 @@ def test_whole_paths_need_a_winner():
 
 
 def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
-    with pytest.raises(UserError, match="method 'bad': it chooses one of K chains, and its tree is not K chains"):
+    with pytest.raises(
+        UserError, match="method 'bad': it chooses one of K chains, and its tree is not K chains"
+    ):
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 
@@ -133,19 +182,29 @@ def test_the_verifier_of_the_guide(monkeypatch):
 
 
 def test_a_plan_is_no_verifier():
-    with pytest.raises(UserError, match="method 'bad': the verifier is a Plan, which must be a `Verifier`"):
+    with pytest.raises(
+        UserError, match="method 'bad': the verifier is a Plan, which must be a `Verifier`"
+    ):
         decoding.Method("bad", decoding.tree.parse("1,2"), transport.get("kseq"))
 
 
 def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):
     config = eval_config()
     config.methods = ("self_speculative",)
-    with pytest.raises(UserError, match="methods has 'self_speculative', which uses none of the drafts; leave it out"):
+    with pytest.raises(
+        UserError,
+        match="methods has 'self_speculative', which uses none of the drafts; leave it out",
+    ):
         tokens_per_call.run(config, tmp_path)
 
 
 def test_a_tree_and_its_numbers_are_not_both_taken():
-    with pytest.raises(UserError, match="method 'otm' is given tree='4,2' and num_drafts or draft_length; give one of them"):
+    with pytest.raises(
+        UserError,
+        match="method 'otm' is given tree='4,2' and num_drafts or draft_length; give one of them",
+    ):
         decoding.get_method("otm", tree="4,2", num_drafts=2)
-    with pytest.raises(UserError, match="a tree of 100,000 nodes is too large; give at most 10,000"):
+    with pytest.raises(
+        UserError, match="a tree of 100,000 nodes is too large; give at most 10,000"
+    ):
         decoding.get_method("spectr", num_drafts=1_000, draft_length=100)

@@ -14,12 +14,15 @@ import pytest
 
 import spectr_jax
 from spectr_jax import decoding
-from spectr_jax.errors import EXTRAS, UserError
+from spectr_jax.utils.errors import EXTRAS, UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = {
     name: re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    for name, text in (("docstring", spectr_jax.__doc__), ("README", (ROOT / "README.md").read_text()))
+    for name, text in (
+        ("docstring", spectr_jax.__doc__),
+        ("README", (ROOT / "README.md").read_text()),
+    )
 }
 HEAVY = [
     *("orbax", "tensorflow_datasets", "grain", "array_record", "ml_collections", "matplotlib"),
@@ -30,14 +33,18 @@ HEAVY = [
 
 def _imported(program):
     program += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(run.stdout.split())
 
 
 def test_an_import_waits_for_nothing_that_is_not_used():
     """Not even for JAX; and with all names JAX, Flax and what these bring."""
     assert not _imported("import spectr_jax") & {*HEAVY, "jax", "numpy"}
-    names = _imported("from spectr_jax import *\nassert load and generate and check_model and transport")
+    names = _imported(
+        "from spectr_jax import *\nassert load and generate and check_model and transport"
+    )
     assert "jax" in names and not names & set(HEAVY)
 
 
@@ -63,7 +70,10 @@ def test_the_names():
 def test_the_first_program(name, capsys):
     """The whole of it, with the 6M for the 20M, which has four times its parameters."""
     program = PROGRAMS[name]
-    assert 'load("embedded:20m", dtype="int8")' in program and len([line for line in program.splitlines() if line]) <= 10
+    assert (
+        'load("embedded:20m", dtype="int8")' in program
+        and len([line for line in program.splitlines() if line]) <= 10
+    )
     exec(compile(program.replace("embedded:20m", "embedded:6m"), "program", "exec"), found := {})
     text = capsys.readouterr().out.splitlines()[0]
     assert text.startswith("The committee will meet again next week to") and len(text) > 60
@@ -83,7 +93,9 @@ def test_decoding_generate_is_a_module_that_can_be_called():
 
 
 def _requirements(lines):
-    return sorted(line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip())
+    return sorted(
+        line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()
+    )
 
 
 def test_a_missing_module_is_told_with_its_extra():
@@ -106,11 +118,22 @@ def test_a_missing_module_is_told_with_its_extra():
     for path in ROOT.glob("spectr_jax/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                modules = (
+                    [node.module]
+                    if isinstance(node, ast.ImportFrom)
+                    else [alias.name for alias in node.names]
+                )
                 imported |= {module.partition(".")[0] for module in modules}
-    others = imported - sys.stdlib_module_names - {"spectr_jax"} - {module for extra in EXTRAS.values() for module in extra}
+    others = (
+        imported
+        - sys.stdlib_module_names
+        - {"spectr_jax"}
+        - {module for extra in EXTRAS.values() for module in extra}
+    )
     assert {"jax", "flax"} <= others
-    assert [module for module in others if not comes_with(module) & names(project["dependencies"])] == []
+    assert [
+        module for module in others if not comes_with(module) & names(project["dependencies"])
+    ] == []
 
 
 def test_dependencies_and_extras_are_the_requirements():
@@ -119,5 +142,7 @@ def test_dependencies_and_extras_are_the_requirements():
     assert set(extras) == {"train", "eval", "hf"}
     declared = [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
     declared = [line for line in declared if not line.startswith("spectr_jax[")]
-    assert _requirements(declared) == _requirements((ROOT / "requirements.txt").read_text().splitlines())
+    assert _requirements(declared) == _requirements(
+        (ROOT / "requirements.txt").read_text().splitlines()
+    )
     assert project["urls"]["Repository"] == "https://github.com/spectr-jax/spectr_jax"

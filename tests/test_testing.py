@@ -13,13 +13,15 @@ from spectr_jax import decoding, testing, transport
 from spectr_jax.decoding import drafting
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.verifiers import TokenByToken
-from spectr_jax.errors import UserError
 from spectr_jax.testing import methods as checks
+from spectr_jax.utils.errors import UserError
 
 pytestmark = [pytest.mark.xdist_group("testing"), pytest.mark.optimized]  # They share programs.
 
 GUIDE = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
-EXAMPLE = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]
+EXAMPLE = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[
+    1
+]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +87,8 @@ def test_what_is_wrong_with_a_plan_is_said(case):
 
 def test_nonsense_is_told_from_drafts():
     with pytest.raises(
-        AssertionError, match=r"`select` says accepted = True of token \d under jit for p = .* usable drafts"
+        AssertionError,
+        match=r"`select` says accepted = True of token \d under jit for p = .* usable drafts",
     ):
         testing.check_nonsense(_lazy(("valid & (drafts == token)", "drafts == token")))
 
@@ -94,19 +97,22 @@ class _Late(TokenByToken):
     """Reads the logits of the node before."""
 
     def __call__(self, key, scored):
-        return super().__call__(key, dataclasses.replace(scored, logits=jax.numpy.roll(scored.logits, 1, axis=0)))
+        return super().__call__(
+            key, dataclasses.replace(scored, logits=jax.numpy.roll(scored.logits, 1, axis=0))
+        )
 
 
 def test_what_is_wrong_with_a_method_is_said(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 40_000)
     plan = _lazy(("jnp.maximum(q - p, 0)", "q"))
-    message = (
-        r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
-    )
+    message = r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
     with pytest.raises(AssertionError, match=message):
         testing.check_method(decoding.Method("mine", trees.chain(1), TokenByToken(plan)))
     method = decoding.Method("mine", trees.chain(1), _Late(transport.get("maximal")))
-    with pytest.raises(AssertionError, match="method 'mine': at temperature 0 it does not emit the target's likeliest"):
+    with pytest.raises(
+        AssertionError,
+        match="method 'mine': at temperature 0 it does not emit the target's likeliest",
+    ):
         testing.check_greedy(method, 0)
 
 
@@ -116,7 +122,9 @@ def test_a_right_method_passes(monkeypatch):
 
 
 def _changed(result, **change):
-    return dataclasses.replace(result, **{name: of(getattr(result, name)) for name, of in change.items()})
+    return dataclasses.replace(
+        result, **{name: of(getattr(result, name)) for name, of in change.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,21 +135,45 @@ def _changed(result, **change):
             {"target_calls": lambda calls: calls + calls.max()},
             r"a row depends on its neighbours or its place: target_calls of the same key and prompt is \d+ in row \d+ of",
         ),
-        (testing.check_counters, {"lengths": lambda ends: ends - 1}, "emitted_per_call does not add up to the new tokens"),
-        (testing.check_counters, {"target_calls": lambda calls: calls * 2}, "emitted_per_call does not add up to target_ca"),
-        (testing.check_counters, {"tokens": lambda tokens: tokens | 1}, "tokens are behind the end"),
+        (
+            testing.check_counters,
+            {"lengths": lambda ends: ends - 1},
+            "emitted_per_call does not add up to the new tokens",
+        ),
+        (
+            testing.check_counters,
+            {"target_calls": lambda calls: calls * 2},
+            "emitted_per_call does not add up to target_ca",
+        ),
+        (
+            testing.check_counters,
+            {"tokens": lambda tokens: tokens | 1},
+            "tokens are behind the end",
+        ),
         (testing.check_counters, {"tokens": lambda tokens: tokens * 0}, "the prompt has changed"),
         (
             testing.check_counters,
-            {"emitted_per_call": lambda calls: calls + np.array([1, 0]), "target_calls": lambda calls: calls + 1},
+            {
+                "emitted_per_call": lambda calls: calls + np.array([1, 0]),
+                "target_calls": lambda calls: calls + 1,
+            },
             r"a call emits no token \(4000 of 4000 sequences\): sequence \[",
         ),
     ],
-    ids=["calls by place", "lengths", "target_calls", "behind the end", "the prompt", "an empty call"],
+    ids=[
+        "calls by place",
+        "lengths",
+        "target_calls",
+        "behind the end",
+        "the prompt",
+        "an empty call",
+    ],
 )
 def test_what_is_wrong_with_texts_is_said(monkeypatch, check, change, message):
     texts = checks._texts
-    monkeypatch.setattr(checks, "_texts", lambda *args: _changed(jax.tree.map(np.asarray, texts(*args)), **change))
+    monkeypatch.setattr(
+        checks, "_texts", lambda *args: _changed(jax.tree.map(np.asarray, texts(*args)), **change)
+    )
     with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
         check(decoding.get_method("baseline"))
 
@@ -154,7 +186,8 @@ def test_a_method_that_is_never_equal_to_itself_is_told():
         return decoding.Method("mine", trees.none(), Unequal(transport.get("maximal")))
 
     with pytest.raises(
-        AssertionError, match=r"method 'mine': the second call compiled \d+ programs; build the method of parts"
+        AssertionError,
+        match=r"method 'mine': the second call compiled \d+ programs; build the method of parts",
     ):
         testing.check_compilations(build(), build())
 
@@ -163,11 +196,15 @@ def test_a_registered_method_is_known_by_its_name():
     _lazy()
 
     def factory(*, draft_length=4, w=0.5):
-        return decoding.Method("lazy", trees.chain(draft_length), TokenByToken(transport.get("lazy", w=w)))
+        return decoding.Method(
+            "lazy", trees.chain(draft_length), TokenByToken(transport.get("lazy", w=w))
+        )
 
     decoding.register("lazy", factory)
     assert decoding.get_method("lazy", w=0.25).verifier.plan == transport.get("lazy", w=0.25)
-    with pytest.raises(UserError, match="method 'lazy' has no option 'gamma'; it has draft_length, w"):
+    with pytest.raises(
+        UserError, match="method 'lazy' has no option 'gamma'; it has draft_length, w"
+    ):
         decoding.get_method("lazy", gamma=1.0)
     with pytest.raises(UserError, match="plan 'lazy' has no option 'gamma'; it has w"):
         transport.get("lazy", gamma=1.0)
@@ -180,8 +217,16 @@ KSEQ = transport.PLANS["kseq"]
     ("name", "functions", "message"),
     [
         ("kseq", {}, "plan 'kseq' is there already; choose another name"),
-        ("mine", {"pmf": None}, "plan 'mine' has no function 'pmf'; give select, pmf and acceptance"),
-        ("mine", {"DRAFTS": "race_"}, "unknown rule DRAFTS of plan 'mine', 'race_'; did you mean 'race'"),
+        (
+            "mine",
+            {"pmf": None},
+            "plan 'mine' has no function 'pmf'; give select, pmf and acceptance",
+        ),
+        (
+            "mine",
+            {"DRAFTS": "race_"},
+            "unknown rule DRAFTS of plan 'mine', 'race_'; did you mean 'race'",
+        ),
     ],
 )
 def test_plans_that_cannot_be_registered(name, functions, message):
@@ -195,7 +240,8 @@ def test_methods_that_cannot_be_registered():
     with pytest.raises(UserError, match="method 'otm' is there already; choose another name"):
         decoding.register("otm", decoding.METHODS["otm"])
     with pytest.raises(
-        UserError, match=r"the factory of method 'mine' is Method\(.*; give a function of options that returns a"
+        UserError,
+        match=r"the factory of method 'mine' is Method\(.*; give a function of options that returns a",
     ):
         decoding.register("mine", decoding.get_method("baseline"))
 

@@ -8,7 +8,7 @@ The recipe is `lm1b_config`'s. For a GPU or a TPU slice, any number of hosts. Ti
 tokens (450,000 tokens/s on a core of 2026; several hosts share that).
 """
 
-from spectr_jax.config import lm1b_config
+from spectr_jax.training.config import lm1b_config
 
 
 def get_config():

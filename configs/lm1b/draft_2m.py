@@ -8,7 +8,7 @@ a minute of an H100 at a third of its peak, but at least the two hours that one 
 tokens (450,000 tokens/s on a core of 2026; several hosts share that).
 """
 
-from spectr_jax.config import lm1b_config
+from spectr_jax.training.config import lm1b_config
 
 
 def get_config():

@@ -12,7 +12,7 @@ A step on 256 rows takes 26 GB of an H100 and 14.6 GB of a TPU v5e, as compiled 
 not fit: --config.accumulate=2 or --config.remat=True.
 """
 
-from spectr_jax.config import lm1b_config
+from spectr_jax.training.config import lm1b_config
 
 
 def get_config():

@@ -17,21 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from spectr_jax import cli
 from spectr_jax.decoding import Policy, generate, get_method
 from spectr_jax.decoding.policy import probabilities
-from spectr_jax.files import write_json, write_whole
-from spectr_jax.measure import report
+from spectr_jax.experiments.measure import report
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.pairs import load_pair
 from spectr_jax.testing.chi_square import p_value
+from spectr_jax.utils import cli
+from spectr_jax.utils.files import write_json, write_whole
 
-_WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where the table goes: Markdown and JSON.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "results/smollm2", "Where the table goes: Markdown and JSON."
+)
 _TARGET = flags.DEFINE_string("target", "smollm2", "The target model.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Its precision.")
-_LAYERS = flags.DEFINE_integer("layers", 28, "So many of its layers draft, without --draft.", lower_bound=1)
-_DRAFT = flags.DEFINE_string("draft", None, "The draft model; the target's first layers without it.")
-_METHODS = flags.DEFINE_list("methods", ["speculative", "spectr", "otm_block", "otm_layer"], "To check.")
+_LAYERS = flags.DEFINE_integer(
+    "layers", 28, "So many of its layers draft, without --draft.", lower_bound=1
+)
+_DRAFT = flags.DEFINE_string(
+    "draft", None, "The draft model; the target's first layers without it."
+)
+_METHODS = flags.DEFINE_list(
+    "methods", ["speculative", "spectr", "otm_block", "otm_layer"], "To check."
+)
 _TREE = flags.DEFINE_string("tree", "2,2", "The tree of methods that take one.")
 _TOP_K = flags.DEFINE_integer("top_k", 4, "Tokens that may be sampled.", lower_bound=2)
 _PROMPT = flags.DEFINE_string("prompt", "The committee will meet again to", "The prompt.")
@@ -43,7 +51,10 @@ _BATCH = flags.DEFINE_integer("batch_size", 32, "Sequences at once.", lower_boun
 def _next(model: Frozen, tokens: jax.Array, policy: Policy) -> jax.Array:
     """The distribution [B, V] of the token after each row of `tokens` [B, T]."""
     B, T = tokens.shape
-    positions, visible = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
+    positions, visible = (
+        jnp.broadcast_to(jnp.arange(T), (B, T)),
+        jnp.broadcast_to(np.tri(T, dtype=bool), (B, T, T)),
+    )
     return probabilities(model.merge().extend(tokens, positions, visible)[0][:, -1], policy)
 
 
@@ -51,7 +62,9 @@ def exact_pmf(model: Frozen, prompt: list[int], policy: Policy) -> dict[tuple[in
     """The probability of each pair of next tokens."""
     first = np.asarray(_next(model, jnp.asarray([prompt]), policy)[0], np.float64)
     tokens = np.flatnonzero(first)
-    second = np.asarray(_next(model, jnp.asarray([[*prompt, token] for token in tokens]), policy), np.float64)
+    second = np.asarray(
+        _next(model, jnp.asarray([[*prompt, token] for token in tokens]), policy), np.float64
+    )
     return {
         (int(one), int(two)): first[one] * row[two]
         for one, row in zip(tokens, second, strict=True)
@@ -79,7 +92,13 @@ def markdown(result: dict[str, Any]) -> str:
     """The table and its provenance."""
     settings = result["settings"]
     cells = [
-        [f"`{row['method']}`", str(row["outputs"]), str(row["impossible"]), f"{row['p']:.3f}", f"{row['per_call']:.2f}"]
+        [
+            f"`{row['method']}`",
+            str(row["outputs"]),
+            str(row["impossible"]),
+            f"{row['p']:.3f}",
+            f"{row['per_call']:.2f}",
+        ]
         for row in result["rows"]
     ]
     draft = settings.get("draft")
@@ -97,8 +116,13 @@ def markdown(result: dict[str, Any]) -> str:
 def main():
     workdir = pathlib.Path(_WORKDIR.value)
     policy = Policy(top_k=_TOP_K.value)
-    trained, drafts = load_pair(_TARGET.value, (_DRAFT.value,) if _DRAFT.value else (), _DTYPE.value)
-    options = {name: {"draft_length": 2} if name == "speculative" else {"tree": _TREE.value} for name in _METHODS.value}
+    trained, drafts = load_pair(
+        _TARGET.value, (_DRAFT.value,) if _DRAFT.value else (), _DTYPE.value
+    )
+    options = {
+        name: {"draft_length": 2} if name == "speculative" else {"tree": _TREE.value}
+        for name in _METHODS.value
+    }
     methods = {
         name: get_method(name, **more)
         if drafts
@@ -115,10 +139,26 @@ def main():
     for name, method in methods.items():
         counts, per_call = sampled(method, model, draft, prompt, policy)
         p = p_value(np.array([counts.get(pair, 0) for pair in pmf]), np.array(list(pmf.values())))
-        outputs, impossible = sum(counts.values()), sum(count for pair, count in counts.items() if pair not in pmf)
-        rows.append({"method": name, "outputs": outputs, "impossible": impossible, "p": p, "per_call": per_call})
+        outputs, impossible = (
+            sum(counts.values()),
+            sum(count for pair, count in counts.items() if pair not in pmf),
+        )
+        rows.append(
+            {
+                "method": name,
+                "outputs": outputs,
+                "impossible": impossible,
+                "p": p,
+                "per_call": per_call,
+            }
+        )
         print(rows[-1], flush=True)
-        result = {"settings": settings, "outcomes": len(pmf), "rows": rows, "seconds": time.monotonic() - started}
+        result = {
+            "settings": settings,
+            "outcomes": len(pmf),
+            "rows": rows,
+            "seconds": time.monotonic() - started,
+        }
         result |= report.provenance()
         write_json(workdir / "outputs.json", result)
         write_whole(workdir / "outputs.md", markdown(result))

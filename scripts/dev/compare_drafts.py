@@ -20,21 +20,26 @@ import scipy.optimize
 import tqdm
 from absl import flags
 
-from spectr_jax import cli, get_method
+from spectr_jax import get_method
 from spectr_jax.decoding import Method, Policy
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.tree import parse
-from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained
-from spectr_jax.measure import report
-from spectr_jax.measure.call_times import PHASES, call_seconds, phase_timers, timed
+from spectr_jax.experiments.measure import report
+from spectr_jax.experiments.measure.call_times import PHASES, call_seconds, phase_timers, timed
+from spectr_jax.loading.by_name import Trained
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import freeze
-from spectr_jax.pairs import load_pair
+from spectr_jax.utils import cli
+from spectr_jax.utils.errors import UserError
 
-_WORKDIR = flags.DEFINE_string("workdir", "results/smollm2/drafts", "Where the table goes: Markdown and JSON.")
-_TARGET = flags.DEFINE_string("target", "smollm2", "The target model; without a chat template it gets sentences only.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "results/smollm2/drafts", "Where the table goes: Markdown and JSON."
+)
+_TARGET = flags.DEFINE_string(
+    "target", "smollm2", "The target model; without a chat template it gets sentences only."
+)
 _DRAFT = flags.DEFINE_string("draft", None, "Its draft.", required=True)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Precision of both: float32, bfloat16 or int8.")
 _METHODS = flags.DEFINE_multi_string(
@@ -44,8 +49,12 @@ _METHODS = flags.DEFINE_multi_string(
 )
 _TEMPERATURES = flags.DEFINE_list("temperatures", ["0", "1"], "Of target and draft.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed ones, after one that is not.", lower_bound=1)
-_PROMPTS = flags.DEFINE_integer("prompts", 8, "Of each kind, the first ones.", lower_bound=1, upper_bound=8)
-_SEQUENCES = flags.DEFINE_integer("sequences", 1, "Decoded at once, all of one kind.", lower_bound=1, upper_bound=8)
+_PROMPTS = flags.DEFINE_integer(
+    "prompts", 8, "Of each kind, the first ones.", lower_bound=1, upper_bound=8
+)
+_SEQUENCES = flags.DEFINE_integer(
+    "sequences", 1, "Decoded at once, all of one kind.", lower_bound=1, upper_bound=8
+)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most tokens of a sequence.", lower_bound=1)
 
 CONTEXT = 64
@@ -81,7 +90,10 @@ def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
     sentences = {"sentences": [tokenizer.prompt(each) for each in SENTENCES[:count]]}
     if tokenizer.template is None:
         return sentences
-    return {"chats": [tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS[:count]], **sentences}
+    return {
+        "chats": [tokenizer.chat([{"role": "user", "content": each}]) for each in CHATS[:count]],
+        **sentences,
+    }
 
 
 def decoder(method, models, prompts: list[list[int]], policy: Policy):
@@ -90,11 +102,15 @@ def decoder(method, models, prompts: list[list[int]], policy: Policy):
     padded = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.int32)
 
     def run(number: int) -> tuple[int, int, float]:
-        keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(number), index))(np.arange(len(prompts)))
+        keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(number), index))(
+            np.arange(len(prompts))
+        )
         tokens, calls, started = 0, 0, time.perf_counter()
         for first in range(0, len(prompts), _SEQUENCES.value):
             part = slice(first, first + _SEQUENCES.value)
-            made = generate(keys[part], method, *models, padded[part], lengths[part], _NEW.value, policy)
+            made = generate(
+                keys[part], method, *models, padded[part], lengths[part], _NEW.value, policy
+            )
             tokens += int(np.sum(made.lengths - lengths[part]))
             calls += int(np.sum(made.target_calls))
         return tokens, calls, time.perf_counter() - started
@@ -131,13 +147,17 @@ def read_temperatures() -> list[float]:
     try:
         found = [float(each) for each in _TEMPERATURES.value]
     except ValueError as error:
-        raise UserError(f"--temperatures={','.join(_TEMPERATURES.value)} are no numbers ({error}); give 0,1") from error
+        raise UserError(
+            f"--temperatures={','.join(_TEMPERATURES.value)} are no numbers ({error}); give 0,1"
+        ) from error
     for each in found:
         check_policy(Policy(temperature=each))
     return found
 
 
-def measure(target: Trained, draft: Trained, drafting: dict[str, Method], temperatures: list[float]) -> list[dict[str, Any]]:
+def measure(
+    target: Trained, draft: Trained, drafting: dict[str, Method], temperatures: list[float]
+) -> list[dict[str, Any]]:
     """All kinds, temperatures and methods; those of one kind and temperature take turns."""
     models = freeze(target), freeze(draft)
     methods = {"baseline": get_method("baseline"), **drafting}
@@ -146,12 +166,17 @@ def measure(target: Trained, draft: Trained, drafting: dict[str, Method], temper
         policy = Policy(temperature=degrees, eos=target.tokenizer.eos)
         runs = {name: decoder(method, models, prompts, policy) for name, method in methods.items()}
         found: dict[str, list] = {name: [] for name in runs}
-        for number in tqdm.trange(_ROUNDS.value + 1, desc=f"{kind}, temperature {degrees}", dynamic_ncols=True):
+        for number in tqdm.trange(
+            _ROUNDS.value + 1, desc=f"{kind}, temperature {degrees}", dynamic_ncols=True
+        ):
             for name, run in runs.items():
                 made = run(number)
                 if number:  # The first compiles.
                     found[name].append(made)
-        rows += [{"kind": kind, "temperature": degrees, "method": name, "rounds": each} for name, each in found.items()]
+        rows += [
+            {"kind": kind, "temperature": degrees, "method": name, "rounds": each}
+            for name, each in found.items()
+        ]
     return rows
 
 
@@ -159,13 +184,23 @@ def measure_calls(target: Trained, draft: Trained, drafting: dict[str, Method]) 
     """Milliseconds of the target's call on one token, and of each method's call and its phases, each measured by itself."""
     alone = call_seconds(target.model, _SEQUENCES.value, [1], CONTEXT)(1)
     tasks = {
-        name: functools.partial(phase_timers, method, target.model, draft.model, _SEQUENCES.value, CONTEXT)
+        name: functools.partial(
+            phase_timers, method, target.model, draft.model, _SEQUENCES.value, CONTEXT
+        )
         for name, method in drafting.items()
     }
     phases = timed("calls", tasks)
-    chains = {name: method.tree.height for name, method in drafting.items() if method.tree.height == method.tree.size}
+    chains = {
+        name: method.tree.height
+        for name, method in drafting.items()
+        if method.tree.height == method.tree.size
+    }
     rows = [
-        {"method": name, "levels": chains.get(name, 0), "ms": {phase: value * 1e3 for phase, value in seconds.items()}}
+        {
+            "method": name,
+            "levels": chains.get(name, 0),
+            "ms": {phase: value * 1e3 for phase, value in seconds.items()},
+        }
         for name, seconds in phases.items()
     ]
     return {"alone": alone * 1e3, "rows": rows}
@@ -175,7 +210,9 @@ def needed_acceptance(levels: int, tokens: float) -> float | None:
     """The alpha of each draft at which a chain emits so many tokens a call, 1 + alpha + alpha^2 + ...; None if none does."""
     if tokens > levels + 1:
         return None
-    return scipy.optimize.brentq(lambda alpha: sum(alpha**n for n in range(levels + 1)) - tokens, 0.0, 1.0)
+    return scipy.optimize.brentq(
+        lambda alpha: sum(alpha**n for n in range(levels + 1)) - tokens, 0.0, 1.0
+    )
 
 
 def costs(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -186,7 +223,9 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, float]:
         seconds[row["kind"], row["temperature"], row["method"]] = spent / calls
     places = {place[:2] for place in seconds}
     return {
-        name: float(np.mean([seconds[*place, name] / seconds[*place, "baseline"] for place in places]))
+        name: float(
+            np.mean([seconds[*place, name] / seconds[*place, "baseline"] for place in places])
+        )
         for name in dict.fromkeys(row["method"] for row in rows)
     }
 
@@ -198,10 +237,21 @@ def calls_table(result: dict[str, Any]) -> str:
         needed = GOAL * cost[row["method"]]
         alpha = needed_acceptance(row["levels"], max(1.0, needed)) if row["levels"] else None
         cells.append(
-            [row["method"], f"{cost[row['method']]:.2f}", f"{needed:.2f}", "-" if alpha is None else f"{alpha:.2f}"]
+            [
+                row["method"],
+                f"{cost[row['method']]:.2f}",
+                f"{needed:.2f}",
+                "-" if alpha is None else f"{alpha:.2f}",
+            ]
         )
         cells[-1] += [f"{row['ms'][phase]:.1f}" for phase in (*PHASES, "call")]
-    header = ["method", "cost", f"tokens for {GOAL} x", "alpha for it", *(f"{phase}, ms" for phase in (*PHASES, "call"))]
+    header = [
+        "method",
+        "cost",
+        f"tokens for {GOAL} x",
+        "alpha for it",
+        *(f"{phase}, ms" for phase in (*PHASES, "call")),
+    ]
     return (
         f"{report.markdown_table(header, cells)}\n\nCost: the time of a call over one of the baseline, in the rounds above, "
         "with the call on the prompt spread over them. A method is faster than the baseline if it emits more tokens a call "
@@ -214,7 +264,9 @@ def calls_table(result: dict[str, Any]) -> str:
 def markdown(result: dict[str, Any]) -> str:
     """The tables and their provenance."""
     speeds = {
-        (row["kind"], row["temperature"], row["method"]): np.array([made[0] / made[2] for made in row["rounds"]])
+        (row["kind"], row["temperature"], row["method"]): np.array(
+            [made[0] / made[2] for made in row["rounds"]]
+        )
         for row in result["rows"]
     }
     cells = []
@@ -223,12 +275,20 @@ def markdown(result: dict[str, Any]) -> str:
         tokens, calls, _ = np.sum(row["rounds"], axis=0)
         own = speeds[*place, row["method"]]
         ratio = np.median(own / speeds[*place, "baseline"])
-        cells.append([row["kind"], f"{row['temperature']:g}", row["method"], f"{tokens / calls:.2f}"])
+        cells.append(
+            [row["kind"], f"{row['temperature']:g}", row["method"], f"{tokens / calls:.2f}"]
+        )
         cells[-1] += [f"{np.median(own):.1f}", f"{ratio:.2f}"]
     header = ["Prompts", "temperature", "method", "tokens per call", "tokens/s", "x baseline"]
     settings, kinds = result["settings"], {row["kind"] for row in result["rows"]}
-    prompts = f"{settings['prompts']} chats and as many" if "chats" in kinds else f"{settings['prompts']}"
-    at_once = "one sequence" if settings["sequences"] == 1 else f"{settings['sequences']} sequences at once"
+    prompts = (
+        f"{settings['prompts']} chats and as many" if "chats" in kinds else f"{settings['prompts']}"
+    )
+    at_once = (
+        "one sequence"
+        if settings["sequences"] == 1
+        else f"{settings['sequences']} sequences at once"
+    )
     return (
         f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, {at_once}\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
@@ -241,7 +301,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main():
     if _PROMPTS.value % _SEQUENCES.value:
-        raise UserError(f"--prompts={_PROMPTS.value} is not a multiple of --sequences={_SEQUENCES.value}; change one")
+        raise UserError(
+            f"--prompts={_PROMPTS.value} is not a multiple of --sequences={_SEQUENCES.value}; change one"
+        )
     started, drafting, temperatures = time.monotonic(), read_methods(), read_temperatures()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)
     calls = measure_calls(target, draft, drafting)

@@ -31,36 +31,49 @@ from peers.llama_cpp_quality import bits, compare_greedy, compare_loss, compare_
 from peers.llama_cpp_speculative import compare_speculative
 from peers.llama_cpp_speed import compare_speed
 
-from spectr_jax import cli
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import expanded, write_json, write_whole
-from spectr_jax.loading import SMOLLM2, load
-from spectr_jax.measure import report
+from spectr_jax.experiments.measure import report
+from spectr_jax.loading.by_name import SMOLLM2, load
+from spectr_jax.utils import cli
+from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import expanded, write_json, write_whole
 
 STAGES = ("tokens", "greedy", "loss", "bits", "speculative", "speed")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-REQUIREMENTS = ("torch==2.13.0", "transformers>=5,<6")  # As in compare_peers.py, which shares the environment.
+REQUIREMENTS = (
+    "torch==2.13.0",
+    "transformers>=5,<6",
+)  # As in compare_peers.py, which shares the environment.
 
 _WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where peers.md and peers.json go.")
-_CACHE = flags.DEFINE_string("cache", "~/.cache/spectr_jax/llama_cpp", "Where llama.cpp is built and its files lie.")
+_CACHE = flags.DEFINE_string(
+    "cache", "~/.cache/spectr_jax/llama_cpp", "Where llama.cpp is built and its files lie."
+)
 _ONLY = flags.DEFINE_list("only", [], f"Some of {', '.join(STAGES)}; empty for all.")
-_HELDOUT = flags.DEFINE_string("heldout", "", "A corpus, as in `open_sentences`; for loss and bits.")
+_HELDOUT = flags.DEFINE_string(
+    "heldout", "", "A corpus, as in `open_sentences`; for loss and bits."
+)
 _PROMPTS = flags.DEFINE_integer("prompts", 20, "Of greedy.", lower_bound=1)
 _GREEDY_TOKENS = flags.DEFINE_integer("greedy_tokens", 24, "New ones of each.", lower_bound=1)
 _LOSS_SENTENCES = flags.DEFINE_integer("loss_sentences", 200, "Of loss.", lower_bound=1)
 _BITS_SENTENCES = flags.DEFINE_integer("bits_sentences", 500, "Of bits.", lower_bound=1)
-_RUNS = flags.DEFINE_integer("runs", 300, "Of each program and draft in speculative.", lower_bound=20)
+_RUNS = flags.DEFINE_integer(
+    "runs", 300, "Of each program and draft in speculative.", lower_bound=20
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Of speed, after one that warms up.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Of each generation in speed.", lower_bound=1)
 _DRAFT = flags.DEFINE_string("draft", "smollm2-draft", "For speed: the draft of SmolLM2.")
-_PEERS_PYTHON = flags.DEFINE_string("peers_python", "", "For speed: an interpreter with torch and transformers.")
+_PEERS_PYTHON = flags.DEFINE_string(
+    "peers_python", "", "For speed: an interpreter with torch and transformers."
+)
 
 
 def check_flags() -> list[str]:
     """The stages to run; raises `UserError` for flags that cannot be used, before anything takes long."""
     if jax.default_backend() != "cpu":
-        raise UserError(f"llama.cpp runs on the CPU here, and JAX on {jax.default_backend()}; give JAX_PLATFORMS=cpu")
+        raise UserError(
+            f"llama.cpp runs on the CPU here, and JAX on {jax.default_backend()}; give JAX_PLATFORMS=cpu"
+        )
     for stage in _ONLY.value:
         if stage not in STAGES:
             raise unknown("stage", stage, STAGES)
@@ -76,10 +89,14 @@ def stages(worker: subprocess.Popen, files: Built) -> dict[str, Callable[[], dic
     """What to call for each stage."""
     return {
         "tokens": lambda: compare_tokens(worker, files, load(SMOLLM2).tokenizer),
-        "greedy": lambda: compare_greedy(worker, files, load(SMOLLM2), _PROMPTS.value, _GREEDY_TOKENS.value),
+        "greedy": lambda: compare_greedy(
+            worker, files, load(SMOLLM2), _PROMPTS.value, _GREEDY_TOKENS.value
+        ),
         "loss": lambda: compare_loss(worker, files, _HELDOUT.value, _LOSS_SENTENCES.value),
         "bits": lambda: bits(_HELDOUT.value, _BITS_SENTENCES.value),
-        "speculative": lambda: compare_speculative(worker, files, load(SMOLLM2).tokenizer, _RUNS.value),
+        "speculative": lambda: compare_speculative(
+            worker, files, load(SMOLLM2).tokenizer, _RUNS.value
+        ),
         "speed": lambda: compare_speed(
             files,
             _PEERS_PYTHON.value or made(ROOT / ".venv-peers", REQUIREMENTS),
@@ -97,11 +114,15 @@ def main() -> None:
     command = [files.python, str(ROOT / "scripts" / "dev" / "peers" / "llama_cpp_worker.py")]
     pipe = subprocess.PIPE
     workdir.mkdir(parents=True, exist_ok=True)
-    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, env=files.environment) as worker:
+    with subprocess.Popen(
+        command, text=True, stdin=pipe, stdout=pipe, env=files.environment
+    ) as worker:
         for stage in chosen:
             started = time.monotonic()
             found = stages(worker, files)[stage]()
-            results = json.loads(path.read_text()) if path.is_file() else {}  # Another process may run another stage.
+            results = (
+                json.loads(path.read_text()) if path.is_file() else {}
+            )  # Another process may run another stage.
             results[stage] = found | {"seconds": round(time.monotonic() - started, 1), **about}
             write_json(path, results)
             write_whole(workdir / "peers.md", llama_cpp_report.markdown(results))

@@ -32,29 +32,42 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spectr_jax import cli, sharding
-from spectr_jax.config import lm1b_config, open_text_config
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import lower
 from spectr_jax.decoding.methods import METHODS
-from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import write_json, write_whole
-from spectr_jax.measure import acceptance, kernels, report
+from spectr_jax.experiments.measure import acceptance, kernels, report
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer
+from spectr_jax.training.config import lm1b_config, open_text_config
 from spectr_jax.training.programs import make_programs
+from spectr_jax.utils import cli, sharding
+from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import write_json, write_whole
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/compiled", "Where the table goes: Markdown and JSON.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/compiled", "Where the table goes: Markdown and JSON."
+)
 _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
-_ONLY = flags.DEFINE_list("only", [], "Methods, or groups: train, mesh (several devices), calls (one sequence).")
+_ONLY = flags.DEFINE_list(
+    "only", [], "Methods, or groups: train, mesh (several devices), calls (one sequence)."
+)
 _TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 256, "Rows of 128 tokens of a training step.", lower_bound=1)
 
 GROUPS = ("train", *METHODS, "calls", "mesh")
 PHASES = ("draft", "score", "select", "commit")
-CALLS = (("baseline", {}), ("speculative", {"draft_length": 4}), ("spectr", {"tree": "8x4"}), ("otm", {"tree": "8x4"}))
-CALLS += (("otm_block", {"tree": "8x4"}), ("otm_layer", {"tree": "8x4"}), ("otm_layer", {"tree": "8x8"}))
+CALLS = (
+    ("baseline", {}),
+    ("speculative", {"draft_length": 4}),
+    ("spectr", {"tree": "8x4"}),
+    ("otm", {"tree": "8x4"}),
+)
+CALLS += (
+    ("otm_block", {"tree": "8x4"}),
+    ("otm_layer", {"tree": "8x4"}),
+    ("otm_layer", {"tree": "8x8"}),
+)
 """Methods whose kernels are counted for one sequence."""
 
 H100 = """
@@ -112,17 +125,23 @@ def main():
     write_whole(workdir / f"{_DEVICE.value}.md", markdown(result))
     failed = [row["program"] for row in rows if "error" in row]
     if failed:
-        raise UserError(f"{len(failed)} of {len(rows)} programs do not compile for {_DEVICE.value}: {', '.join(failed)}")
+        raise UserError(
+            f"{len(failed)} of {len(rows)} programs do not compile for {_DEVICE.value}: {', '.join(failed)}"
+        )
 
 
 def accelerators(device: Device) -> list[jax.Device]:
     """Those of one machine, which can be compiled for and not run on."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # Else libtpu looks for the metadata of a cloud machine.
+    os.environ.setdefault(
+        "TPU_SKIP_MDS_QUERY", "1"
+    )  # Else libtpu looks for the metadata of a cloud machine.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     with contextlib.suppress(Exception):  # Each plugin has errors of its own.
         return device.topology().devices
-    raise UserError(f"--device={_DEVICE.value}: its compiler cannot be loaded; pip install {device.package}, as above")
+    raise UserError(
+        f"--device={_DEVICE.value}: its compiler cannot be loaded; pip install {device.package}, as above"
+    )
 
 
 def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowered]]:
@@ -131,8 +150,12 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
     one, several = sharding.make_mesh(devices=places[:1]), len(places)
     recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
     found: dict[str, Callable[[], jax.stages.Lowered]] = {}
-    for model, (optimizer, recipe) in itertools.product(LADDER if "train" in wanted else (), recipes.items()):
-        found[f"training, {model}, {optimizer}"] = functools.partial(training_step, recipe(model), one)
+    for model, (optimizer, recipe) in itertools.product(
+        LADDER if "train" in wanted else (), recipes.items()
+    ):
+        found[f"training, {model}, {optimizer}"] = functools.partial(
+            training_step, recipe(model), one
+        )
     for method in METHODS:
         if method in wanted:
             found[f"`{method}`"] = functools.partial(decoding, method, "bfloat16", one)
@@ -150,7 +173,9 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
     if "mesh" in wanted:
         for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
             name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"
-            found[name] = functools.partial(training_step, recipe("target_97m"), sharding.make_mesh(fsdp, places))
+            found[name] = functools.partial(
+                training_step, recipe("target_97m"), sharding.make_mesh(fsdp, places)
+            )
         found[f"`otm`, {several} devices"] = functools.partial(
             decoding, "otm", "bfloat16", sharding.make_mesh(devices=places)
         )
@@ -160,18 +185,32 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
 def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.Lowered:
     config.batch_size = _ROWS.value
     made = make_programs(config, mesh)
-    rows = jax.ShapeDtypeStruct((_ROWS.value, config.model.context), jnp.int32, sharding=NamedSharding(mesh, sharding.ROWS))
+    rows = jax.ShapeDtypeStruct(
+        (_ROWS.value, config.model.context), jnp.int32, sharding=NamedSharding(mesh, sharding.ROWS)
+    )
     step: Any = made.step
-    return step.lower(made.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows))
+    return step.lower(
+        made.like, dict.fromkeys(("inputs", "targets", "segments", "positions"), rows)
+    )
 
 
-def decoding(name: str, dtype: str, mesh: Mesh, observe=None, sequences: int | None = None, **options) -> jax.stages.Lowered:
+def decoding(
+    name: str, dtype: str, mesh: Mesh, observe=None, sequences: int | None = None, **options
+) -> jax.stages.Lowered:
     sequences = sequences or _TEXTS.value
     prompts, lengths = np.ones((sequences, 16), np.int32), np.full(sequences, 9)
     target, draft = (weights(model, dtype, mesh) for model in ("target_97m", "draft_6m"))
     several = mesh if mesh.size > 1 else None
     return lower(
-        jax.random.key(0), get_method(name, **options), target, draft, prompts, lengths, 64, observe=observe, mesh=several
+        jax.random.key(0),
+        get_method(name, **options),
+        target,
+        draft,
+        prompts,
+        lengths,
+        64,
+        observe=observe,
+        mesh=several,
     )
 
 
@@ -186,7 +225,8 @@ def weights(name: str, dtype: str, mesh: Mesh) -> Frozen:
     frozen = freeze(nnx.eval_shape(build))
     there = NamedSharding(mesh, PartitionSpec())
     leaves: list[Any] = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype == "int8" else dtype, sharding=there) for leaf in frozen.leaves
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype == "int8" else dtype, sharding=there)
+        for leaf in frozen.leaves
     ]
     return dataclasses.replace(frozen, leaves=leaves)
 
@@ -220,14 +260,24 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['compilation_seconds']:.1f}",
         f"{row['argument_bytes'] / 1e9:.2f}",
         f"{row['temporary_bytes'] / 1e9:.2f}",
-        *([str(sum(row["kernels"].values())), *(str(row["kernels"].get(phase, 0)) for phase in (*PHASES, ""))]),
+        *(
+            [
+                str(sum(row["kernels"].values())),
+                *(str(row["kernels"].get(phase, 0)) for phase in (*PHASES, "")),
+            ]
+        ),
         str(row["stops"]),
     ]
 
 
 def markdown(result: dict[str, Any]) -> str:
     header = ["Program", "Lowering, s", "Compilation, s", "Arguments, GB", "Temporary, GB"]
-    header += ["Kernels/call", *(phase.capitalize() for phase in PHASES), "Other", "Host stops/call"]
+    header += [
+        "Kernels/call",
+        *(phase.capitalize() for phase in PHASES),
+        "Other",
+        "Host stops/call",
+    ]
     return (
         f"# Compiled for {result['device']}, without one\n\n"
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"

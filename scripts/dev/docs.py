@@ -31,10 +31,17 @@ def list_modules(package) -> None:
     """Adds its modules to what a package exports, for the navigation: pdoc leaves out those that `__all__` does not name."""
     if hasattr(package, "__all__"):
         for name in package.__all__:
-            setattr(package, name, getattr(package, name))  # A name that is imported when asked for is not there yet.
+            setattr(
+                package, name, getattr(package, name)
+            )  # A name that is imported when asked for is not there yet.
         paths = pathlib.Path(package.__path__[0]).glob("[!_]*")
-        modules = sorted(path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py")))
-        package.__all__ = [*package.__all__, *(name for name in modules if name not in package.__all__)]
+        modules = sorted(
+            path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py"))
+        )
+        package.__all__ = [
+            *package.__all__,
+            *(name for name in modules if name not in package.__all__),
+        ]
 
 
 def drop_boilerplate(module) -> None:
@@ -48,7 +55,9 @@ def drop_boilerplate(module) -> None:
 
 def included_pages() -> dict[pathlib.Path, str]:
     """The Markdown pages on the first page of the site, and the anchor of each one's title there."""
-    pages = re.findall(r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE)
+    pages = re.findall(
+        r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE
+    )
     files = [(ROOT / "spectr_jax" / page).resolve() for page in pages]
     titles = [file.read_text().partition("\n")[0].removeprefix("# ") for file in files]
     anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
@@ -61,11 +70,19 @@ def with_local_links(page: str, folder: pathlib.Path) -> str:
 
     def linked(match: re.Match) -> str:
         link, _, anchor = match[1].partition("#")
-        for base in (ROOT, ROOT / "docs"):  # Where the README is, and where the pages that are included are.
+        for base in (
+            ROOT,
+            ROOT / "docs",
+        ):  # Where the README is, and where the pages that are included are.
             file = (base / link).resolve()
             if link and file in included:
                 return f'href="#{anchor or included[file]}"'
-            if link and not (folder / link).exists() and file.is_file() and file.is_relative_to(ROOT):
+            if (
+                link
+                and not (folder / link).exists()
+                and file.is_file()
+                and file.is_relative_to(ROOT)
+            ):
                 place = file.relative_to(ROOT)
                 (folder / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, folder / place)
@@ -83,7 +100,9 @@ def main(folder: pathlib.Path) -> None:
         list_modules(sys.modules[package])
     for name in names:
         drop_boilerplate(sys.modules[name])
-    warnings.simplefilter("error")  # A page that is not there, a link or an annotation that does not resolve.
+    warnings.simplefilter(
+        "error"
+    )  # A page that is not there, a link or an annotation that does not resolve.
     pdoc.render.configure(docformat="google", math=True, template_directory=ROOT / "docs/theme")
     pdoc.pdoc(*packages[:1], output_directory=folder)
     first = folder / "spectr_jax.html"

@@ -23,19 +23,24 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from spectr_jax import cli, load
+from spectr_jax import load
 from spectr_jax.decoding import Method, generate, get_method
 from spectr_jax.decoding.generate import lower
-from spectr_jax.files import write_json, write_whole
-from spectr_jax.measure import report
-from spectr_jax.measure.compilation import side_by_side
+from spectr_jax.experiments.measure import report
+from spectr_jax.experiments.measure.compilation import side_by_side
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.utils import cli
+from spectr_jax.utils.files import write_json, write_whole
 
 _PART = flags.DEFINE_enum("part", "speed", ["flags", "speed", "large"], "What is timed.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/gpu", "Where rows and tables go.")
-_LABEL = flags.DEFINE_string("label", "default", "Names the XLA flags of this process in the table.")
-_SECONDS = flags.DEFINE_integer("seconds", 150, "Begin no further row after this time.", lower_bound=1)
+_LABEL = flags.DEFINE_string(
+    "label", "default", "Names the XLA flags of this process in the table."
+)
+_SECONDS = flags.DEFINE_integer(
+    "seconds", 150, "Begin no further row after this time.", lower_bound=1
+)
 _TOY = flags.DEFINE_bool("toy", False, "Small models and few tokens, to rehearse on a CPU.")
 
 TREES = ("8x4", "8x8", "4x4", "2x4", "4,2,1,1")
@@ -60,15 +65,24 @@ class Row(NamedTuple):
 
 def rows_of(part: str) -> list[Row]:
     """Returns the rows of a part, the baseline of each pair and number of sequences first."""
-    trees = [(name, {"tree": tree}) for tree in TREES for name in ("spectr", "otm_block", "otm_layer")]
+    trees = [
+        (name, {"tree": tree}) for tree in TREES for name in ("spectr", "otm_block", "otm_layer")
+    ]
     if part == "flags":
-        one, many = (*PLAIN[:2], ("spectr", {"tree": "8x4"}), ("otm_layer", {"tree": "8x4"})), (PLAIN[0], PLAIN[2])
+        one, many = (
+            (*PLAIN[:2], ("spectr", {"tree": "8x4"}), ("otm_layer", {"tree": "8x4"})),
+            (PLAIN[0], PLAIN[2]),
+        )
         return [Row("97m", name, tuple(options.items()), 1) for name, options in one] + [
             Row("97m", name, tuple(options.items()), 250) for name, options in many
         ]
     if part == "large":
-        pairs = [f"8B, {draft}, {agreement}" for draft in ("1B", "2 layers") for agreement in (0.7, 0.8)]
-        return [Row(pair, name, tuple(options.items()), 1) for pair in pairs for name, options in LARGE]
+        pairs = [
+            f"8B, {draft}, {agreement}" for draft in ("1B", "2 layers") for agreement in (0.7, 0.8)
+        ]
+        return [
+            Row(pair, name, tuple(options.items()), 1) for pair in pairs for name, options in LARGE
+        ]
     batched = (*PLAIN, ("otm_block", {"tree": "2x4"}), ("otm_layer", {"tree": "2x4"}))
     return [
         Row("97m", name, tuple(options.items()), sequences)
@@ -139,9 +153,16 @@ def shape(name: str) -> LlamaConfig:
         dtype="bfloat16",
     )
     if _TOY.value:
-        big = dataclasses.replace(big, layers=4, width=64, mlp=128, heads=4, kv_heads=2, head_width=16, vocab_size=512)
+        big = dataclasses.replace(
+            big, layers=4, width=64, mlp=128, heads=4, kv_heads=2, head_width=16, vocab_size=512
+        )
     small = dataclasses.replace(
-        big, layers=max(big.layers // 2, 1), width=big.width // 2, mlp=8192, head_width=64, tied=True
+        big,
+        layers=max(big.layers // 2, 1),
+        width=big.width // 2,
+        mlp=8192,
+        head_width=64,
+        tied=True,
     )
     return {"8B": big, "1B": small, "2 layers": dataclasses.replace(big, layers=2, tied=True)}[name]
 
@@ -158,13 +179,16 @@ def pair(name: str) -> tuple[Frozen, Frozen]:
 
 def large(name: str, agreement: float) -> Frozen:
     """Returns a model with random weights in bfloat16, made on the device leaf by leaf."""
-    frozen = freeze(nnx.eval_shape(lambda: Agreeing(Llama(shape(name), rngs=nnx.Rngs(0)), agreement)))
+    frozen = freeze(
+        nnx.eval_shape(lambda: Agreeing(Llama(shape(name), rngs=nnx.Rngs(0)), agreement))
+    )
     keys = jax.random.split(jax.random.key(0), len(frozen.leaves))
     logits = table(frozen.vocab_size, agreement)
     leaves = [
         jnp.asarray(logits)
         if leaf.shape == logits.shape
-        else 0.02 * jax.random.normal(key, leaf.shape, jnp.bfloat16 if leaf.ndim > 1 else leaf.dtype)
+        else 0.02
+        * jax.random.normal(key, leaf.shape, jnp.bfloat16 if leaf.ndim > 1 else leaf.dtype)
         for key, leaf in zip(keys, frozen.leaves, strict=True)
     ]
     return dataclasses.replace(frozen, leaves=leaves)
@@ -187,7 +211,9 @@ def compiled(row: Row) -> None:
     target, draft = pair(row.pair)
     prompts = np.full((row.sequences, 9), 3)
     new = 8 if _TOY.value else TOKENS
-    lower(jax.random.key(0), row.made(), target, draft, prompts, np.full(row.sequences, 9), new).compile()
+    lower(
+        jax.random.key(0), row.made(), target, draft, prompts, np.full(row.sequences, 9), new
+    ).compile()
 
 
 def measure(rows: list[Row]) -> list[dict[str, Any]]:
@@ -219,12 +245,26 @@ def markdown(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
         [
             *(row["label"], row["pair"], str(row["sequences"]), row["method"]),
             ", ".join(str(value) for _, value in row["options"]),
-            *(f"{row['tokens_per_call']:.2f}", f"{row['ms_per_call']:.2f}", f"{row['tokens_per_second']:,.0f}"),
+            *(
+                f"{row['tokens_per_call']:.2f}",
+                f"{row['ms_per_call']:.2f}",
+                f"{row['tokens_per_second']:,.0f}",
+            ),
             f"{row['tokens_per_second'] / base[_group(row)]:.2f}",
         ]
         for row in rows
     ]
-    header = ["Flags", "Models", "Sequences", "Method", "Tree", "Tokens/call", "ms/call", "Tokens/s", "Speedup"]
+    header = [
+        "Flags",
+        "Models",
+        "Sequences",
+        "Method",
+        "Tree",
+        "Tokens/call",
+        "ms/call",
+        "Tokens/s",
+        "Speedup",
+    ]
     return f"# {_PART.value}\n\n{report.markdown_table(header, lines)}\n\n{report.made_by(made)}\n"
 
 
@@ -240,7 +280,9 @@ def main() -> None:
     with contextlib.suppress(FileNotFoundError):
         rows = [json.loads(line) for line in journal.read_text().splitlines()]
     there = set(map(_group, rows))
-    for (name, sequences), group in itertools.groupby(rows_of(_PART.value), lambda row: (row.pair, row.sequences)):
+    for (name, sequences), group in itertools.groupby(
+        rows_of(_PART.value), lambda row: (row.pair, row.sequences)
+    ):
         if (_LABEL.value, name, sequences) in there or time.monotonic() - started > _SECONDS.value:
             continue
         new = measure(list(group))

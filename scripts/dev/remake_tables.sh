@@ -60,8 +60,8 @@ tables() {
     table layer:dynamic scripts/dev/compare_dynamic.py
     verified layer:verifiers $(on 8x8 4x8 2x8 8x4 4x4 2x4 1x8 2,2,1,1 4,2,1,1 4,2,1,1,1,1,1,1)
     verified layer/6m --drafts=embedded:6m $(on 8x8 4x8 2x8 8x4 4x4 2x4)
-    table figures -m spectr_jax.figures
-    table ladder:figure -m spectr_jax.figures --only=spectr_figure_5 --target=embedded:20m --draft=embedded:6m
+    table figures -m spectr_jax.experiments.figures
+    table ladder:figure -m spectr_jax.experiments.figures --only=spectr_figure_5 --target=embedded:20m --draft=embedded:6m
 }
 
 of_smollm2() {

@@ -30,7 +30,9 @@ def refuse(message: str) -> NoReturn:
 
 def with_smoke(notebook) -> None:
     """Sets the parameter `SMOKE` of the notebook."""
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and SMOKE.search(cell.source)]
+    cells = [
+        cell for cell in notebook.cells if cell.cell_type == "code" and SMOKE.search(cell.source)
+    ]
     if len(cells) != 1:
         refuse(f"the notebook sets SMOKE = False in {len(cells)} cells; --smoke needs it in one")
     cells[0].source = SMOKE.sub("SMOKE = True", cells[0].source)
@@ -39,9 +41,17 @@ def with_smoke(notebook) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebook", type=pathlib.Path)
-    parser.add_argument("--smoke", action="store_true", help="with SMOKE = True: everything at toy size")
-    parser.add_argument("--out", type=pathlib.Path, help="where the notebook goes with its outputs (default: nowhere)")
-    parser.add_argument("--timeout", type=float, default=3_600, help="seconds that one cell may take")
+    parser.add_argument(
+        "--smoke", action="store_true", help="with SMOKE = True: everything at toy size"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="where the notebook goes with its outputs (default: nowhere)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3_600, help="seconds that one cell may take"
+    )
     flags = parser.parse_args()
     if not flags.notebook.is_file():
         refuse(f"there is no notebook {flags.notebook}; fix the path")
@@ -51,9 +61,16 @@ def main() -> None:
     notebook = nbformat.read(flags.notebook, as_version=4)
     if flags.smoke:
         with_smoke(notebook)
-    client = NotebookClient(notebook, kernel_name="python3", timeout=flags.timeout, resources={"metadata": {"path": ROOT}})
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=flags.timeout,
+        resources={"metadata": {"path": ROOT}},
+    )
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as sockets:  # In the place of ports that all users of the machine can reach.
+    with (
+        tempfile.TemporaryDirectory() as sockets
+    ):  # In the place of ports that all users of the machine can reach.
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
         try:

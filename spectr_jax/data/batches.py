@@ -13,7 +13,7 @@ import numpy as np
 from spectr_jax.data.corpus import Sentences
 from spectr_jax.data.shuffled import Rows, ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 PACKING_BINS = 64
 PREFETCHED_BATCHES = 4
@@ -68,7 +68,9 @@ def training_batches(
         return row_batches(corpus, _batch_of, batch, seed, streams, process, processes)
 
     def stream_of(stream: int) -> grain.IterDataset:
-        return _packed(shuffled(corpus, seed, stream, streams), tokenizer, length, threads=0).batch(batch // streams)
+        return _packed(shuffled(corpus, seed, stream, streams), tokenizer, length, threads=0).batch(
+            batch // streams
+        )
 
     return mixed_batches([stream_of], _batch_of, streams, process, processes)
 
@@ -109,9 +111,13 @@ def mixed_batches(
     arrays of rows. A batch has the rows of one array from each stream of each source."""
     share = streams // processes
     mine = range(process * share, (process + 1) * share)
-    joined = grain.experimental.ZipIterDataset([source(stream) for stream in mine for source in sources])
+    joined = grain.experimental.ZipIterDataset(
+        [source(stream) for stream in mine for source in sources]
+    )
     formed = joined.map(lambda parts: form(np.concatenate(parts)))
-    return grain.experimental.ThreadPrefetchIterDataset(formed, prefetch_buffer_size=PREFETCHED_BATCHES)
+    return grain.experimental.ThreadPrefetchIterDataset(
+        formed, prefetch_buffer_size=PREFETCHED_BATCHES
+    )
 
 
 def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
@@ -124,17 +130,26 @@ def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> N
     iterator.set_state({"parents": positions})
 
 
-def evaluation_batches(sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int) -> grain.IterDataset:
+def evaluation_batches(
+    sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int
+) -> grain.IterDataset:
     """Returns all sentences once, in order, packed; the last batch may have fewer rows."""
     rows = _packed(grain.MapDataset.source(sentences), tokenizer, length)
     return rows.batch(batch, drop_remainder=False).map(_batch_of)
 
 
-def _packed(dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1) -> grain.IterDataset:
+def _packed(
+    dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1
+) -> grain.IterDataset:
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-    encoded = dataset.map(lambda sentence: {"targets": encode(sentence, tokenizer, length)}).to_iter_dataset(options)
+    encoded = dataset.map(
+        lambda sentence: {"targets": encode(sentence, tokenizer, length)}
+    ).to_iter_dataset(options)
     rows = grain.experimental.FirstFitPackIterDataset(
-        encoded, length_struct={"targets": length}, num_packing_bins=PACKING_BINS, shuffle_bins=False
+        encoded,
+        length_struct={"targets": length},
+        num_packing_bins=PACKING_BINS,
+        shuffle_bins=False,
     )
     return rows.map(lambda row: row["targets"])
 
@@ -149,7 +164,9 @@ def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
     first = np.roll(targets == EOS, 1, axis=1)
     first[:, 0] = True
     segments = np.where(real, np.cumsum(first, axis=1), 0)
-    positions = np.where(real, places - np.maximum.accumulate(np.where(first, places, 0), axis=1), 0)
+    positions = np.where(
+        real, places - np.maximum.accumulate(np.where(first, places, 0), axis=1), 0
+    )
     inputs = np.where(real, np.where(first, BOS, np.roll(targets, 1, axis=1)), PAD)
     as_int32 = {"inputs": inputs, "targets": targets, "segments": segments, "positions": positions}
     return {name: array.astype(np.int32) for name, array in as_int32.items()}

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import digest, expanded
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest, expanded
 
 TFDS_PREFIX = "tfds:"
 PACKED_PREFIX = "packed:"
@@ -38,9 +38,15 @@ class TextSentences:
         starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64) if len(ends) else ends
         starts, ends = starts[ends > starts], ends[ends > starts]
         if len(starts):
-            filled = np.logical_or.reduceat(buffer > ord(" "), starts)  # What lies between the lines is below too.
+            filled = np.logical_or.reduceat(
+                buffer > ord(" "), starts
+            )  # What lies between the lines is below too.
             starts, ends = starts[filled], ends[filled]
-        self._lines, self._starts, self._ends = lines, starts, ends - (buffer[ends - 1] == ord("\r"))
+        self._lines, self._starts, self._ends = (
+            lines,
+            starts,
+            ends - (buffer[ends - 1] == ord("\r")),
+        )
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -86,11 +92,15 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
       UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.
     """
     if spec.startswith(PACKED_PREFIX):
-        raise UserError(f"{spec!r} is packed for training, and text is needed here; give the text that it was made from")
+        raise UserError(
+            f"{spec!r} is packed for training, and text is needed here; give the text that it was made from"
+        )
     if spec.startswith(TFDS_PREFIX):
         sentences: Sentences = TfdsSentences(spec, _tfds_source(spec, tfds_dir))
     else:
-        sentences = TextSentences(b"".join(_with_newline(read_text(path)) for path in text_files(spec)))
+        sentences = TextSentences(
+            b"".join(_with_newline(read_text(path)) for path in text_files(spec))
+        )
     if not len(sentences):
         raise UserError(f"the corpus {spec!r} is empty; give text with one sentence a line")
     return sentences
@@ -99,7 +109,9 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
 def corpus_digest(sentences: Sentences) -> str:
     """Returns a digest of how many sentences there are and of 256 of them, evenly spread: another corpus has another one."""
     picked = np.unique(np.linspace(0, len(sentences) - 1, 256).astype(int))
-    return digest("\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode())[:12]
+    return digest(
+        "\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode()
+    )[:12]
 
 
 def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[str]:
@@ -118,9 +130,13 @@ def read_text(path: pathlib.Path) -> bytes:
     except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
         raise UserError(f"{str(path)!r} is corrupt ({error}); restore or remove it") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+        raise UserError(
+            f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+        ) from error
     except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from error
+        raise UserError(
+            f"{str(path)!r} cannot be read ({error.strerror or error}); check the path"
+        ) from error
     return text
 
 
@@ -133,22 +149,34 @@ def text_files(spec: str) -> list[pathlib.Path]:
     found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
     if not files or not spec:  # "" would be the current folder.
-        raise UserError(f"no text file matches {spec!r}; give a file, a folder, a glob or tfds:DATASET:SPLIT")
+        raise UserError(
+            f"no text file matches {spec!r}; give a file, a folder, a glob or tfds:DATASET:SPLIT"
+        )
     return files
 
 
 def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
     parts = spec.removeprefix(TFDS_PREFIX).split(":")
     if len(parts) != 2 or not all(parts):
-        raise UserError(f"corpus {spec!r} is not of the form tfds:DATASET:SPLIT, such as tfds:lm1b:train")
+        raise UserError(
+            f"corpus {spec!r} is not of the form tfds:DATASET:SPLIT, such as tfds:lm1b:train"
+        )
     name, split = parts
     import tensorflow_datasets as tfds  # Imported late: text corpora do not need it, and it takes seconds.
 
     try:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
         source = builder.as_data_source(split=split)
-    except (tfds.core.DatasetNotFoundError, ValueError, KeyError, AssertionError, FileNotFoundError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (
+        tfds.core.DatasetNotFoundError,
+        ValueError,
+        KeyError,
+        AssertionError,
+        FileNotFoundError,
+    ) as error:
+        first_line = (
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        )
         raise UserError(
             f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it: "
             f"{_preparation(name)}"

@@ -6,11 +6,20 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
 ENDS = (
-    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>"),
+    *(
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+    ),
     *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
 )
 """Tokens that end a sequence wherever a vocabulary has them, whatever kind it says they are, as in llama.cpp."""
@@ -39,16 +48,24 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
 
     def need(name, kind):
         if (value := metadata.get(f"tokenizer.ggml.{name}")) is None:
-            raise UserError(f"{source!r} lacks 'tokenizer.ggml.{name}' in its metadata; fetch it again")
+            raise UserError(
+                f"{source!r} lacks 'tokenizer.ggml.{name}' in its metadata; fetch it again"
+            )
         if not isinstance(value, kind):
-            raise UserError(f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it again")
+            raise UserError(
+                f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it again"
+            )
         return value
 
     if (kind := need("model", str)) != "gpt2":
-        raise UserError(f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging Face folder")
+        raise UserError(
+            f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging Face folder"
+        )
     tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):
-        raise UserError(f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again")
+        raise UserError(
+            f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again"
+        )
     numbers = {token: number for number, token in enumerate(tokens)}
     types = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types, strict=True)]
     merges = [tuple(merge.split(" ", 1)) for merge in need("merges", list)]
@@ -56,7 +73,9 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     try:
         bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=splitter in LLAMA3)
     except Exception as error:  # The library raises bare exceptions.
-        raise UserError(f"{source!r} has merges that do not fit its tokens ({error}); fetch it again") from error
+        raise UserError(
+            f"{source!r} has merges that do not fit its tokens ({error}); fetch it again"
+        ) from error
     made = tokenizers.Tokenizer(bpe)
     made.pre_tokenizer = _splitter(splitter, source)
     if splitter == "qwen2":
@@ -64,7 +83,9 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     made.decoder = decoders.ByteLevel()
     for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
         added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
-        made.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False) for token in added])
+        made.add_tokens(
+            [tokenizers.AddedToken(token, special=special, normalized=False) for token in added]
+        )
     eos = need("eos_token_id", int)
     bos = metadata.get("tokenizer.ggml.bos_token_id", eos)  # Some have none, as Qwen's.
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
@@ -79,7 +100,9 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         ends,
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", splitter in LLAMA3)),
         template=metadata.get("tokenizer.chat_template"),
-        names=None if metadata.get("tokenizer.ggml.bos_token_id") is not None else {"bos_token": None},
+        names=None
+        if metadata.get("tokenizer.ggml.bos_token_id") is not None
+        else {"bos_token": None},
     )
 
 
@@ -92,6 +115,10 @@ def _splitter(name: str, source: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if name in DIGITS:
         words = pre_tokenizers.Split(tokenizers.Regex(WORDS % DIGITS[name]), "isolated")
-        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     known = ", ".join(("smollm", "gpt-2", *DIGITS))
-    raise UserError(f"{source!r} splits texts as {name!r}; known are {known}; give a Hugging Face folder")
+    raise UserError(
+        f"{source!r} splits texts as {name!r}; known are {known}; give a Hugging Face folder"
+    )

@@ -23,8 +23,8 @@ from spectr_jax.data.tokenizer import (
     checked_text,
     vocabulary_digest,
 )
-from spectr_jax.errors import UserError
-from spectr_jax.files import check_fetched, write_json, write_whole
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import check_fetched, write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
@@ -37,9 +37,15 @@ LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 def _bytes_by_letter() -> dict[str, int]:
     """Returns the byte that each letter stands for in GPT-2's vocabulary: itself, if it can be printed, or one after
     another."""
-    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printed = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
 
 
 BYTES = _bytes_by_letter()
@@ -48,7 +54,11 @@ BYTES = _bytes_by_letter()
 def _spelled(name: str, of_bytes: bool) -> bytes:
     """Returns what a token of this name adds to a text."""
     if of_bytes:
-        return bytes(BYTES[letter] for letter in name) if all(letter in BYTES for letter in name) else name.encode()
+        return (
+            bytes(BYTES[letter] for letter in name)
+            if all(letter in BYTES for letter in name)
+            else name.encode()
+        )
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
         return bytes([int(name[3:-1], 16)])
     return name.replace(SPACE, " ").encode()
@@ -76,7 +86,10 @@ class HuggingFaceTokenizer(AnyTokenizer):
         self.template = template
         self._tokenizer, self._adds_bos = tokenizer, adds_bos
         ids = {"bos_token": bos, "eos_token": eos if isinstance(eos, int) else eos[0]}
-        known = {**{name: tokenizer.id_to_token(token) for name, token in ids.items()}, **(names or {})}
+        known = {
+            **{name: tokenizer.id_to_token(token) for name, token in ids.items()},
+            **(names or {}),
+        }
         self._names = {name: token for name, token in known.items() if token is not None}
 
     @property
@@ -100,7 +113,11 @@ class HuggingFaceTokenizer(AnyTokenizer):
     @functools.cached_property
     def pieces(self) -> list[bytes]:
         """See `AnyTokenizer.pieces`; known of tokenizers of bytes, and of those like SentencePiece."""
-        decoder = json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {"type": None}
+        decoder = (
+            json.loads(self._tokenizer.decoder.__getstate__())
+            if self._tokenizer.decoder
+            else {"type": None}
+        )
         kinds = {each["type"] for each in decoder.get("decoders", [decoder])}
         if not (kinds == {"ByteLevel"} or kinds <= LIKE_SENTENCEPIECE):
             return super().pieces
@@ -131,9 +148,17 @@ class HuggingFaceTokenizer(AnyTokenizer):
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`, without BOS, EOS and -1."""
-        kept = [int(token) for token in tokens if token >= 0 and token != self.bos and not self.ends(int(token))]
-        if kept and max(kept) >= 2**32:  # A model's vocabulary may be padded: smaller numbers without a token are no text.
-            raise UserError(f"token {max(kept)} must be in the vocabulary; give those of a Generation")
+        kept = [
+            int(token)
+            for token in tokens
+            if token >= 0 and token != self.bos and not self.ends(int(token))
+        ]
+        if (
+            kept and max(kept) >= 2**32
+        ):  # A model's vocabulary may be padded: smaller numbers without a token are no text.
+            raise UserError(
+                f"token {max(kept)} must be in the vocabulary; give those of a Generation"
+            )
         return self._tokenizer.decode(kept)
 
     def piece(self, token: int) -> str:
@@ -143,7 +168,11 @@ class HuggingFaceTokenizer(AnyTokenizer):
         name = self._tokenizer.id_to_token(int(token)) or f"<{int(token)}>"
         if token == self.bos or self.ends(int(token)):
             return name
-        text = name.replace(SPACE, " ") if name.startswith(SPACE) else self._tokenizer.decode([int(token)])
+        text = (
+            name.replace(SPACE, " ")
+            if name.startswith(SPACE)
+            else self._tokenizer.decode([int(token)])
+        )
         return name if "\ufffd" in text or not text else text
 
     def save(self, folder: pathlib.Path, context: int) -> None:
@@ -154,10 +183,14 @@ class HuggingFaceTokenizer(AnyTokenizer):
           context: of the model, in tokens.
         """
         written = self._tokenizer
-        if self._adds_bos and not adds_bos(written, self.bos):  # As of a GGUF file, whose metadata says so.
+        if self._adds_bos and not adds_bos(
+            written, self.bos
+        ):  # As of a GGUF file, whose metadata says so.
             written = tokenizers.Tokenizer.from_str(written.to_str())
             begin = written.id_to_token(self.bos)
-            made = processors.TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, self.bos)])
+            made = processors.TemplateProcessing(
+                single=[begin, "$A"], special_tokens=[(begin, self.bos)]
+            )
             others = written.post_processor
             written.post_processor = processors.Sequence([others, made]) if others else made
         write_whole(folder / FILE, written.to_str(pretty=True))
@@ -167,7 +200,10 @@ class HuggingFaceTokenizer(AnyTokenizer):
             "clean_up_tokenization_spaces": False,
             **self._names,
         }
-        write_json(folder / SETTINGS, {**settings, **({"chat_template": self.template} if self.template else {})})
+        write_json(
+            folder / SETTINGS,
+            {**settings, **({"chat_template": self.template} if self.template else {})},
+        )
 
 
 def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
@@ -187,7 +223,9 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             read.no_padding()
             return read
         if (kind := _json(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
-            raise FileNotFoundError(f"no {FILE}, without which it is unknown how a {kind} splits texts")
+            raise FileNotFoundError(
+                f"no {FILE}, without which it is unknown how a {kind} splits texts"
+            )
         old = [str(folder / name) for name in OLD_FILES if (folder / name).exists()]
         if len(old) < len(OLD_FILES):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
@@ -198,24 +236,35 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     except UserError:
         raise
     except Exception as error:  # The library raises bare exceptions.
-        raise UserError(f"{str(folder)!r} has no tokenizer to be read ({error}); save the model's own there") from error
+        raise UserError(
+            f"{str(folder)!r} has no tokenizer to be read ({error}); save the model's own there"
+        ) from error
 
 
 def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
     """Adds the tokens that only the files beside tokenizer.json declare, as transformers does; raises ValueError if they do
     not fit."""
-    declared: dict[int, dict[str, Any]] = {int(index): {"content": token} for token, index in _json(folder / ADDED).items()}
+    declared: dict[int, dict[str, Any]] = {
+        int(index): {"content": token} for token, index in _json(folder / ADDED).items()
+    }
     declared |= {
-        int(index): dict(token) for index, token in _json(folder / SETTINGS).get("added_tokens_decoder", {}).items()
+        int(index): dict(token)
+        for index, token in _json(folder / SETTINGS).get("added_tokens_decoder", {}).items()
     }
     there = tokenizer.get_added_tokens_decoder()
     for index, token in sorted(declared.items()):
         if index in there and there[index].content == token["content"]:
             continue
-        flags = {name: token[name] for name in ("special", "lstrip", "rstrip", "normalized", "single_word") if name in token}
+        flags = {
+            name: token[name]
+            for name in ("special", "lstrip", "rstrip", "normalized", "single_word")
+            if name in token
+        }
         tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
         if (found := tokenizer.token_to_id(token["content"])) != index:
-            raise ValueError(f"token {token['content']!r} is {index} in the files beside {FILE} and would be {found}")
+            raise ValueError(
+                f"token {token['content']!r} is {index} in the files beside {FILE} and would be {found}"
+            )
 
 
 def read_template(folder: pathlib.Path) -> str | None:
@@ -224,10 +273,16 @@ def read_template(folder: pathlib.Path) -> str | None:
         try:
             return (folder / TEMPLATE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{str(folder / TEMPLATE)!r} cannot be read ({error}); save or fetch it again") from error
+            raise UserError(
+                f"{str(folder / TEMPLATE)!r} cannot be read ({error}); save or fetch it again"
+            ) from error
     given = _json(folder / SETTINGS).get("chat_template")
     if isinstance(given, list):
-        named = [each.get("template") for each in given if isinstance(each, dict) and each.get("name") == "default"]
+        named = [
+            each.get("template")
+            for each in given
+            if isinstance(each, dict) and each.get("name") == "default"
+        ]
         given = named[-1] if named else None
     return given if isinstance(given, str) else None
 
@@ -237,7 +292,10 @@ def read_names(folder: pathlib.Path) -> dict[str, str | None]:
     names, with None for those that it says there are not."""
     settings = _json(folder / SETTINGS)
     given = {name: settings[name] for name in ("bos_token", "eos_token") if name in settings}
-    given = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
+    given = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in given.items()
+    }
     return {name: value for name, value in given.items() if value is None or isinstance(value, str)}
 
 
@@ -251,14 +309,26 @@ def controls(
     Raises:
       UserError: one is missing, or no token of its vocabulary.
     """
-    own = {name: value for name, value in _json(folder / "generation_config.json").items() if value is not None}
-    given: dict[str, Any] = {name: own.get(name, config.get(name)) for name in ("eos_token_id", "bos_token_id")}
-    ends = given["eos_token_id"] if isinstance(given["eos_token_id"], list) else [given["eos_token_id"]]
+    own = {
+        name: value
+        for name, value in _json(folder / "generation_config.json").items()
+        if value is not None
+    }
+    given: dict[str, Any] = {
+        name: own.get(name, config.get(name)) for name in ("eos_token_id", "bos_token_id")
+    }
+    ends = (
+        given["eos_token_id"]
+        if isinstance(given["eos_token_id"], list)
+        else [given["eos_token_id"]]
+    )
     bos = given["bos_token_id"]
     if bos is None and ends:  # Qwen's have none.
         bos = ends[0] if first is None else first
     for name, tokens in (("bos", [bos]), ("eos", ends)):
-        if not tokens or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        if not tokens or not all(
+            type(token) is int and 0 <= token < vocab_size for token in tokens
+        ):
             raise UserError(
                 f"{str(folder)!r} has {name}_token_id={given[f'{name}_token_id']}, no token of its vocabulary; mend its "
                 "config.json"
@@ -273,7 +343,9 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error}); save or fetch it again") from error
+        raise UserError(
+            f"{str(path)!r} cannot be read ({error}); save or fetch it again"
+        ) from error
     if not isinstance(given, dict):
         raise UserError(f"{str(path)!r} holds no JSON object; save or fetch it again")
     return given
@@ -313,12 +385,21 @@ def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> 
     made = tokenizers.Tokenizer(models.Unigram(pieces, UNK, byte_fallback=True))
     rules = proto.normalizer_spec.precompiled_charsmap
     spaces = [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
-    made.normalizer = normalizers.Sequence([*([normalizers.Precompiled(rules)] if rules else []), *spaces])
+    made.normalizer = normalizers.Sequence(
+        [*([normalizers.Precompiled(rules)] if rules else []), *spaces]
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
     made.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    made.add_special_tokens([tokenizers.AddedToken(pieces[token][0], special=True) for token in (PAD, BOS, EOS, UNK)])
+    made.add_special_tokens(
+        [tokenizers.AddedToken(pieces[token][0], special=True) for token in (PAD, BOS, EOS, UNK)]
+    )
     names = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
     write_whole(folder / FILE, made.to_str(pretty=True))
     write_json(

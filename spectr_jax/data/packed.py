@@ -14,8 +14,8 @@ import numpy as np
 from spectr_jax.data.batches import evaluation_batches
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
 from spectr_jax.data.tokenizer import PAD, Tokenizer
-from spectr_jax.errors import UserError
-from spectr_jax.files import digest, expanded, write_json, write_whole
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest, expanded, write_json, write_whole
 
 FORMAT = "spectr_jax/packed/1"
 ROWS_A_SHARD = 2**15
@@ -41,16 +41,29 @@ class PackedRows:
 
     def __getitem__(self, index: int, /) -> np.ndarray:
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self._shards[shard][index - self._ends[shard]]  # From behind: index - end is negative.
+        return self._shards[shard][
+            index - self._ends[shard]
+        ]  # From behind: index - end is negative.
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Returns the rows at `indices`, uint16 [count, length]."""
         shards = np.searchsorted(self._ends, indices, side="right")
         behind = indices - self._ends[shards]
-        return np.stack([self._shards[shard][index] for shard, index in zip(shards.tolist(), behind.tolist(), strict=True)])
+        return np.stack(
+            [
+                self._shards[shard][index]
+                for shard, index in zip(shards.tolist(), behind.tolist(), strict=True)
+            ]
+        )
 
 
-def pack(sentences: Sentences, tokenizer: Tokenizer, folder: pathlib.Path, length: int, compress: bool = False) -> dict:
+def pack(
+    sentences: Sentences,
+    tokenizer: Tokenizer,
+    folder: pathlib.Path,
+    length: int,
+    compress: bool = False,
+) -> dict:
     """Packs all sentences, in their order, into `folder`: shards, tokenizer.model and, once all is there, an index.
 
     Args:
@@ -67,7 +80,9 @@ def pack(sentences: Sentences, tokenizer: Tokenizer, folder: pathlib.Path, lengt
       UserError: the vocabulary is too large for uint16.
     """
     if tokenizer.vocab_size > 2**16:
-        raise UserError(f"a vocabulary of {tokenizer.vocab_size} pieces does not fit 16 bits; train one of at most 65536")
+        raise UserError(
+            f"a vocabulary of {tokenizer.vocab_size} pieces does not fit 16 bits; train one of at most 65536"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.model", tokenizer.proto)
     shards: dict[str, int] = {}
@@ -105,7 +120,9 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}")
-        shards = [_read(folder / name, (rows, index["length"])) for name, rows in index["rows"].items()]
+        shards = [
+            _read(folder / name, (rows, index["length"])) for name, rows in index["rows"].items()
+        ]
         tokenizer_digest = index["tokenizer_sha256"]
     except _DAMAGE as error:
         raise UserError(
@@ -115,7 +132,13 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
 
 
 def _read(path: pathlib.Path, shape: tuple[int, int]) -> np.ndarray:
-    rows = np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) if path.suffix == ".xz" else np.load(path, mmap_mode="r")
+    rows = (
+        np.load(io.BytesIO(lzma.decompress(path.read_bytes())))
+        if path.suffix == ".xz"
+        else np.load(path, mmap_mode="r")
+    )
     if rows.shape != shape or rows.dtype != np.uint16:
         raise ValueError(f"{path.name} has {rows.dtype} {rows.shape}, not uint16 {shape}")
-    return np.asarray(rows)  # Still mapped, without what NumPy's memmap does in Python for each row.
+    return np.asarray(
+        rows
+    )  # Still mapped, without what NumPy's memmap does in Python for each row.

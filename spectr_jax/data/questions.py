@@ -4,13 +4,14 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import expanded
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import expanded
 
 CONVERSATION = "multi-turn conversation"
 TASKS = {
     **dict.fromkeys(
-        ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), CONVERSATION
+        ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+        CONVERSATION,
     ),
     "qa": "question answering",
     "math_reasoning": "mathematical reasoning",
@@ -36,13 +37,17 @@ def read_questions(path: str) -> list[Question]:
     try:
         lines = expanded(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"questions={path!r}: cannot be read ({error}); give Spec-Bench's question.jsonl") from error
+        raise UserError(
+            f"questions={path!r}: cannot be read ({error}); give Spec-Bench's question.jsonl"
+        ) from error
     questions: dict[str, Question] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
             question = _question(line, f"questions={path!r}: line {number}")
             if question.identity in questions:
-                raise UserError(f"questions={path!r}: line {number} repeats question_id {question.identity}; remove one")
+                raise UserError(
+                    f"questions={path!r}: line {number} repeats question_id {question.identity}; remove one"
+                )
             questions[question.identity] = question
     if not questions:
         raise UserError(f"questions={path!r}: has no questions; give Spec-Bench's question.jsonl")
@@ -54,8 +59,14 @@ def _question(line: str, place: str) -> Question:
         given = json.loads(line)
         identity, category, turns = given["question_id"], given["category"], given["turns"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{place} lacks question_id, category or turns ({error!r}); give one JSON object a line") from error
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise UserError(
+            f"{place} lacks question_id, category or turns ({error!r}); give one JSON object a line"
+        ) from error
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+    ):
         raise UserError(f"{place} has turns {turns!r:.60}; give a list of messages")
     return Question(str(identity), TASKS.get(category, str(category)), tuple(turns))
 

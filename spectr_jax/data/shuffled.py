@@ -30,7 +30,9 @@ class ShuffledRows(grain.IterDataset):
         super().__init__()
         self._rows, self._stream, self._streams = rows, stream, streams
         self._an_epoch = len(range(stream, len(rows), streams))
-        self._seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])  # As `seed(...).shuffle()` of Grain.
+        self._seed = int(
+            np.random.SeedSequence((seed, 1)).generate_state(1)[0]
+        )  # As `seed(...).shuffle()` of Grain.
         self.count = count
 
     def __iter__(self) -> grain.DatasetIterator:

@@ -10,7 +10,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 
 class Generation(jinja2.ext.Extension):
@@ -24,7 +24,9 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def render(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[str, str | None]) -> str:
+def render(
+    template: str, messages: Sequence[Mapping[str, str]], names: Mapping[str, str | None]
+) -> str:
     """Returns the text of a conversation, up to where the model's answer begins.
 
     Args:
@@ -35,8 +37,12 @@ def render(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[
     Raises:
       UserError: the template refuses the messages, or fails; or they are no list of messages.
     """
-    if isinstance(messages, str | Mapping) or not all(isinstance(each, Mapping) and "role" in each for each in messages):
-        raise UserError(f"messages are {messages!r:.60}; give a list, such as [{{'role': 'user', 'content': 'Why?'}}]")
+    if isinstance(messages, str | Mapping) or not all(
+        isinstance(each, Mapping) and "role" in each for each in messages
+    ):
+        raise UserError(
+            f"messages are {messages!r:.60}; give a list, such as [{{'role': 'user', 'content': 'Why?'}}]"
+        )
     house = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -44,12 +50,22 @@ def render(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[
     house.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     house.filters["tojson"] = _to_json
     try:
-        given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **names}
+        given = {
+            "messages": messages,
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+            **names,
+        }
         return house.from_string(template).render(given)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the model's chat template cannot be read ({error}); decode without chat") from error
+        raise UserError(
+            f"the model's chat template cannot be read ({error}); decode without chat"
+        ) from error
     except Exception as error:  # It is a program, of the model's makers.
-        raise UserError(f"the model's chat template refuses these messages ({error}); change them") from error
+        raise UserError(
+            f"the model's chat template refuses these messages ({error}); change them"
+        ) from error
 
 
 def _refuse(message: str) -> None:
@@ -58,4 +74,6 @@ def _refuse(message: str) -> None:
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """Jinja's own writes `<` and others for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

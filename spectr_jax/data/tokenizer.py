@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import digest, write_whole
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest, write_whole
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
@@ -52,7 +52,9 @@ class AnyTokenizer(Protocol):
         Raises:
           UserError: they are not known.
         """
-        raise UserError("the tokenizer does not say what its tokens spell; give stop sequences as tokens, not as text")
+        raise UserError(
+            "the tokenizer does not say what its tokens spell; give stop sequences as tokens, not as text"
+        )
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without BOS and EOS."""
@@ -80,7 +82,9 @@ class AnyTokenizer(Protocol):
         Raises:
           UserError: the model has no chat template, or it refuses the messages.
         """
-        raise UserError("the model has no chat template; give an instructed one, or do without chat")
+        raise UserError(
+            "the model has no chat template; give an instructed one, or do without chat"
+        )
 
     def ends(self, token: int) -> bool:
         """Returns whether `token` ends a sequence."""
@@ -97,7 +101,9 @@ class AnyTokenizer(Protocol):
         several = [texts] if isinstance(texts, str) else list(texts)
         for text in several:
             if not isinstance(text, str):
-                raise UserError(f"prompt {text!r} is no string; give strings, or tokens to `generate` itself")
+                raise UserError(
+                    f"prompt {text!r} is no string; give strings, or tokens to `generate` itself"
+                )
         encoded = [self.prompt(text) for text in several]
         if not encoded:
             raise UserError("no prompts; give at least one string, which may be empty")
@@ -113,10 +119,17 @@ class AnyTokenizer(Protocol):
         """
         rows, ends = _whole(tokens), _whole(lengths)
         if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
-            raise UserError("tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of a Generation")
+            raise UserError(
+                "tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of a Generation"
+            )
         if np.any((ends < 0) | (ends > rows.shape[1])):
-            raise UserError(f"lengths {ends} are not within 0..{rows.shape[1]}; give those of a Generation")
-        return [self.decode(row[:length]) for row, length in zip(rows.tolist(), ends.tolist(), strict=True)]
+            raise UserError(
+                f"lengths {ends} are not within 0..{rows.shape[1]}; give those of a Generation"
+            )
+        return [
+            self.decode(row[:length])
+            for row, length in zip(rows.tolist(), ends.tolist(), strict=True)
+        ]
 
 
 def _whole(given: ArrayLike) -> np.ndarray | None:
@@ -131,11 +144,15 @@ def _whole(given: ArrayLike) -> np.ndarray | None:
 def checked_text(text: str) -> str:
     """Returns `text`; raises `UserError` if it is not a string, or has an unpaired surrogate, which no tokenizer takes."""
     if not isinstance(text, str):
-        raise UserError(f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself")
+        raise UserError(
+            f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"text={text!r:.40}: is not valid Unicode ({error.reason}); remove its surrogates") from error
+        raise UserError(
+            f"text={text!r:.40}: is not valid Unicode ({error.reason}); remove its surrogates"
+        ) from error
     return text
 
 
@@ -166,7 +183,9 @@ class VocabularyOf(AnyTokenizer):
         raise self._none()
 
     def _none(self) -> UserError:
-        return UserError(f"{self._name!r} is a draft and has no tokenizer of its own; use its target's")
+        return UserError(
+            f"{self._name!r} is a draft and has no tokenizer of its own; use its target's"
+        )
 
 
 def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
@@ -264,7 +283,9 @@ class Tokenizer(AnyTokenizer):
         """Returns the text of `tokens`, without control pieces and -1."""
         kept = [int(token) for token in tokens if token >= 0]
         if kept and max(kept) >= self.vocab_size:
-            raise UserError(f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this vocabulary")
+            raise UserError(
+                f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this vocabulary"
+            )
         return self._processor.decode(kept)
 
     def piece(self, token: int) -> str:

@@ -70,20 +70,30 @@ def greedy(
     """Returns for each node the likeliest tokens of p, and as its last child a draw from the others (Hu et al., 2025);
     consumes `key`."""
 
-    def likeliest_and_one(key: PRNGKeyArray, probs: Probs, count: IntScalar) -> Int[Array, " children"]:
+    def likeliest_and_one(
+        key: PRNGKeyArray, probs: Probs, count: IntScalar
+    ) -> Int[Array, " children"]:
         likeliest = jax.lax.top_k(probs, int(counts.max()) - 1)[1]
         is_likeliest = jnp.arange(int(counts.max())) < count - 1
-        one = draw(key, probs.at[jnp.where(is_likeliest[:-1], likeliest, len(probs))].set(0, mode="drop"))
+        one = draw(
+            key, probs.at[jnp.where(is_likeliest[:-1], likeliest, len(probs))].set(0, mode="drop")
+        )
         return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
 
     return _each(key, p, likeliest_and_one, jnp.asarray(counts))
 
 
 Rule: TypeAlias = Callable[
-    [PRNGKeyArray, Float[Array, "width vocab"], Int[np.ndarray, " width"]], Int[Array, "width children"]
+    [PRNGKeyArray, Float[Array, "width vocab"], Int[np.ndarray, " width"]],
+    Int[Array, "width children"],
 ]
 
-RULES: dict[str, Rule] = {"iid": iid, "without_replacement": without_replacement, "race": race, "greedy": greedy}
+RULES: dict[str, Rule] = {
+    "iid": iid,
+    "without_replacement": without_replacement,
+    "race": race,
+    "greedy": greedy,
+}
 """How the children of the W inner nodes of a level are drawn, by the name in `Plan.drafts`.
 
 Each is a function of a key, the distributions p [W, V] and `counts` [W], the number of children of each node. It returns
@@ -91,7 +101,9 @@ Each is a function of a key, the distributions p [W, V] and `counts` [W], the nu
 """
 
 
-def committed_length(lengths_B: Int[Array, " batch"], recalled: int = features.RECALLED) -> Int[Array, " batch"]:
+def committed_length(
+    lengths_B: Int[Array, " batch"], recalled: int = features.RECALLED
+) -> Int[Array, " batch"]:
     """Returns the number of tokens that the draft's cache holds between calls, for sequences of these lengths."""
     return jnp.maximum(lengths_B - recalled, 0)
 
@@ -127,19 +139,26 @@ def draft(
     for depth, nodes in enumerate(tree.levels[1:]):
         parents = np.intersect1d(tree.levels[depth], tree.inner)
         drafted_BxN = jnp.concatenate(tokens, axis=1)
-        logits = processing.at_nodes(policy, tree, parents, ran.logits, drafted_BxN, tokens_BxT, lengths_B)
+        logits = processing.at_nodes(
+            policy, tree, parents, ran.logits, drafted_BxN, tokens_BxT, lengths_B
+        )
         p.append(_within(model, probabilities(logits, policy), tokens_BxT, lengths_B + depth))
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
         tokens.append(_children(level_keys_B, rule, tree, nodes, p[-1]))
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
             positions_B = lengths_B + depth
-            ran = _run_on_level(model, tree, inner, tokens[-1][:, inner - nodes[0]], positions_B, root_B, ran)
+            ran = _run_on_level(
+                model, tree, inner, tokens[-1][:, inner - nodes[0]], positions_B, root_B, ran
+            )
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(p, axis=1), ran.cache)
 
 
 def _within(
-    model: Model, p_BxWxV: Float[Array, "batch width vocab"], tokens_BxT: Array, positions_B: Int[Array, " batch"]
+    model: Model,
+    p_BxWxV: Float[Array, "batch width vocab"],
+    tokens_BxT: Array,
+    positions_B: Int[Array, " batch"],
 ) -> Float[Array, "batch width vocab"]:
     """Returns `p_BxWxV` with 0 for positions past the draft's context: such drafts count as not drawn, in every verifier."""
     if tokens_BxT.shape[1] <= model.context:
@@ -203,11 +222,15 @@ def _run_on_level(
         *features.extend(
             model,
             tokens_BxW,
-            jnp.broadcast_to(jnp.minimum(positions_B, model.context - 1)[:, None], tokens_BxW.shape),
+            jnp.broadcast_to(
+                jnp.minimum(positions_B, model.context - 1)[:, None], tokens_BxW.shape
+            ),
             _visible(tree, inner, R, root_B),
             above.cache,
             R + first_rank - 1,
-            features_BxNxE=None if above.own is None else above.own[:, _parent_rank_in_level(tree, inner)],
+            features_BxNxE=None
+            if above.own is None
+            else above.own[:, _parent_rank_in_level(tree, inner)],
         )
     )
 
@@ -220,12 +243,17 @@ def _visible(
     sees_recalled_BxR = jnp.arange(R) <= root_B[:, None]
     among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : tree.inner_rank[inner[-1]] + 1])]
     return jnp.concatenate(
-        [jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)), jnp.broadcast_to(among_inner, (B, *among_inner.shape))],
+        [
+            jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)),
+            jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
+        ],
         axis=-1,
     )
 
 
-def _parent_rank_in_level(tree: Tree, inner: Int[np.ndarray, " width"]) -> Int[np.ndarray, " width"]:
+def _parent_rank_in_level(
+    tree: Tree, inner: Int[np.ndarray, " width"]
+) -> Int[np.ndarray, " width"]:
     """Returns which of the inner nodes of the level above is the parent of each of the `inner` nodes of one level."""
     parents = tree.parent[inner]
     level_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
@@ -256,10 +284,16 @@ def commit(
     if features_seen(model):
         return Cache(cache.rows, committed_length(new_lengths_B, features.recalled(model, tree)))
     roots_B = old_lengths_B - 1 - cache.lengths
-    index_D = jnp.arange(1, path_BxD.shape[1] + features.RECALLED)  # The first recalled row is in its place.
+    index_D = jnp.arange(
+        1, path_BxD.shape[1] + features.RECALLED
+    )  # The first recalled row is in its place.
     below_root = index_D[None, :] - roots_B[:, None] - 1
     nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, path_BxD.shape[1] - 1), axis=1)
-    pending = jnp.where(below_root < 0, index_D[None, :], features.RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1)
+    pending = jnp.where(
+        below_root < 0,
+        index_D[None, :],
+        features.RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1,
+    )
     return keep(cache, pending, committed_length(new_lengths_B), settled=1)
 
 

@@ -55,7 +55,10 @@ def extend(
     if tokens_BxN.size == 1 and not cpu.on_cpu():
         # XLA's kernels for GPUs write every product of a weight and a single row to memory; for two rows they do not.
         # The second token is a copy that nothing sees, and the next call overwrites its cache row.
-        tokens_BxN, positions_BxN = jnp.repeat(tokens_BxN, 2, axis=1), jnp.repeat(positions_BxN, 2, axis=1)
+        tokens_BxN, positions_BxN = (
+            jnp.repeat(tokens_BxN, 2, axis=1),
+            jnp.repeat(positions_BxN, 2, axis=1),
+        )
         features_BxNxE = None if features_BxNxE is None else jnp.repeat(features_BxNxE, 2, axis=1)
         visible_BxNxM = jnp.pad(jnp.repeat(visible_BxNxM, 2, axis=1), ((0, 0), (0, 0), (0, 1)))
         only_B = jnp.zeros(1, jnp.int32)
@@ -76,10 +79,14 @@ def _one(
     x_BxNxC: Float[Array, "batch new channels"], only_B: Int[Array, " batch"] | None
 ) -> Float[Array, "batch scored channels"]:
     """Returns the entries of one new token of each sequence, or all of them for None."""
-    return x_BxNxC if only_B is None else jnp.take_along_axis(x_BxNxC, only_B[:, None, None], axis=1)
+    return (
+        x_BxNxC if only_B is None else jnp.take_along_axis(x_BxNxC, only_B[:, None, None], axis=1)
+    )
 
 
-def before(hidden_BxTxE: Float[Array, "batch time features"]) -> Float[Array, "batch time features"]:
+def before(
+    hidden_BxTxE: Float[Array, "batch time features"],
+) -> Float[Array, "batch time features"]:
     """Returns the features of the token before each; zeros at the first."""
     return jnp.pad(hidden_BxTxE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
@@ -111,4 +118,6 @@ def after_call(
     of_path = jnp.take_along_axis(hidden_BxNxE, jnp.maximum(nodes, 0)[..., None], axis=1)
     both = jnp.concatenate([features_BxRxE, of_path.astype(features_BxRxE.dtype)], axis=1)
     R = features_BxRxE.shape[1]
-    return jax.vmap(lambda rows, first: jax.lax.dynamic_slice_in_dim(rows, first, R))(both, emitted_B)
+    return jax.vmap(lambda rows, first: jax.lax.dynamic_slice_in_dim(rows, first, R))(
+        both, emitted_B
+    )

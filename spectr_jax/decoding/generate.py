@@ -19,15 +19,23 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, PRNGKeyArray
 
-from spectr_jax import sharding
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Call, Loop, add_observed, call, merged, observe_call, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, for_rows
-from spectr_jax.decoding.request import BUCKET, AnyModel, Observe, Request, checked, padded, sequence_keys
+from spectr_jax.decoding.request import (
+    BUCKET,
+    AnyModel,
+    Observe,
+    Request,
+    checked,
+    padded,
+    sequence_keys,
+)
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.frozen import Frozen
+from spectr_jax.utils import sharding
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +88,7 @@ def generate(
       method: from `get_method`.
       target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
         it is decoded with often.
-      draft: likewise, with the target's vocabulary; `spectr_jax.pairs.fitted` fits one to it whose added or padded tokens
+      draft: likewise, with the target's vocabulary; `spectr_jax.loading.pairs.fitted` fits one to it whose added or padded tokens
         differ. Past its context it drafts nothing. None for a method that needs no draft model.
       prompts: [B, T] int32, BOS first, padded at the end, which is done here up to a multiple of `BUCKET`.
         `tokenizer.prompts` makes them of strings.
@@ -101,7 +109,9 @@ def generate(
     Raises:
       UserError: a prompt that does not fit, another vocabulary, a bad key, policy or mesh, a missing draft.
     """
-    request = Request(key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh)
+    request = Request(
+        key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh
+    )
     request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
     generation: Generation = _generate(*padded(checked(request), BUCKET))
     return generation
@@ -112,7 +122,9 @@ def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
     return _generate.lower(*padded(checked(Request(*arguments, **options)), BUCKET))
 
 
-@functools.partial(jax.jit, static_argnames=("method", "max_new_tokens", "observe", "mesh", "logprobs"))
+@functools.partial(
+    jax.jit, static_argnames=("method", "max_new_tokens", "observe", "mesh", "logprobs")
+)
 def _generate(
     key: PRNGKeyArray | Key[Array, " batch"],
     method: Method,
@@ -130,14 +142,29 @@ def _generate(
 ) -> Generation:
     """Returns `decode` of all sequences, or on each device of its share of them."""
 
-    def run(keys_B: Key[Array, " share"], own: tuple[Any, ...], same: tuple[Any, ...]) -> Generation:
+    def run(
+        keys_B: Key[Array, " share"], own: tuple[Any, ...], same: tuple[Any, ...]
+    ) -> Generation:
         (prompts, lengths, policy, draft_policy), (target, draft, stop) = own, same
         models = method, target, draft
-        return decode(keys_B, *models, prompts, lengths, max_new_tokens, policy, observe, draft_policy, logprobs, stop)
+        return decode(
+            keys_B,
+            *models,
+            prompts,
+            lengths,
+            max_new_tokens,
+            policy,
+            observe,
+            draft_policy,
+            logprobs,
+            stop,
+        )
 
     if mesh is not None:
         rows = sharding.ROWS
-        run = jax.shard_map(run, mesh=mesh, in_specs=(rows, rows, PartitionSpec()), out_specs=rows, check_vma=False)
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(rows, rows, PartitionSpec()), out_specs=rows, check_vma=False
+        )
     own = prompts, prompt_lengths, policy, draft_policy
     return run(sequence_keys(key, len(prompts)), own, (target, draft, stop))
 
@@ -197,7 +224,16 @@ def decode(
         after, called = one_call(loop)
         return after._replace(observed=add_observed(loop, observe, called))
 
-    start = prefill(method, large, small, prompts_BxT, prompt_lengths, max_new_tokens, logprobs, stop is not None)
+    start = prefill(
+        method,
+        large,
+        small,
+        prompts_BxT,
+        prompt_lengths,
+        max_new_tokens,
+        logprobs,
+        stop is not None,
+    )
     if observe is not None:
         none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
         start = start._replace(observed=none)

@@ -26,7 +26,9 @@ class Logprobs(NamedTuple):
     model: Float[Array, "batch time"]
 
 
-def of_call(scored: ScoredTree, logits_BxNxV: Float[Array, "batch nodes vocab"], chosen: Selection) -> Logprobs:
+def of_call(
+    scored: ScoredTree, logits_BxNxV: Float[Array, "batch nodes vocab"], chosen: Selection
+) -> Logprobs:
     """Returns the log-probabilities [B, S] of the tokens of a call; those after the emitted ones are undefined.
 
     Args:
@@ -34,7 +36,9 @@ def of_call(scored: ScoredTree, logits_BxNxV: Float[Array, "batch nodes vocab"],
       logits_BxNxV: the target's own, before the policy's `process`.
       chosen: the tokens, and the path of nodes that they follow.
     """
-    above_BxS = jnp.pad(jnp.maximum(chosen.path, 0), ((0, 0), (1, 0)))  # The first token follows the root.
+    above_BxS = jnp.pad(
+        jnp.maximum(chosen.path, 0), ((0, 0), (1, 0))
+    )  # The first token follows the root.
     tokens_BxSx1 = jnp.maximum(chosen.tokens, 0)[..., None]
 
     def rows(of_nodes: Float[Array, "batch nodes vocab"]) -> Float[Array, "batch steps vocab"]:
@@ -54,4 +58,6 @@ def written(all_BxT: Logprobs, new_BxS: Logprobs, starts_B: Int[Array, " batch"]
         updated: Array = jax.lax.dynamic_update_slice_in_dim(row, new, start, 0)
         return updated
 
-    return Logprobs(*(jax.vmap(write)(*each, starts_B) for each in zip(all_BxT, new_BxS, strict=True)))
+    return Logprobs(
+        *(jax.vmap(write)(*each, starts_B) for each in zip(all_BxT, new_BxS, strict=True))
+    )

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Int
 
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.errors import UserError
 from spectr_jax.transport.types import IntScalar
+from spectr_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Lookup:
                 f"min_ngram={self.min_ngram}: must be at most max_ngram={self.max_ngram}; lower it, or raise max_ngram"
             )
 
-    def __call__(self, tree: Tree, tokens: Int[Array, " time"], length: IntScalar) -> Int[Array, " nodes"]:
+    def __call__(
+        self, tree: Tree, tokens: Int[Array, " time"], length: IntScalar
+    ) -> Int[Array, " nodes"]:
         """Returns the tokens of the drafted nodes 1..N, -1 where there is none, for one sequence.
 
         Args:
@@ -97,7 +99,10 @@ class _Children(NamedTuple):
 
 
 def _children(
-    rank: Int[Array, " time"], following: Int[Array, " time"], agree: Bool[Array, "width time"], count: int
+    rank: Int[Array, " time"],
+    following: Int[Array, " time"],
+    agree: Bool[Array, "width time"],
+    count: int,
 ) -> _Children:
     """Returns the first `count` distinct tokens in `following` of the occurrences that agree with each node, by rank."""
     tokens, agreeing = [], []

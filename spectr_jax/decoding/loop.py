@@ -129,7 +129,9 @@ def prefill(
     if own is not None:
         before = None if shown is None else features.before(shown)
         draft_cache, _ = _run_on_prompts(own, prompts_BxT, lengths_B, capacity, before)
-        draft_cache = dataclasses.replace(draft_cache, lengths=drafting.committed_length(lengths_B, recalled))
+        draft_cache = dataclasses.replace(
+            draft_cache, lengths=drafting.committed_length(lengths_B, recalled)
+        )
         last_features = None if shown is None else features.at_end(shown, lengths_B, recalled)
     tokens = jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1)))
     return Loop(
@@ -172,11 +174,15 @@ def _run_on_prompts(
     ) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
         cache, shown = carry
         first = number * width
-        piece = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=width, axis=1)
+        piece = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=width, axis=1
+        )
         before = None if padded_BxTxE is None else piece(padded_BxTxE)
         cache, hidden = _run_on_piece(model, piece(padded_BxT), first, cache, before, show)
         if shown is not None and hidden is not None:
-            shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden.astype(shown.dtype), first, axis=1)
+            shown = jax.lax.dynamic_update_slice_in_dim(
+                shown, hidden.astype(shown.dtype), first, axis=1
+            )
         return cache, shown
 
     F = 0 if show is None else (1 + len(show)) * features_shown(model)
@@ -189,9 +195,13 @@ def _run_on_prompts(
     return end
 
 
-def _padded(rows_BxT: Shaped[Array, "batch time *row"], length: int) -> Shaped[Array, "batch padded *row"]:
+def _padded(
+    rows_BxT: Shaped[Array, "batch time *row"], length: int
+) -> Shaped[Array, "batch padded *row"]:
     """Returns the rows of each sequence, padded with zeros to `length`."""
-    return jnp.pad(rows_BxT, ((0, 0), (0, length - rows_BxT.shape[1]), *[(0, 0)] * (rows_BxT.ndim - 2)))
+    return jnp.pad(
+        rows_BxT, ((0, 0), (0, length - rows_BxT.shape[1]), *[(0, 0)] * (rows_BxT.ndim - 2))
+    )
 
 
 def _run_on_piece(
@@ -208,7 +218,9 @@ def _run_on_piece(
     # Padding may be longer than the context, and a model's embedding of a position past it NaN, which no mask hides.
     positions = jnp.broadcast_to(jnp.minimum(first + jnp.arange(P), model.context - 1), (B, P))
     cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
-    _, hidden, cache = features.extend(model, tokens_BxP, positions, visible, cache, features_BxNxE=before_BxPxE, show=show)
+    _, hidden, cache = features.extend(
+        model, tokens_BxP, positions, visible, cache, features_BxNxE=before_BxPxE, show=show
+    )
     return cache, hidden
 
 
@@ -258,32 +270,48 @@ def call(
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     with jax.named_scope("draft"):
-        tokens_BxN, p, target_cache, draft_cache = _draft(loop, method, target, draft, draft_keys, draft_policy)
+        tokens_BxN, p, target_cache, draft_cache = _draft(
+            loop, method, target, draft, draft_keys, draft_policy
+        )
 
     def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
         tokens, nodes = tokens_BxN[:, : tree.size + 1], np.arange(tree.size + 1)
-        made = processing.at_nodes(policy, tree, nodes, logits, jnp.maximum(tokens, 0), loop.tokens, loop.lengths)
-        return ScoredTree(tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=made)
+        made = processing.at_nodes(
+            policy, tree, nodes, logits, jnp.maximum(tokens, 0), loop.tokens, loop.lengths
+        )
+        return ScoredTree(
+            tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=made
+        )
 
     def score_and_select(tree: Tree, cache: Cache) -> _Selected:
         with jax.named_scope("score"):
             show = None if loop.features is None else features.wanted(draft)
-            inputs = jnp.maximum(tokens_BxN[:, : tree.size + 1], 0)  # What follows nodes without a draft is unused.
+            inputs = jnp.maximum(
+                tokens_BxN[:, : tree.size + 1], 0
+            )  # What follows nodes without a draft is unused.
             logits, shown, cache = scoring.score(target, tree, inputs, loop.lengths, cache, show)
         with jax.named_scope("select"):
-            chosen = for_each_sequence(method.verifier, loop.done, select_keys, scored(tree, logits))
+            chosen = for_each_sequence(
+                method.verifier, loop.done, select_keys, scored(tree, logits)
+            )
         return _Selected(logits, shown, cache, chosen)
 
     if method.drafter is not None and cpu.on_cpu():  # The host of an accelerator would wait.
         drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
-        logits, shown, target_cache, chosen = _where_drafted(drafted, score_and_select, tree, target_cache)
+        logits, shown, target_cache, chosen = _where_drafted(
+            drafted, score_and_select, tree, target_cache
+        )
     else:
         logits, shown, target_cache, chosen = score_and_select(tree, target_cache)
     with jax.named_scope("commit"):
-        after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy, stop)
+        after = _commit(
+            loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy, stop
+        )
         if loop.features is not None and shown is not None:
             added = after.lengths - loop.lengths
-            after = after._replace(features=features.after_call(loop.features, shown, chosen.path, added))
+            after = after._replace(
+                features=features.after_call(loop.features, shown, chosen.path, added)
+            )
         if loop.logprobs is not None:
             new = logprobs.of_call(scored(tree, logits), logits, chosen)
             after = after._replace(logprobs=logprobs.written(loop.logprobs, new, loop.lengths))
@@ -292,7 +320,10 @@ def call(
 
 
 def _where_drafted(
-    drafted: BoolScalar, score_and_select: Callable[[Tree, Cache], _Selected], tree: Tree, cache: Cache
+    drafted: BoolScalar,
+    score_and_select: Callable[[Tree, Cache], _Selected],
+    tree: Tree,
+    cache: Cache,
 ) -> _Selected:
     """Returns what `score_and_select` does on `tree`; where nothing is drafted, what it does on the root alone, with zeros
     for the other nodes."""
@@ -302,19 +333,26 @@ def _where_drafted(
 
     def on_root(cache: Cache) -> _Selected:
         def padded(narrow: Array, wide: Array) -> Array:
-            return jnp.pad(narrow, [(0, long - short) for short, long in zip(narrow.shape, wide.shape, strict=True)])
+            return jnp.pad(
+                narrow,
+                [(0, long - short) for short, long in zip(narrow.shape, wide.shape, strict=True)],
+            )
 
         selected: _Selected = jax.tree.map(padded, score_and_select(trees.none(), cache), start)
         return selected
 
-    def if_wanted(wanted: BoolScalar, branch: Callable[[Cache], _Selected], before: _Selected) -> _Selected:
+    def if_wanted(
+        wanted: BoolScalar, branch: Callable[[Cache], _Selected], before: _Selected
+    ) -> _Selected:
         """Returns what `branch` does to the cache where it is wanted: a loop of at most one turn, which updates the cache
         in place. XLA would copy it for each branch of a conditional."""
 
         def step(state: tuple[BoolScalar, _Selected]) -> tuple[BoolScalar, _Selected]:
             return jnp.zeros((), bool), branch(state[1].cache)
 
-        end: tuple[BoolScalar, _Selected] = jax.lax.while_loop(lambda state: state[0], step, (wanted, before))
+        end: tuple[BoolScalar, _Selected] = jax.lax.while_loop(
+            lambda state: state[0], step, (wanted, before)
+        )
         return end[1]
 
     start = zeros_like_output(on_tree, cache)._replace(cache=cache)
@@ -322,24 +360,45 @@ def _where_drafted(
 
 
 def _draft(
-    loop: Loop, method: Method, target: Model, draft: Model | None, keys_B: Key[Array, " batch"], policy: Policy
+    loop: Loop,
+    method: Method,
+    target: Model,
+    draft: Model | None,
+    keys_B: Key[Array, " batch"],
+    policy: Policy,
 ) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch inner vocab"], Cache, Cache | None]:
     """Returns the tokens of the tree, the draft distributions, and the caches of target and draft."""
     if method.drafter is not None or not method.tree.size:
         tokens_BxN = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
         if method.drafter is not None and method.tree.size:
-            found = jax.vmap(functools.partial(method.drafter, method.tree))(loop.tokens, loop.lengths)
+            found = jax.vmap(functools.partial(method.drafter, method.tree))(
+                loop.tokens, loop.lengths
+            )
             tokens_BxN = jnp.concatenate([tokens_BxN, found], axis=1)
-        return tokens_BxN, jnp.zeros((len(tokens_BxN), 0, target.vocab_size)), loop.target_cache, loop.draft_cache
+        return (
+            tokens_BxN,
+            jnp.zeros((len(tokens_BxN), 0, target.vocab_size)),
+            loop.target_cache,
+            loop.draft_cache,
+        )
     cache = loop.draft_cache
-    if method.exit_layer:  # The draft's rows are the target's: it temporarily uses the target's cache.
-        cache = dataclasses.replace(loop.target_cache, lengths=drafting.committed_length(loop.lengths))
+    if (
+        method.exit_layer
+    ):  # The draft's rows are the target's: it temporarily uses the target's cache.
+        cache = dataclasses.replace(
+            loop.target_cache, lengths=drafting.committed_length(loop.lengths)
+        )
     assert draft is not None and cache is not None
     rule = drafting.RULES[method.verifier.rule]
     committed = loop.tokens, loop.lengths, cache, loop.features
     drafts = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
     if method.exit_layer:
-        return drafts.tokens, drafts.p, dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths), None
+        return (
+            drafts.tokens,
+            drafts.p,
+            dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths),
+            None,
+        )
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
 
 
@@ -355,7 +414,11 @@ def _commit(
     stop: Stop | None,
 ) -> Loop:
     """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
-    stop_states = None if stop is None or loop.stop_states is None else stop.follow(loop.stop_states, chosen.tokens)
+    stop_states = (
+        None
+        if stop is None or loop.stop_states is None
+        else stop.follow(loop.stop_states, chosen.tokens)
+    )
     emitted, ended = _cut(chosen, policy, limits_B - loop.lengths, stop_states)
     if stop_states is not None:
         stop_states = jnp.take_along_axis(stop_states, emitted[:, None] - 1, axis=1)[:, 0]
@@ -365,9 +428,9 @@ def _commit(
         draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
     return Loop(
         step=loop.step + 1,
-        tokens=jax.vmap(lambda tokens, new, at: jax.lax.dynamic_update_slice_in_dim(tokens, new, at, 0))(
-            loop.tokens, chosen.tokens, loop.lengths
-        ),
+        tokens=jax.vmap(
+            lambda tokens, new, at: jax.lax.dynamic_update_slice_in_dim(tokens, new, at, 0)
+        )(loop.tokens, chosen.tokens, loop.lengths),
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
@@ -376,7 +439,9 @@ def _commit(
         logprobs=loop.logprobs,
         stop_states=stop_states,
         calls=loop.calls + ~loop.done,
-        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add((~loop.done).astype(jnp.int32)),
+        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(
+            (~loop.done).astype(jnp.int32)
+        ),
         observed=loop.observed,
     )
 
@@ -395,4 +460,6 @@ def _cut(
         is_end |= stop_states_BxS == MATCHED
     is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
     ended = jnp.any(is_end, axis=1)
-    return jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted).astype(jnp.int32), ended  # int64 with x64.
+    return jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted).astype(
+        jnp.int32
+    ), ended  # int64 with x64.

@@ -16,12 +16,20 @@ from spectr_jax import transport
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.lookup import Lookup
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.verifiers import Block, FromTarget, Layer, MultiPath, TokenByToken, Traversal, Verifier
+from spectr_jax.decoding.verifiers import (
+    Block,
+    FromTarget,
+    Layer,
+    MultiPath,
+    TokenByToken,
+    Traversal,
+    Verifier,
+)
 from spectr_jax.decoding.verifiers.from_target import GIVEN
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
-from spectr_jax.errors import UserError, unknown
 from spectr_jax.transport.kseq_gamma import checked
 from spectr_jax.transport.types import IntScalar
+from spectr_jax.utils.errors import UserError, unknown
 
 Shape: TypeAlias = Tree | str | None
 Drafter: TypeAlias = Callable[[Tree, Int[Array, " time"], IntScalar], Int[Array, " nodes"]]
@@ -67,7 +75,9 @@ class Method:
                 f"method {self.name!r}: drafts of a drafter go with the verifier FromTarget(), and only those; give both"
             )
         if self.exit_layer and self.drafter is not None:
-            raise UserError(f"exit_layer={self.exit_layer}: the method {self.name!r} has a drafter; give one of the two")
+            raise UserError(
+                f"exit_layer={self.exit_layer}: the method {self.name!r} has a drafter; give one of the two"
+            )
 
     @property
     def needs_draft(self) -> bool:
@@ -90,52 +100,82 @@ def block(*, draft_length: int = 4) -> Method:
     return Method("block", trees.chain(draft_length), Block(transport.get("maximal")))
 
 
-def spectr(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def spectr(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and K-SEQ at gamma* (SpecTr, Algorithms 2, 3 and 5)."""
     return _iid("spectr", TokenByToken(transport.get("kseq")), num_drafts, draft_length, tree)
 
 
 def kseq_gamma(
-    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None, gamma: float | None = None
+    *,
+    num_drafts: int | None = None,
+    draft_length: int | None = None,
+    tree: Shape = None,
+    gamma: float | None = None,
 ) -> Method:
     """As `spectr` with a given gamma (SpecTr, Algorithm 2); None for the number of live drafts, which needs no search."""
     if gamma is not None:
         checked(gamma)
-    return _iid("kseq_gamma", TokenByToken(transport.get("kseq_gamma", gamma=gamma)), num_drafts, draft_length, tree)
+    return _iid(
+        "kseq_gamma",
+        TokenByToken(transport.get("kseq_gamma", gamma=gamma)),
+        num_drafts,
+        draft_length,
+        tree,
+    )
 
 
-def naive(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def naive(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """K i.i.d. chains of L drafts, and tokens drawn from the target regardless of the drafts: a reference point."""
     return _iid("naive", TokenByToken(transport.get("naive")), num_drafts, draft_length, tree)
 
 
-def recursive(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def recursive(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """K i.i.d. chains of L drafts and recursive rejection (SpecInfer's multi-step verification)."""
-    return _iid("recursive", TokenByToken(transport.get("recursive")), num_drafts, draft_length, tree)
+    return _iid(
+        "recursive", TokenByToken(transport.get("recursive")), num_drafts, draft_length, tree
+    )
 
 
-def spectr_plus(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def spectr_plus(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """K i.i.d. chains of L drafts and one iteration of iOPT (SpecTr++, Definition 4)."""
     return _iid("spectr+", TokenByToken(transport.get("spectr+")), num_drafts, draft_length, tree)
 
 
-def spectr_plus_plus(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def spectr_plus_plus(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """K i.i.d. chains of L drafts and iOPT until it ends (SpecTr++, Definition 4)."""
     return _iid("spectr++", TokenByToken(transport.get("spectr++")), num_drafts, draft_length, tree)
 
 
-def otm(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def otm(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """K i.i.d. chains of L drafts, or a prefix tree, and the exact optimal plan for one token (`transport.otm`)."""
     return _iid("otm", TokenByToken(transport.get("otm")), num_drafts, draft_length, tree)
 
 
-def otm_block(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def otm_block(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """As `otm`, with block verification along the path of the plan's winners (`decoding/verifiers/block.py`)."""
     return _iid("otm_block", Block(transport.get("otm")), num_drafts, draft_length, tree)
 
 
 def otm_layer(
-    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None, competitions: int = COMPETITIONS
+    *,
+    num_drafts: int | None = None,
+    draft_length: int | None = None,
+    tree: Shape = None,
+    competitions: int = COMPETITIONS,
 ) -> Method:
     """As `otm`, where all drafts of a layer compete and any path can be accepted (`decoding/verifiers/layer.py`)."""
     return _iid("otm_layer", Layer(competitions), num_drafts, draft_length, tree)
@@ -147,14 +187,20 @@ def gbv(*, num_drafts: int = NUM_DRAFTS, draft_length: int = DRAFT_LENGTH) -> Me
     return _iid("gbv", MultiPath(), num_drafts, draft_length, None)
 
 
-def gbv_conditional(*, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None) -> Method:
+def gbv_conditional(
+    *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
+) -> Method:
     """As `gbv`, on any prefix tree: the winner's distribution is given how many drafts are live, which that one is not."""
-    return _iid("gbv_conditional", Block(transport.get("greedy_multipath")), num_drafts, draft_length, tree)
+    return _iid(
+        "gbv_conditional", Block(transport.get("greedy_multipath")), num_drafts, draft_length, tree
+    )
 
 
 def gsd(*, tree: Tree | str = "4,2,1,1") -> Method:
     """Greedy speculative decoding on any tree, drafted without replacement (ERSD, Algorithm 4)."""
-    return Method("gsd", trees.parse(tree), TokenByToken(transport.get("recursive_without_replacement")))
+    return Method(
+        "gsd", trees.parse(tree), TokenByToken(transport.get("recursive_without_replacement"))
+    )
 
 
 def traversal_verification(*, tree: Tree | str = "4,2,1,1") -> Method:
@@ -198,10 +244,14 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
     `options` are the method's. It takes no draft model, and is useful where the target was trained with `early_exit`.
     """
     trees.checked(layers=layers)
-    return dataclasses.replace(get_method(method, **options), name="self_speculative", exit_layer=layers)
+    return dataclasses.replace(
+        get_method(method, **options), name="self_speculative", exit_layer=layers
+    )
 
 
-def _iid(name: str, verifier: Verifier, num_drafts: int | None, draft_length: int | None, tree: Shape) -> Method:
+def _iid(
+    name: str, verifier: Verifier, num_drafts: int | None, draft_length: int | None, tree: Shape
+) -> Method:
     """Returns the method that verifies i.i.d. drafts on a tree, or on K chains of L tokens."""
     return Method(name, _shape(name, num_drafts, draft_length, tree), verifier)
 
@@ -213,7 +263,9 @@ def _shape(name: str, num_drafts: int | None, draft_length: int | None, tree: Sh
         return trees.iid_chains(drafts, DRAFT_LENGTH if draft_length is None else draft_length)
     if num_drafts is None and draft_length is None:
         return trees.parse(tree)
-    raise UserError(f"method {name!r} is given tree={tree!r} and num_drafts or draft_length; give one of them")
+    raise UserError(
+        f"method {name!r} is given tree={tree!r} and num_drafts or draft_length; give one of them"
+    )
 
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -256,7 +308,9 @@ def register(name: str, factory: Callable[..., Method]) -> None:
     if name in METHODS:
         raise UserError(f"method {name!r} is there already; choose another name")
     if not callable(factory):
-        raise UserError(f"the factory of method {name!r} is {factory!r}; give a function of options that returns a Method")
+        raise UserError(
+            f"the factory of method {name!r} is {factory!r}; give a function of options that returns a Method"
+        )
     METHODS[name] = factory
 
 
@@ -274,7 +328,9 @@ def get_method(name: str, **options: Any) -> Method:
     passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
         if option not in known and not passes_on:
-            raise UserError(f"method {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
+            raise UserError(
+                f"method {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
+            )
     # A factory may return another method with changes; tables tell methods apart by their names.
     return dataclasses.replace(METHODS[name](**options), name=name)
 
@@ -291,7 +347,11 @@ def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     length = {"draft_length": tree.height}
-    for options in ({"tree": tree}, {"num_drafts": len(tree.levels[1]), **length}, length, {}) if tree.size else ({},):
+    for options in (
+        ({"tree": tree}, {"num_drafts": len(tree.levels[1]), **length}, length, {})
+        if tree.size
+        else ({},)
+    ):
         try:
             if get_method(name, **options).tree == tree:
                 return options

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.layers import cpu
+from spectr_jax.utils.errors import UserError
 
 Number: TypeAlias = float | Shaped[Array, "*rows"] | Shaped[np.ndarray, "*rows"]
 
@@ -58,7 +58,9 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
     """Raises `UserError` for a value out of range, as the device would see it, or for another number of values than there
     are `sequences`; `owner`, such as "draft_", stands before the field that it names."""
     if not isinstance(policy, Policy):
-        raise UserError(f"{owner}policy={policy!r}: is not a Policy; give one, such as Policy(temperature=0.7)")
+        raise UserError(
+            f"{owner}policy={policy!r}: is not a Policy; give one, such as Policy(temperature=0.7)"
+        )
     if policy.process is not None and not _is_process(policy.process):
         raise UserError(
             f"{owner}process={policy.process!r}: is not a hashable function; give one of (logits, tokens, length)"
@@ -73,7 +75,10 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
             lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31),
             "must be a non-negative integer (0 disables top-k)",
         ),
-        "top_p": (lambda x: (x >= tiny) & (x <= 1), "is not in (0, 1] in float32; give a probability mass, or 1 for all"),
+        "top_p": (
+            lambda x: (x >= tiny) & (x <= 1),
+            "is not in (0, 1] in float32; give a probability mass, or 1 for all",
+        ),
         "min_p": (
             lambda x: (x == 0) | ((x >= tiny) & (x <= 1)),
             "is not in [0, 1] in float32; give a share of the largest probability, or 0 for all",
@@ -82,14 +87,22 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
     for name, (in_range, message) in ranges.items():
         given = getattr(policy, name)
         values = _numbers(given)
-        if values is None or not all(np.all(in_range(each)) for each in (values, _narrow(values, name))):
+        if values is None or not all(
+            np.all(in_range(each)) for each in (values, _narrow(values, name))
+        ):
             raise UserError(f"{owner}{name}={given}: {message}")
         if values.ndim > 1 or (values.ndim and sequences is not None and len(values) != sequences):
             raise UserError(
                 f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give one number, or one for each"
             )
     eos = _numbers(policy.eos)
-    if eos is None or eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu" or np.any((eos < -1) | (eos >= 2**31)):
+    if (
+        eos is None
+        or eos.ndim > 1
+        or not eos.size
+        or eos.dtype.kind not in "iu"
+        or np.any((eos < -1) | (eos >= 2**31))
+    ):
         raise UserError(
             f"{owner}eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none"
         )
@@ -113,7 +126,11 @@ def _numbers(given: Any) -> Shaped[np.ndarray, "..."] | None:
     except (TypeError, ValueError):
         return None
     return (
-        array if array.dtype.kind in "iu" else array.astype(np.float64) if jnp.issubdtype(array.dtype, np.floating) else None
+        array
+        if array.dtype.kind in "iu"
+        else array.astype(np.float64)
+        if jnp.issubdtype(array.dtype, np.floating)
+        else None
     )
 
 
@@ -130,15 +147,23 @@ def for_rows(policy: Policy, sequences: int) -> Policy:
     """
 
     def rows(value: Any) -> Any:
-        return value if value.shape[:1] == (sequences,) else _numpy(value).broadcast_to(value, (sequences, *value.shape))
+        return (
+            value
+            if value.shape[:1] == (sequences,)
+            else _numpy(value).broadcast_to(value, (sequences, *value.shape))
+        )
 
     limits = _limits(policy)
     eos = _array(policy.eos, np.int32)
     return dataclasses.replace(
         policy,
         temperature=rows(_array(policy.temperature, np.float32)),
-        eos=eos if eos.ndim == 2 else _numpy(eos).broadcast_to(eos.reshape(-1), (sequences, eos.size)),
-        **dict.fromkeys(LIMITS) if limits is None else {name: rows(each) for name, each in limits.items()},
+        eos=eos
+        if eos.ndim == 2
+        else _numpy(eos).broadcast_to(eos.reshape(-1), (sequences, eos.size)),
+        **dict.fromkeys(LIMITS)
+        if limits is None
+        else {name: rows(each) for name, each in limits.items()},
     )
 
 
@@ -160,9 +185,15 @@ def _limits(policy: Policy) -> dict[str, Any] | None:
     """Returns the limits as arrays, or None if all are known to keep all tokens."""
     given = {name: getattr(policy, name) for name in LIMITS}
     given = {name: LIMITS[name] if value is None else value for name, value in given.items()}
-    if all(not _traced(value) and np.all(np.asarray(value) == LIMITS[name]) for name, value in given.items()):
+    if all(
+        not _traced(value) and np.all(np.asarray(value) == LIMITS[name])
+        for name, value in given.items()
+    ):
         return None
-    return {name: _array(value, np.int32 if name == "top_k" else np.float32) for name, value in given.items()}
+    return {
+        name: _array(value, np.int32 if name == "top_k" else np.float32)
+        for name, value in given.items()
+    }
 
 
 def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
@@ -171,7 +202,9 @@ def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
     return jnp.any(tokens[..., None] == eos[..., None, :], axis=-1) | (tokens < 0)
 
 
-def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float[Array, "*batch vocab"]:
+def probabilities(
+    logits: Float[Array, "*batch vocab"], policy: Policy
+) -> Float[Array, "*batch vocab"]:
     """Returns the distribution, in float32, that `policy` makes of `logits`.
 
     If the policy has a row for each of several sequences, these are the first dimension of the logits.
@@ -182,7 +215,9 @@ def probabilities(logits: Float[Array, "*batch vocab"], policy: Policy) -> Float
 
 @jax.jit
 def _probabilities(
-    logits: Float[Array, "*batch vocab"], temperature: Float[Array, "*rows"], limits: dict[str, Array] | None
+    logits: Float[Array, "*batch vocab"],
+    temperature: Float[Array, "*rows"],
+    limits: dict[str, Array] | None,
 ) -> Float[Array, "*batch vocab"]:
     """Returns what `probabilities` does; `limits` is None if all tokens are kept."""
 
@@ -191,7 +226,10 @@ def _probabilities(
 
     temperature, limits = jax.tree.map(by_row, (temperature, limits))
 
-    softened, greedy = functools.partial(_softened, logits, temperature, limits), functools.partial(_greedy, logits)
+    softened, greedy = (
+        functools.partial(_softened, logits, temperature, limits),
+        functools.partial(_greedy, logits),
+    )
 
     def both() -> Array:
         return jnp.where(temperature > 0, softened(), greedy())
@@ -200,14 +238,20 @@ def _probabilities(
         pmf: Array = jax.lax.cond(jnp.any(temperature > 0), both, greedy)
         return pmf
 
-    if not cpu.on_cpu():  # A conditional would make the host of an accelerator wait for the temperature.
+    if (
+        not cpu.on_cpu()
+    ):  # A conditional would make the host of an accelerator wait for the temperature.
         return both()
-    pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, greedy if temperature.size == 1 else not_all_softened)
+    pmf: Array = jax.lax.cond(
+        jnp.all(temperature > 0), softened, greedy if temperature.size == 1 else not_all_softened
+    )
     return pmf
 
 
 def _softened(
-    logits: Float[Array, "*batch vocab"], temperature: Float[Array, "*rows"], limits: dict[str, Array] | None
+    logits: Float[Array, "*batch vocab"],
+    temperature: Float[Array, "*rows"],
+    limits: dict[str, Array] | None,
 ) -> Float[Array, "*batch vocab"]:
     """Returns the distribution at a positive temperature."""
     # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
@@ -215,7 +259,9 @@ def _softened(
     # XLA for CPUs makes any number of the exponential of a NaN that is a constant.
     possible = jnp.isfinite(largest) if cpu.on_cpu() else True
     relative = jnp.where(possible, logits.astype(jnp.float32) - largest, 0)
-    weights = jnp.exp(relative / jnp.where(temperature > 0, temperature, 1.0))  # No softmax: the largest is 1.
+    weights = jnp.exp(
+        relative / jnp.where(temperature > 0, temperature, 1.0)
+    )  # No softmax: the largest is 1.
     if limits is not None:
         weights = _limited(relative, weights, **limits)
     return weights / jnp.where(possible, jnp.sum(weights, axis=-1, keepdims=True), jnp.nan)
@@ -240,7 +286,9 @@ def _limited(
         none = jnp.full((*order.shape[:-1], 1), LOWEST, jnp.int32)
         if not cpu.on_cpu():
             return jnp.where(wanted, search(), none)
-        found: Array = jax.lax.cond(jnp.any(wanted), lambda: jnp.where(wanted, search(), none), lambda: none)
+        found: Array = jax.lax.cond(
+            jnp.any(wanted), lambda: jnp.where(wanted, search(), none), lambda: none
+        )
         return found
 
     weights = jnp.where(order >= least(top_k > 0, jnp.ones_like(order), top_k), weights, 0)
@@ -250,14 +298,21 @@ def _limited(
 
 
 def _least(
-    order: Int[Array, "*batch vocab"], amounts: Shaped[Array, "*batch vocab"], bound: Shaped[Array, "*rows 1"]
+    order: Int[Array, "*batch vocab"],
+    amounts: Shaped[Array, "*batch vocab"],
+    bound: Shaped[Array, "*rows 1"],
 ) -> Int[Array, "*batch 1"]:
     """Returns the smallest of the integers `LOWEST`..0 above which the amounts sum to less than `bound`."""
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + ((high - low) >> 1)
-        enough = jnp.sum(jnp.where(order > middle, amounts, 0), axis=-1, keepdims=True, dtype=amounts.dtype) < bound
+        enough = (
+            jnp.sum(
+                jnp.where(order > middle, amounts, 0), axis=-1, keepdims=True, dtype=amounts.dtype
+            )
+            < bound
+        )
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     shape = (*order.shape[:-1], 1)
@@ -272,4 +327,6 @@ def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"
     largest = jnp.max(logits, axis=-1, keepdims=True)
     # A minimum, and not argmax, which on a CPU takes thirty times as long.
     best = jnp.min(jnp.where(logits == largest, tokens, len(tokens)), axis=-1, keepdims=True)
-    return jnp.where(jnp.isnan(largest) | (largest == -jnp.inf), jnp.nan, tokens == best).astype(jnp.float32)
+    return jnp.where(jnp.isnan(largest) | (largest == -jnp.inf), jnp.nan, tokens == best).astype(
+        jnp.float32
+    )

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.errors import UserError
 from spectr_jax.transport.types import IntScalar
+from spectr_jax.utils.errors import UserError
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -30,10 +30,14 @@ _LARGEST = float(np.finfo(np.float32).max)
 class _RepetitionPenalty:
     penalty: float
 
-    def __call__(self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar) -> Array:
+    def __call__(
+        self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar
+    ) -> Array:
         places = jnp.where(jnp.arange(len(tokens)) < length, tokens, len(logits))
         occurs = jnp.zeros(len(logits), bool).at[places].set(True, mode="drop")
-        return jnp.where(occurs, jnp.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
+        return jnp.where(
+            occurs, jnp.where(logits > 0, logits / self.penalty, logits * self.penalty), logits
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,9 @@ class _Bias:
     tokens: tuple[int, ...]
     values: tuple[float, ...]
 
-    def __call__(self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar) -> Array:
+    def __call__(
+        self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar
+    ) -> Array:
         del tokens, length
         _check_vocabulary(self.tokens, len(logits))
         return logits.at[jnp.array(self.tokens)].add(jnp.array(self.values, logits.dtype))
@@ -51,7 +57,9 @@ class _Bias:
 class _Only:
     tokens: tuple[int, ...]
 
-    def __call__(self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar) -> Array:
+    def __call__(
+        self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar
+    ) -> Array:
         del tokens, length
         _check_vocabulary(self.tokens, len(logits))
         allowed = np.isin(np.arange(len(logits)), self.tokens)
@@ -67,8 +75,13 @@ def repetition_penalty(penalty: float) -> Any:
     Raises:
       UserError: the penalty is not a positive number in float32.
     """
-    if not isinstance(penalty, numbers.Real) or not float(np.finfo(np.float32).tiny) <= penalty <= _LARGEST:
-        raise UserError(f"penalty={penalty!r}: must be a positive number; above 1 makes repetitions less likely")
+    if (
+        not isinstance(penalty, numbers.Real)
+        or not float(np.finfo(np.float32).tiny) <= penalty <= _LARGEST
+    ):
+        raise UserError(
+            f"penalty={penalty!r}: must be a positive number; above 1 makes repetitions less likely"
+        )
     return _RepetitionPenalty(float(penalty))
 
 
@@ -79,10 +92,16 @@ def bias(values: Mapping[int, float]) -> Any:
       UserError: `values` is empty, or not {token: number}.
     """
     if not isinstance(values, Mapping) or not values:
-        raise UserError(f"values={values!r:.60}: must map tokens to numbers, such as {{7: -float('inf')}}")
+        raise UserError(
+            f"values={values!r:.60}: must map tokens to numbers, such as {{7: -float('inf')}}"
+        )
     for value in values.values():
-        if not isinstance(value, numbers.Real) or not (value == -math.inf or abs(value) <= _LARGEST):
-            raise UserError(f"values: {value!r} is not a finite number in float32; give one, or -inf to ban a token")
+        if not isinstance(value, numbers.Real) or not (
+            value == -math.inf or abs(value) <= _LARGEST
+        ):
+            raise UserError(
+                f"values: {value!r} is not a finite number in float32; give one, or -inf to ban a token"
+            )
     tokens = _whole(values)
     return _Bias(tokens, tuple(float(values[token]) for token in tokens))
 
@@ -99,14 +118,18 @@ def only(tokens: Iterable[int]) -> Any:
 def _whole(tokens: Any) -> tuple[int, ...]:
     """Returns sorted tokens."""
     several = list(tokens) if isinstance(tokens, Iterable) else []
-    if not several or not all(isinstance(token, numbers.Integral) and 0 <= int(token) < 2**31 for token in several):
+    if not several or not all(
+        isinstance(token, numbers.Integral) and 0 <= int(token) < 2**31 for token in several
+    ):
         raise UserError(f"tokens={tokens!r:.60}: must be whole numbers from 0 on, at least one")
     return tuple(sorted({int(token) for token in several}))
 
 
 def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int) -> None:
     if tokens[-1] >= vocab_size:
-        raise UserError(f"process: token {tokens[-1]} is outside the vocabulary 0..{vocab_size - 1}; leave it out")
+        raise UserError(
+            f"process: token {tokens[-1]} is outside the vocabulary 0..{vocab_size - 1}; leave it out"
+        )
 
 
 def at_nodes(
@@ -134,16 +157,22 @@ def at_nodes(
         return logits_BxWxV
     paths, depths = np.pad(tree.paths[nodes], ((0, 0), (0, 1))), tree.depth[nodes]
 
-    def of_sequence(logits_WxV: Array, drafted_N: Array, committed_T: Array, length: Array) -> Array:
+    def of_sequence(
+        logits_WxV: Array, drafted_N: Array, committed_T: Array, length: Array
+    ) -> Array:
         place_T = jnp.arange(len(committed_T)) - length
 
         def of_node(logits: Array, path: Array, depth: Array) -> Array:
             below_T = drafted_N[path[jnp.clip(place_T, 0, len(path) - 1)]]
             tokens_T = jnp.where(place_T < 0, committed_T, jnp.where(place_T < depth, below_T, 0))
             made: Array = process(logits, tokens_T, length + depth)
-            if getattr(made, "shape", None) != logits.shape or not jnp.issubdtype(made.dtype, jnp.floating):
+            if getattr(made, "shape", None) != logits.shape or not jnp.issubdtype(
+                made.dtype, jnp.floating
+            ):
                 kind = jax.typeof(made) if isinstance(made, jax.Array) else repr(made)
-                raise UserError(f"process={process!r}: returns {kind}, which must be logits float[{len(logits)}]")
+                raise UserError(
+                    f"process={process!r}: returns {kind}, which must be logits float[{len(logits)}]"
+                )
             return made
 
         return jax.vmap(of_node)(logits_WxV, jnp.asarray(paths), jnp.asarray(depths))

@@ -8,14 +8,14 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Key, PRNGKeyArray
 
-from spectr_jax import sharding
 from spectr_jax.decoding import checks, stopping
 from spectr_jax.decoding.loop import Call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy, for_rows
-from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import Frozen, Loaded, freeze
+from spectr_jax.utils import sharding
+from spectr_jax.utils.errors import UserError
 
 AnyModel: TypeAlias = Model | Frozen | Loaded
 Observe: TypeAlias = Callable[[Call], Any]
@@ -46,7 +46,11 @@ class Request(NamedTuple):
 
 def checked(request: Request) -> Request:
     """Returns the request with its models frozen, and both policies given; raises `UserError` as `generate` does."""
-    method, mesh, policy = request.method, request.mesh, Policy() if request.policy is None else request.policy
+    method, mesh, policy = (
+        request.method,
+        request.mesh,
+        Policy() if request.policy is None else request.policy,
+    )
     draft_policy = policy if request.draft_policy is None else request.draft_policy
     checks.check_method(method)
     checks.check_observe(request.observe)
@@ -57,7 +61,9 @@ def checked(request: Request) -> Request:
     models = freeze(request.target), freeze(request.draft) if drafts else None
     checks.check_request(method, *models, tokens, lengths, request.max_new_tokens)
     checks.check_key(request.key, len(tokens))
-    stop = stopping.prepared(request.stop, getattr(request.target, "tokenizer", None), models[0].vocab_size)
+    stop = stopping.prepared(
+        request.stop, getattr(request.target, "tokenizer", None), models[0].vocab_size
+    )
     check_policy(policy, len(tokens))
     check_policy(draft_policy, len(tokens), "draft_")
     if mesh is not None:
@@ -79,15 +85,21 @@ def _check_mesh(mesh: Mesh, sequences: int) -> None:
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh={mesh!r}: is not a mesh; give one of `sharding.make_mesh`, or None")
     if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
-        raise UserError(f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`")
+        raise UserError(
+            f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`"
+        )
     if sequences % mesh.size:
-        raise UserError(f"{sequences} prompts do not divide over {mesh.size} devices; give a multiple")
+        raise UserError(
+            f"{sequences} prompts do not divide over {mesh.size} devices; give a multiple"
+        )
 
 
 def padded(request: Request, bucket: int) -> Request:
     """Returns the request with its prompts padded to a `padded_length`."""
     T = request.prompts.shape[1]
-    return request._replace(prompts=np.pad(request.prompts, ((0, 0), (0, padded_length(T, bucket) - T))))
+    return request._replace(
+        prompts=np.pad(request.prompts, ((0, 0), (0, padded_length(T, bucket) - T)))
+    )
 
 
 def padded_length(tokens: int, bucket: int = BUCKET) -> int:
@@ -98,4 +110,8 @@ def padded_length(tokens: int, bucket: int = BUCKET) -> int:
 
 def sequence_keys(key: PRNGKeyArray | Key[Array, " batch"], sequences: int) -> Key[Array, " batch"]:
     """Returns a key for each sequence."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(sequences)) if key.ndim == 0 else key
+    return (
+        jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(sequences))
+        if key.ndim == 0
+        else key
+    )

@@ -85,7 +85,9 @@ class ScoredTree:
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
         """Returns what would have been drafted and scored on `tree`, whose nodes are `nodes` [N' + 1] of this one."""
         p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
-        return dataclasses.replace(self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes])
+        return dataclasses.replace(
+            self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes]
+        )
 
     def _rank_above(self, node: Int[Array, "*nodes"]) -> Int[Array, "*nodes"]:
         return jnp.asarray(self.tree.inner_rank)[jnp.asarray(self.tree.parent)[node]]

@@ -37,7 +37,12 @@ def score(
     return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
 
 
-def commit(cache: Cache, tree: Tree, path_BxD: Int[Array, "batch height"], new_lengths_B: Int[Array, " batch"]) -> Cache:
+def commit(
+    cache: Cache,
+    tree: Tree,
+    path_BxD: Int[Array, "batch height"],
+    new_lengths_B: Int[Array, " batch"],
+) -> Cache:
     """Keeps the root, whose row is in place already, and the accepted path [B, D] (nodes, root excluded) in the
     target's cache. The rows of a chain are in place too."""
     moved = path_BxD[:, : 0 if tree.size == tree.height else None]

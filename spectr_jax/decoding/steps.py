@@ -14,10 +14,18 @@ from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, call, merged, observe_call, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, padded, sequence_keys
+from spectr_jax.decoding.request import (
+    LONG,
+    AnyModel,
+    Observe,
+    Request,
+    checked,
+    padded,
+    sequence_keys,
+)
 from spectr_jax.decoding.stopping import Stop, StopSpec
-from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import Frozen
+from spectr_jax.utils.errors import UserError
 
 
 class Step(NamedTuple):
@@ -66,23 +74,60 @@ def stream(
       UserError: what `generate` refuses; at once, not at the first token.
     """
     if getattr(key, "shape", ()) != ():
-        raise UserError(f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)")
+        raise UserError(
+            f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)"
+        )
     tokens = checks.whole_numbers("prompt", prompt)
     rows = tokens[None], np.array([tokens.size])
-    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, None, draft_policy, logprobs, stop)
+    request = Request(
+        key,
+        method,
+        target,
+        draft,
+        *rows,
+        max_new_tokens,
+        policy,
+        observe,
+        None,
+        draft_policy,
+        logprobs,
+        stop,
+    )
     return _steps(padded(checked(request), LONG))
 
 
 def _steps(request: Request) -> Iterator[Step]:
     """Yields the tokens of each call of the target."""
-    key, method, target, draft, prompts, lengths, max_new_tokens, policy, observe, _, draft_policy, logprobs, stop = request
-    loop = _begin(method, max_new_tokens, logprobs, stop is not None, target, draft, prompts, lengths)
+    (
+        key,
+        method,
+        target,
+        draft,
+        prompts,
+        lengths,
+        max_new_tokens,
+        policy,
+        observe,
+        _,
+        draft_policy,
+        logprobs,
+        stop,
+    ) = request
+    loop = _begin(
+        method, max_new_tokens, logprobs, stop is not None, target, draft, prompts, lengths
+    )
     length, done, limits = int(lengths[0]), False, lengths + max_new_tokens
     while not done:
-        loop, new, observed, scores = _advance(loop, key, method, target, draft, limits, policy, observe, draft_policy, stop)
+        loop, new, observed, scores = _advance(
+            loop, key, method, target, draft, limits, policy, observe, draft_policy, stop
+        )
         new, scores, after, done = jax.device_get((new, scores, loop.lengths[0], loop.done[0]))
         added = slice(after - length)
-        yield Step(new[added].tolist(), observed, scores and Logprobs(scores.policy[added], scores.model[added]))
+        yield Step(
+            new[added].tolist(),
+            observed,
+            scores and Logprobs(scores.policy[added], scores.model[added]),
+        )
         length = after
 
 
@@ -98,7 +143,9 @@ def _begin(
     lengths: Int[Array, " batch"],
 ) -> Loop:
     """Returns the state before the first call."""
-    return prefill(method, *merged(method, target, draft), prompts, lengths, max_new_tokens, logprobs, stops)
+    return prefill(
+        method, *merged(method, target, draft), prompts, lengths, max_new_tokens, logprobs, stops
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("method", "observe"), donate_argnames="loop")
@@ -116,10 +163,16 @@ def _advance(
 ) -> tuple[Loop, Int[Array, " steps"], Any, Logprobs | None]:
     """Calls the target once; returns the state, the tokens from where it was, what is observed, and log-probabilities."""
     models = merged(method, target, draft)
-    after, called = call(loop, method, *models, sequence_keys(key, 1), limits, policy, draft_policy, stop)
+    after, called = call(
+        loop, method, *models, sequence_keys(key, 1), limits, policy, draft_policy, stop
+    )
 
     def new(rows: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(rows[0], loop.lengths[0], method.tree.height + 1)
 
-    observed = None if observe is None else jax.tree.map(lambda leaf: leaf[0], observe_call(observe, called))
+    observed = (
+        None
+        if observe is None
+        else jax.tree.map(lambda leaf: leaf[0], observe_call(observe, called))
+    )
     return after, new(after.tokens), observed, jax.tree.map(new, after.logprobs)

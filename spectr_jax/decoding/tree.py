@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Int
 
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 MOST_NODES = 10_000
 """A square matrix of so many is made for the mask; trees that pay have dozens."""
@@ -30,16 +30,22 @@ class Tree:
 
     def __post_init__(self) -> None:
         if not all(isinstance(parent, numbers.Integral) for parent in self.parents):
-            raise UserError(f"parents={self.parents!r:.60}: must be whole numbers; give the parent of each node 1..N")
+            raise UserError(
+                f"parents={self.parents!r:.60}: must be whole numbers; give the parent of each node 1..N"
+            )
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
         _check_size(len(self.parents))
         depths = [0]
         for node, parent in enumerate(self.parents, start=1):
             if not 0 <= parent < node:
-                raise UserError(f"node {node} has parent {parent}; a parent's number must be smaller than its children's")
+                raise UserError(
+                    f"node {node} has parent {parent}; a parent's number must be smaller than its children's"
+                )
             depths.append(depths[parent] + 1)
         if depths != sorted(depths):
-            raise UserError(f"a tree with depths {depths} is not in order; number its nodes level by level")
+            raise UserError(
+                f"a tree with depths {depths} is not in order; number its nodes level by level"
+            )
 
     @property
     def size(self) -> int:
@@ -88,7 +94,9 @@ class Tree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Returns the child indices that lead from the root to a node."""
-        return tuple(int(self.sibling_rank[above]) for above in np.flatnonzero(self.ancestors[node])[1:])
+        return tuple(
+            int(self.sibling_rank[above]) for above in np.flatnonzero(self.ancestors[node])[1:]
+        )
 
     @functools.cached_property
     def paths(self) -> Int[np.ndarray, "nodes height"]:
@@ -107,7 +115,9 @@ class Tree:
     @functools.cached_property
     def inner_rank(self) -> Int[np.ndarray, " nodes"]:
         """The index of each node among the inner ones; that of a leaf, which has none, is not to be used."""
-        return np.minimum(np.searchsorted(self.inner, np.arange(self.size + 1)), max(len(self.inner) - 1, 0))
+        return np.minimum(
+            np.searchsorted(self.inner, np.arange(self.size + 1)), max(len(self.inner) - 1, 0)
+        )
 
     @functools.cached_property
     def children_table(self) -> Int[np.ndarray, "nodes children"]:
@@ -171,7 +181,9 @@ def specinfer(size: int) -> Tree:
     checked(size=size)
     _check_size(size)
     trunk = min(size, 2)
-    return Tree(tuple(range(trunk)) + tuple(max(node - 3, trunk) for node in range(trunk + 1, size + 1)))
+    return Tree(
+        tuple(range(trunk)) + tuple(max(node - 3, trunk) for node in range(trunk + 1, size + 1))
+    )
 
 
 SHAPES: dict[str, Callable[[int], Tree]] = {"chain": chain, "batch": batch, "specinfer": specinfer}

@@ -11,5 +11,7 @@ Result = TypeVar("Result")
 
 def zeros_like_output(function: Callable[..., Result], *arguments: Any) -> Result:
     """Returns what `function(*arguments)` returns, with zeros in place of the values and without computing them."""
-    zeros: Result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments))
+    zeros: Result = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments)
+    )
     return zeros

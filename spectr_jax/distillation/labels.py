@@ -14,14 +14,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spectr_jax.data.packed import PackedRows
-from spectr_jax.errors import UserError
-from spectr_jax.files import expanded, write_json
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import expanded, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """What the index says at least; folders that are used together agree in it."""
-OLDER = {"features": 0, "drafted": False, "labelled": True, "teacher": "", "dtype": "", "weights": "", "corpus": ""}
+OLDER = {
+    "features": 0,
+    "drafted": False,
+    "labelled": True,
+    "teacher": "",
+    "dtype": "",
+    "weights": "",
+    "corpus": "",
+}
 """What an index says that was written before it had these fields."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
 """Digests, which an older index lacks, and what they are told with."""
@@ -46,10 +54,14 @@ class Teacher(NamedTuple):
         """Returns whether nothing tells the two apart. Digests are of one dtype; of two dtypes the names decide."""
         if not self.weights or not other.weights:
             return True
-        return self.weights == other.weights if self.dtype == other.dtype else self.name == other.name
+        return (
+            self.weights == other.weights if self.dtype == other.dtype else self.name == other.name
+        )
 
 
-def row_type(vocab_size: int, length: int, features: int = 0, drafted: bool = True, labelled: bool = True) -> np.dtype:
+def row_type(
+    vocab_size: int, length: int, features: int = 0, drafted: bool = True, labelled: bool = True
+) -> np.dtype:
     """Returns the structured type of a row of `length` tokens with `features` features each.
 
     `drafted` is False in older folders, and `labelled` in rows whose labels the teacher computes during training.
@@ -60,7 +72,11 @@ def row_type(vocab_size: int, length: int, features: int = 0, drafted: bool = Tr
             ("tokens", token, (length,)),
             ("segments", np.uint16, (length,)),
             *([("drafted", np.bool_, (length,))] if drafted else []),
-            *([("top", token, (length, TOP)), ("log_probabilities", np.float16, (length, TOP))] if labelled else []),
+            *(
+                [("top", token, (length, TOP)), ("log_probabilities", np.float16, (length, TOP))]
+                if labelled
+                else []
+            ),
             *([("features", np.float16, (length, features))] if features else []),
         ]
     )
@@ -117,7 +133,9 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     ours = ("labels", ".")  # The index, what a killed command left of a shard, and hidden files.
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
     if others:
-        raise UserError(f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its own")
+        raise UserError(
+            f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its own"
+        )
     write_json(folder / INDEX, wanted)
 
 
@@ -125,10 +143,15 @@ def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, A
     """Raises `UserError` unless two indices are of the same labels; one corpus may have two names."""
     told = ["text", "sentences"] if there["corpus"] else []
     for name in ["teacher", "dtype", *DIGESTS, *sorted(wanted.keys() | there.keys())]:
-        if wanted.get(name) == there.get(name) or name in told or (name in DIGESTS and not there[name]):
+        if (
+            wanted.get(name) == there.get(name)
+            or name in told
+            or (name in DIGESTS and not there[name])
+        ):
             continue
         has, makes = (
-            ", ".join(f"{each}={index.get(each)!r}" for each in (name, *DIGESTS.get(name, ()))) for index in (there, wanted)
+            ", ".join(f"{each}={index.get(each)!r}" for each in (name, *DIGESTS.get(name, ())))
+            for index in (there, wanted)
         )
         raise UserError(
             f"{str(folder)!r} has labels of {has}, this command makes {makes}; choose another --out, or give what it was "
@@ -156,16 +179,24 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
                     f"{indices[0][field]!r}; give folders that agree"
                 )
         check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(indices[0]))
-    wanted = row_type(*(indices[0][name] for name in ("vocab_size", "length", "features", "drafted", "labelled")))
+    wanted = row_type(
+        *(indices[0][name] for name in ("vocab_size", "length", "features", "drafted", "labelled"))
+    )
     found = [[_read(path, wanted) for path in _shards(folder)] for folder in folders]
     there = tuple(sum(map(len, shards)) for shards in found)
     if not any(there):
-        raise UserError(f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ...")
+        raise UserError(
+            f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ..."
+        )
     taken = counts or there
     for folder, have, need in zip(folders, there, taken, strict=True):
         if have < need:
-            raise UserError(f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or label again")
-    shards = [shard for each, count in zip(found, taken, strict=True) for shard in _first(each, count)]
+            raise UserError(
+                f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or label again"
+            )
+    shards = [
+        shard for each, count in zip(found, taken, strict=True) for shard in _first(each, count)
+    ]
     return LabelledRows(shards, indices[0], taken)
 
 
@@ -189,7 +220,9 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
     for number, path in enumerate(paths):
         if path != shard_path(folder, number):
             missing = shard_path(folder, number).name
-            raise UserError(f"{str(folder)!r} has {path.name} and no {missing}; run `label` there again, which makes it")
+            raise UserError(
+                f"{str(folder)!r} has {path.name} and no {missing}; run `label` there again, which makes it"
+            )
     return paths
 
 
@@ -223,7 +256,11 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
         "drafted": rows["drafted"] if "drafted" in fields else segments > 0,
         **({"top": rows["top"].astype(np.int32)} if "top" in fields else {}),
-        **({"log_probabilities": rows["log_probabilities"].astype(np.float32)} if "top" in fields else {}),
+        **(
+            {"log_probabilities": rows["log_probabilities"].astype(np.float32)}
+            if "top" in fields
+            else {}
+        ),
         **({"features": rows["features"]} if "features" in fields else {}),
     }
 
@@ -249,5 +286,7 @@ def _read(path: pathlib.Path, wanted: np.dtype) -> np.ndarray:
         if rows.dtype != wanted or rows.ndim != 1:
             raise ValueError(f"{rows.dtype} {rows.shape}")
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error}); remove it, and label again") from error
+        raise UserError(
+            f"{str(path)!r} cannot be read ({error}); remove it, and label again"
+        ) from error
     return np.asarray(rows)

@@ -106,12 +106,16 @@ class _Outcomes(NamedTuple):
 
 def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
     """p, and q without the labels that the student does not score, over the same outcomes; no rest is 0."""
-    labelled = jnp.isfinite(place.log_q)  # Of a vocabulary smaller than `TOP`, the last ones are not.
+    labelled = jnp.isfinite(
+        place.log_q
+    )  # Of a vocabulary smaller than `TOP`, the last ones are not.
     known = labelled & jnp.isfinite(place.log_p)
     log_p, log_q = (jnp.where(known, part, 0) for part in (place.log_p, place.log_q))
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
     unlabelled = jnp.maximum(1 - jnp.sum(jnp.exp(place.log_q)), TINY)
-    drafted = q.sum() + unlabelled  # Not 1 less the others: they can be nearly all, and labels are rounded.
+    drafted = (
+        q.sum() + unlabelled
+    )  # Not 1 less the others: they can be nearly all, and labels are rounded.
     log_q = jnp.where(known, log_q - jnp.log(drafted), 0)
     return (
         _Outcomes(p, log_p, jnp.maximum(1 - p.sum(), TINY)),

@@ -20,11 +20,11 @@ from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.labels import LabelledRows
-from spectr_jax.errors import UserError
-from spectr_jax.files import expanded
-from spectr_jax.loading import Trained
+from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import expanded
 
 COUNTED_ROWS = 2_048
 """Rows of which the frequent tokens are counted."""
@@ -37,26 +37,38 @@ class Lessons:
       model: the teacher's.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, teacher: Trained, counts: tuple[int, ...] = ()):
+    def __init__(
+        self, config: ml_collections.ConfigDict, teacher: Trained, counts: tuple[int, ...] = ()
+    ):
         self.model: Frozen = freeze(teacher)
         self.teacher = labels.Teacher(config.teacher, config.teacher_dtype, "")
         self.vocabulary, self.vocab_size = teacher.tokenizer.vocabulary, teacher.model.vocab_size
         self.context, self.features = teacher.model.context, features_shown(teacher.model)
-        self.length, self._tokenizer, self._data = config.data.length, teacher.tokenizer, config.data
+        self.length, self._tokenizer, self._data = (
+            config.data.length,
+            teacher.tokenizer,
+            config.data,
+        )
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
         names = config.data.train.split(",")
-        self._sources = [self._open(name.strip(), counts[i : i + 1]) for i, name in enumerate(names)]
+        self._sources = [
+            self._open(name.strip(), counts[i : i + 1]) for i, name in enumerate(names)
+        ]
         self._counts = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
         for name, there, before in zip(names, self.counts, counts or self.counts, strict=True):
             if there != before:
-                raise UserError(f"data.train={name!r} has {there} sentences, and had {before} before; restore the corpus")
+                raise UserError(
+                    f"data.train={name!r} has {there} sentences, and had {before} before; restore the corpus"
+                )
 
     def streams(self, streams: int) -> int:
         """Returns the largest number of streams, at most `streams`, that divides the rows of each source in a batch."""
         return math.gcd(streams, *self._counts)
 
-    def batches(self, seed: int, streams: int, process: int = 0, processes: int = 1) -> grain.IterDataset:
+    def batches(
+        self, seed: int, streams: int, process: int = 0, processes: int = 1
+    ) -> grain.IterDataset:
         """Returns an endless, shuffled pipeline of batches without labels; see `data.batches.training_batches`.
 
         Raises:
@@ -68,11 +80,13 @@ class Lessons:
                 "lower it, or give more text"
             )
 
-        def stream_of(source: Sentences | LabelledRows, rows: int) -> Callable[[int], grain.IterDataset]:
+        def stream_of(
+            source: Sentences | LabelledRows, rows: int
+        ) -> Callable[[int], grain.IterDataset]:
             if isinstance(source, LabelledRows):
-                return lambda i: ShuffledRows(source, count=rows // streams, seed=seed + i, stream=i, streams=streams).map(
-                    self._without_labels
-                )
+                return lambda i: ShuffledRows(
+                    source, count=rows // streams, seed=seed + i, stream=i, streams=streams
+                ).map(self._without_labels)
             return lambda i: teaching.packed(
                 batches.shuffled(source, seed, i, streams).map(self._encoded), self._row_type
             ).batch(rows // streams)
@@ -91,7 +105,9 @@ class Lessons:
                 enough = min(
                     len(source), -(-count * self.length // 8)
                 )  # Hardly any text has fewer than 8 tokens a sentence.
-                rows = teaching.pack_rows(teaching.read_texts(source, self._tokenizer)(0, enough), self._row_type)[:count]
+                rows = teaching.pack_rows(
+                    teaching.read_texts(source, self._tokenizer)(0, enough), self._row_type
+                )[:count]
             found[short_name(name)] = PackedRows([rows], self.vocabulary)
         return found
 
@@ -104,7 +120,9 @@ class Lessons:
         )
         while rows < COUNTED_ROWS:
             batch = next(data)
-            counted += np.bincount(batch["inputs"][batch["segments"] > 0], minlength=self.vocab_size)
+            counted += np.bincount(
+                batch["inputs"][batch["segments"] > 0], minlength=self.vocab_size
+            )
             rows += len(batch["inputs"])
         data.close()
         return np.sort(np.argsort(-counted, kind="stable")[:count]).astype(np.int32)
@@ -128,7 +146,9 @@ class Lessons:
         found = np.zeros(len(rows), self._row_type)
         for name in ("tokens", "segments"):
             found[name] = rows[name]
-        found["drafted"] = rows["drafted"] if "drafted" in (rows.dtype.names or ()) else rows["segments"] > 0
+        found["drafted"] = (
+            rows["drafted"] if "drafted" in (rows.dtype.names or ()) else rows["segments"] > 0
+        )
         return found
 
 

@@ -78,7 +78,11 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     if not model.config.features:
         return model.hidden(tokens, positions, causal(segments))[0][None]
     B, N = tokens.shape
-    cache, seen, own = differentiable(model.init_cache(B, depth * N)), batch["features"].astype(jnp.float32), []
+    cache, seen, own = (
+        differentiable(model.init_cache(B, depth * N)),
+        batch["features"].astype(jnp.float32),
+        [],
+    )
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):
@@ -86,7 +90,9 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
         blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
         visible = jnp.concatenate([same & block for block in blocks], axis=-1)
         before = jnp.where(positions[..., None] > 0, jnp.roll(seen, 1, axis=1), 0)
-        seen, cache = model.hidden(tokens, positions, visible, cache, level * N, features_BxNxE=before)
+        seen, cache = model.hidden(
+            tokens, positions, visible, cache, level * N, features_BxNxE=before
+        )
         own.append(seen)
     return jnp.stack(own)
 
@@ -112,5 +118,7 @@ def parameters(config: LlamaConfig) -> int:
     """Returns parameters without the embedding table, which a call reads one row of a token of."""
     _, state = abstract(config)
     rank = config.embed_rank or config.width
-    total = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param)))
+    total = sum(
+        int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param))
+    )
     return total - (0 if config.tied else config.vocab_size * rank)

@@ -19,11 +19,11 @@ from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.distillation import labels
-from spectr_jax.errors import UserError
-from spectr_jax.files import write_whole
-from spectr_jax.loading import Trained
+from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.layers.attention import causal
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import write_whole
 
 SHARD = 512
 """Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""
@@ -64,7 +64,10 @@ def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
     """Sentences of a corpus, as prompts are encoded, to the last."""
 
     def texts(first: int, end: int) -> list[Text]:
-        return [Text(tokenizer.prompt(sentences[index])) for index in range(first, min(end, len(sentences)))]
+        return [
+            Text(tokenizer.prompt(sentences[index]))
+            for index in range(first, min(end, len(sentences)))
+        ]
 
     return texts
 
@@ -74,7 +77,9 @@ def starting_at(texts: Texts, first: int) -> Texts:
     return lambda begin, end: texts(first + begin, first + end)
 
 
-def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int) -> Texts:
+def continued_texts(
+    teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int
+) -> Texts:
     """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens; after the
     last sentence the first comes again.
 
@@ -88,16 +93,26 @@ def continued_texts(teacher: Trained, sentences: Sentences, length: int, policy:
 
     def texts(first: int, end: int) -> list[Text]:
         rng = np.random.default_rng((seed, first))
-        whole = [teacher.tokenizer.prompt(sentences[index % len(sentences)]) for index in range(first, end)]
+        whole = [
+            teacher.tokenizer.prompt(sentences[index % len(sentences)])
+            for index in range(first, end)
+        ]
         cut = [tokens[: rng.integers(1, LONGEST_BEGINNING + 1)] for tokens in whole]
         begun = [tokens or [teacher.tokenizer.bos] for tokens in cut]
-        return _written(write(jax.random.key(rng.integers(2**31)), begun, 1, LONGEST_BEGINNING, length), begun, teacher)
+        return _written(
+            write(jax.random.key(rng.integers(2**31)), begun, 1, LONGEST_BEGINNING, length),
+            begun,
+            teacher,
+        )
 
     return texts
 
 
 def _written(rows: list[list[int]], prompts: list[list[int]], teacher: Trained) -> list[Text]:
-    return [Text(row, len(prompt), teacher.tokenizer.ends(row[-1])) for row, prompt in zip(rows, prompts, strict=True)]
+    return [
+        Text(row, len(prompt), teacher.tokenizer.ends(row[-1]))
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
 
 
 def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
@@ -108,7 +123,9 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
     """
     opening, closing = chat_frame(teacher.tokenizer)
     if len(opening) + len(closing) >= length // 2:
-        raise UserError(f"the chat template alone takes {len(opening) + len(closing)} tokens; raise --length={length}")
+        raise UserError(
+            f"the chat template alone takes {len(opening) + len(closing)} tokens; raise --length={length}"
+        )
     longest = 2 * (teacher.model.context + len(opening)) // 3
     if length > longest:
         raise _too_long(length, teacher, longest)
@@ -117,10 +134,18 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
 
     def texts(first: int, end: int) -> list[Text]:
         rng = np.random.default_rng((seed, first))
-        asked = write(jax.random.key(rng.integers(2**31)), [opening] * (end - first), len(opening), len(opening), half)
+        asked = write(
+            jax.random.key(rng.integers(2**31)),
+            [opening] * (end - first),
+            len(opening),
+            len(opening),
+            half,
+        )
         asked = [tokens[:-1] if teacher.tokenizer.ends(tokens[-1]) else tokens for tokens in asked]
         framed = [[*tokens, *closing] for tokens in asked]
-        written = write(jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length)
+        written = write(
+            jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length
+        )
         return _written(written, framed, teacher)
 
     return texts
@@ -149,16 +174,24 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
     """
     model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
 
-    def write(key: jax.Array, texts: list[list[int]], shortest: int, longest: int, length: int) -> list[list[int]]:
+    def write(
+        key: jax.Array, texts: list[list[int]], shortest: int, longest: int, length: int
+    ) -> list[list[int]]:
         rows: list[list[int]] = []
         for first in range(0, len(texts), WRITTEN):
             part = texts[first : first + WRITTEN]
-            padded = np.array([[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in part], np.int32)
+            padded = np.array(
+                [[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in part], np.int32
+            )
             lengths = np.array([len(tokens) for tokens in part], np.int32)
             part_key = jax.random.fold_in(key, first)
-            made = generate(part_key, method, model, None, padded, lengths, length - shortest, policy)
+            made = generate(
+                part_key, method, model, None, padded, lengths, length - shortest, policy
+            )
             ends = np.minimum(made.lengths, length).tolist()
-            rows += [row[:end] for row, end in zip(np.asarray(made.tokens).tolist(), ends, strict=True)]
+            rows += [
+                row[:end] for row, end in zip(np.asarray(made.tokens).tolist(), ends, strict=True)
+            ]
         return rows
 
     return write
@@ -167,7 +200,12 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
     """Returns rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token
     left out."""
-    found = list(packed(grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]), row_type))
+    found = list(
+        packed(
+            grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]),
+            row_type,
+        )
+    )
     return np.stack(found) if found else np.zeros(0, row_type)
 
 
@@ -214,7 +252,9 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             found = label(model, place, () if "features" in batch else None)
             if "features" in batch:
                 part["features"] = np.asarray(found["features"])[: len(part)]
-            count = found["top"].shape[-1]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
+            count = found["top"].shape[
+                -1
+            ]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
             part["log_probabilities"] = -np.inf
             for name in ("top", "log_probabilities"):
                 part[name][..., :count] = np.asarray(found[name])[: len(part)]
@@ -222,7 +262,9 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     return fill
 
 
-def taught(model: Frozen, batch: dict[str, jax.Array], layers: tuple[int, ...] | None) -> dict[str, jax.Array]:
+def taught(
+    model: Frozen, batch: dict[str, jax.Array], layers: tuple[int, ...] | None
+) -> dict[str, jax.Array]:
     """Returns `batch` with the labels of a teacher: `top` and `log_probabilities` of `labels.batch_of`, in float32.
 
     Args:
@@ -236,8 +278,15 @@ def taught(model: Frozen, batch: dict[str, jax.Array], layers: tuple[int, ...] |
         return {**batch, "top": top, "log_probabilities": logs}
     seen, _ = merged.hidden(*place, **({"also": layers} if layers else {}))
     # Row by row: logits of all at once are hundreds of megabytes, which take longer to get than to fill.
-    top, logs = jax.lax.map(lambda row: _labels_of(merged.scored(row)), seen[..., : model.features_shown])
-    return {**batch, "top": top, "log_probabilities": logs, **({} if layers is None else {"features": seen})}
+    top, logs = jax.lax.map(
+        lambda row: _labels_of(merged.scored(row)), seen[..., : model.features_shown]
+    )
+    return {
+        **batch,
+        "top": top,
+        "log_probabilities": logs,
+        **({} if layers is None else {"features": seen}),
+    }
 
 
 def _labels_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -247,7 +296,11 @@ def _labels_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def write_labels(
-    folder: pathlib.Path, texts: Texts, count: int, fill: Callable[[np.ndarray], None], row_type: np.dtype
+    folder: pathlib.Path,
+    texts: Texts,
+    count: int,
+    fill: Callable[[np.ndarray], None],
+    row_type: np.dtype,
 ) -> int:
     """Labels at least `count` texts, in whole shards, but for those that are there already; returns the tokens labelled."""
     tokens = 0

@@ -13,27 +13,35 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from spectr_jax import hosts, runs, sharding
-from spectr_jax.config import check_fields, check_positive, distil_config
 from spectr_jax.data import batches
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.distillation import losses, students
+from spectr_jax.distillation.config import distil_config
 from spectr_jax.distillation.labels import LabelledRows, batch_of, check_teacher, open_labels
 from spectr_jax.distillation.online import Lessons
-from spectr_jax.distillation.students import begin_as_teacher, build, frequent_tokens, parameters, share_head, widened
+from spectr_jax.distillation.students import (
+    begin_as_teacher,
+    build,
+    frequent_tokens,
+    parameters,
+    share_head,
+    widened,
+)
 from spectr_jax.distillation.teacher import taught
-from spectr_jax.errors import UserError, unknown
-from spectr_jax.loading import Trained, check_dtype, load, weights_path
+from spectr_jax.loading.by_name import Trained, check_dtype, load, weights_path
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.weights import load_weights
-from spectr_jax.training import preparation
+from spectr_jax.training import preparation, runs
 from spectr_jax.training.loop import Task, explained, run
 from spectr_jax.training.metrics import Curves
 from spectr_jax.training.optimizer import make_optimizer
 from spectr_jax.training.programs import Programs, compiled
 from spectr_jax.training.step import TrainState, update
+from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError, unknown
 
 DRAFTS = 4
 """alpha_4 is told beside alpha_1."""
@@ -58,11 +66,15 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     if isinstance(rows, Lessons):
         streams = rows.streams(streams)
     elif len(rows) < streams:
-        raise UserError(f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams")
+        raise UserError(
+            f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams"
+        )
     with explained(workdir), preparation.locked(workdir):
         student = _student(config, workdir, rows)
         shape, tokens = student.shape, student.head_tokens
-        programs = make_programs(config, mesh, shape, tokens, rows.model if isinstance(rows, Lessons) else None)
+        programs = make_programs(
+            config, mesh, shape, tokens, rows.model if isinstance(rows, Lessons) else None
+        )
         levels = config.depth if shape.features else 1
         task = Task(
             programs=programs,
@@ -70,13 +82,16 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
             metric=runs.REJECTION,
             curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
-            flops_per_token=levels * (6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length),
+            flops_per_token=levels
+            * (6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length),
             given=functools.partial(_given, config, shape, tokens, rows),
         )
         return run(config, workdir, mesh, task)
 
 
-def _batches(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons, streams: int) -> grain.IterDataset:
+def _batches(
+    config: ml_collections.ConfigDict, rows: LabelledRows | Lessons, streams: int
+) -> grain.IterDataset:
     place = jax.process_index(), jax.process_count()
     if isinstance(rows, Lessons):
         return rows.batches(config.seed, streams, *place)
@@ -86,16 +101,30 @@ def _batches(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons, st
 def check_distil_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for a config that no run can use."""
     check_fields(config, distil_config())
-    check_positive(config, "steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints")
+    check_positive(
+        config,
+        "steps",
+        "batch_size",
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+    )
     check_positive(config, "mesh.fsdp", "accumulate", "depth", "data.streams", "data.heldout_rows")
     check_positive(config, "data.length", "data.shares")
-    check_positive(config, "model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads")
+    check_positive(
+        config, "model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"
+    )
     if config.loss not in losses.LOSSES:
         raise unknown("loss", config.loss, losses.LOSSES)
     if not config.cross_entropy >= 0:
-        raise UserError(f"cross_entropy={config.cross_entropy} is negative; give a weight such as 0.1")
+        raise UserError(
+            f"cross_entropy={config.cross_entropy} is negative; give a weight such as 0.1"
+        )
     if config.model.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"model.dtype={config.model.dtype!r} is not known; give 'float32' or 'bfloat16'")
+        raise UserError(
+            f"model.dtype={config.model.dtype!r} is not known; give 'float32' or 'bfloat16'"
+        )
     if config.model.width % (2 * config.model.heads):
         raise UserError(
             f"model.width={config.model.width} is not a multiple of 2 * model.heads={config.model.heads}; change one"
@@ -109,24 +138,38 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
     """Returns the shape of a student, for a teacher's vocabulary and context."""
-    return LlamaConfig(**model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context)
+    return LlamaConfig(
+        **model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context
+    )
 
 
-def _student(config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons) -> runs.Student:
+def _student(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons
+) -> runs.Student:
     """Returns the run's student: chosen before its first step, and kept in the workdir."""
-    if hosts.is_first() and not (workdir / runs.CONFIG).exists():  # What a start left that came no further does not bind.
+    if (
+        hosts.is_first() and not (workdir / runs.CONFIG).exists()
+    ):  # What a start left that came no further does not bind.
         shape = student_config(config.model, rows.vocab_size, rows.context)
-        if config.init and shape.head_tokens:  # Its head knows its own tokens, whatever these labels have most of.
+        if (
+            config.init and shape.head_tokens
+        ):  # Its head knows its own tokens, whatever these labels have most of.
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
         elif isinstance(rows, Lessons):
             tokens = rows.frequent_tokens(shape.head_tokens or rows.vocab_size, config.seed)
         else:
             tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
-        runs.write_student(workdir, runs.Student(shape, tokens, rows.vocabulary, rows.counts), _teacher(config, rows))
+        runs.write_student(
+            workdir,
+            runs.Student(shape, tokens, rows.vocabulary, rows.counts),
+            _teacher(config, rows),
+        )
     hosts.wait_for_all("the student's shape is there")
     student = runs.read_student(workdir)
     if student.vocabulary != rows.vocabulary:
-        raise UserError(f"{str(workdir)!r} has the student of another teacher than the labels'; choose a new --workdir")
+        raise UserError(
+            f"{str(workdir)!r} has the student of another teacher than the labels'; choose a new --workdir"
+        )
     return student
 
 
@@ -143,11 +186,15 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
             )
         return rows
     if not config.teacher:
-        raise UserError("teacher='': must be the name of a model, which labels text online; give --config.teacher")
+        raise UserError(
+            "teacher='': must be the name of a model, which labels text online; give --config.teacher"
+        )
     return Lessons(config, load(config.teacher, config.teacher_dtype), counts)
 
 
-def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> Mapping[str, PackedRows]:
+def _heldout(
+    config: ml_collections.ConfigDict, rows: LabelledRows | Lessons
+) -> Mapping[str, PackedRows]:
     """Returns the held-out labels by the last part of their folders' names; checks that all suit `rows` and the student."""
     opened: dict[str, LabelledRows] = {}
     heldout: Mapping[str, PackedRows]
@@ -157,7 +204,9 @@ def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
         opened = {name: open_labels(name) for name in config.data.heldout}
         heldout = {pathlib.Path(name).name: labelled for name, labelled in opened.items()}
     if len(heldout) < len(config.data.heldout):
-        raise UserError(f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one")
+        raise UserError(
+            f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one"
+        )
     for name, others in opened.items():
         if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
             raise UserError(
@@ -167,7 +216,9 @@ def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
     every: dict[str, LabelledRows | Lessons] = {config.data.train: rows, **opened}
     for name, each in every.items():
         if config.model.features and not each.features:
-            raise UserError(f"labels {name!r} have no features for the student to see; label again with --features")
+            raise UserError(
+                f"labels {name!r} have no features for the student to see; label again with --features"
+            )
         if config.model.features not in (0, each.features):
             raise UserError(
                 f"model.features={config.model.features} is not the teacher's {each.features}, as labels {name!r} have "
@@ -177,7 +228,11 @@ def _heldout(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
 
 
 def make_programs(
-    config: ml_collections.ConfigDict, mesh, shape: LlamaConfig, tokens: np.ndarray, teacher: Frozen | None = None
+    config: ml_collections.ConfigDict,
+    mesh,
+    shape: LlamaConfig,
+    tokens: np.ndarray,
+    teacher: Frozen | None = None,
 ) -> Programs:
     """Returns the programs of a student's run; with a `teacher`, they label the text of each batch first."""
     graphdef, state = abstract(shape)
@@ -205,7 +260,11 @@ def make_programs(
         return jnp.mean(own + config.cross_entropy * text), {"loss": own[0], "alpha_1": accepted[0]}
 
     def labelled(batch, teacher):
-        return taught(teacher, batch, shape.feature_layers if shape.features else None) if teacher else batch
+        return (
+            taught(teacher, batch, shape.feature_layers if shape.features else None)
+            if teacher
+            else batch
+        )
 
     def step(state, batch, teacher=None):
         return update(objective, optimizer, config.accumulate, state, labelled(batch, teacher))
@@ -221,7 +280,11 @@ def make_programs(
 
 
 def places(
-    model: Callable[[Any], Llama], number_of: jax.Array, depth: int, params: Any, batch: dict[str, jax.Array]
+    model: Callable[[Any], Llama],
+    number_of: jax.Array,
+    depth: int,
+    params: Any,
+    batch: dict[str, jax.Array],
 ) -> tuple[jax.Array, losses.Place]:
     """Returns what the losses see at each place [S, B, N] of a batch, and which of them are real.
 
@@ -240,7 +303,9 @@ def places(
         found = jnp.take_along_axis(log_p, jnp.maximum(numbers, 0), axis=-1)
         return jnp.where(numbers < 0, -jnp.inf, found)
 
-    log_q = jnp.broadcast_to(batch["log_probabilities"], (len(hidden), *batch["log_probabilities"].shape))
+    log_q = jnp.broadcast_to(
+        batch["log_probabilities"], (len(hidden), *batch["log_probabilities"].shape)
+    )
     real = (batch["segments"] > 0) & (batch["positions"] >= levels)
     return real, losses.Place(of(batch["top"]), log_q, of(batch["targets"][..., None])[..., 0])
 
@@ -256,19 +321,32 @@ def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, 
     it, and so on.
     """
     real, seen = see(params, batch)
-    real &= batch["drafted"] & jnp.stack([jnp.roll(batch["drafted"], level, axis=1) for level in range(len(real))])
+    real &= batch["drafted"] & jnp.stack(
+        [jnp.roll(batch["drafted"], level, axis=1) for level in range(len(real))]
+    )
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
-    found: dict[str, Callable] = {"kl": losses.kl, "alpha_1": losses.acceptance, f"alpha_{DRAFTS}": optimum}
+    found: dict[str, Callable] = {
+        "kl": losses.kl,
+        "alpha_1": losses.acceptance,
+        f"alpha_{DRAFTS}": optimum,
+    }
     # Of one row at a time: `optimal_acceptance` sorts.
     sums = {
-        name: jnp.sum(real * jax.lax.map(lambda level, each=each: jax.lax.map(jax.vmap(each), level), seen), axis=(1, 2))
+        name: jnp.sum(
+            real * jax.lax.map(lambda level, each=each: jax.lax.map(jax.vmap(each), level), seen),
+            axis=(1, 2),
+        )
         for name, each in found.items()
     }
     return {**sums, "tokens": jnp.sum(real, axis=(1, 2))}
 
 
 def _scores(
-    evaluate: Callable, mesh, config: ml_collections.ConfigDict, heldout: Mapping[str, PackedRows], params: Any
+    evaluate: Callable,
+    mesh,
+    config: ml_collections.ConfigDict,
+    heldout: Mapping[str, PackedRows],
+    params: Any,
 ) -> dict[str, float]:
     """Means over the held-out tokens of each set, by name; those of the first set also without it."""
     scores: dict[str, float] = {}
@@ -276,29 +354,43 @@ def _scores(
     for name, rows in heldout.items():
         sums: dict[str, Any] = {}
         for first in range(0, min(len(rows), config.data.heldout_rows), size):
-            taken = rows.take(np.arange(first, min(first + size, len(rows), config.data.heldout_rows)))
+            taken = rows.take(
+                np.arange(first, min(first + size, len(rows), config.data.heldout_rows))
+            )
             padded = np.concatenate([taken, np.zeros(size - len(taken), taken.dtype)])
             mine = padded[hosts.own_share(size)]
             for key, value in evaluate(params, sharding.put_rows(mesh, batch_of(mine))).items():
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
-        means = {key: value / np.maximum(sums["tokens"], 1) for key, value in sums.items() if key != "tokens"}
+        means = {
+            key: value / np.maximum(sums["tokens"], 1)
+            for key, value in sums.items()
+            if key != "tokens"
+        }
         if not scores:
             scores = {runs.REJECTION: 1 - float(means["alpha_1"][0])}
         for key, value in means.items():
             scores[f"eval_{key}_{name}"] = float(value[0])
             there = value[1:][sums["tokens"][1:] > 0]  # No text may be so long.
-            scores |= {f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(there, 2)}
+            scores |= {
+                f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(there, 2)
+            }
     return scores
 
 
 def _given(
-    config: ml_collections.ConfigDict, shape: LlamaConfig, tokens: np.ndarray, rows: LabelledRows | Lessons
+    config: ml_collections.ConfigDict,
+    shape: LlamaConfig,
+    tokens: np.ndarray,
+    rows: LabelledRows | Lessons,
 ) -> nnx.State:
     """Returns what a student starts from: `config.init`, or its random weights with the teacher's embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
     teacher = load(_teacher(config, rows), "float32")
-    if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (0, features_shown(teacher.model)):
+    if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (
+        0,
+        features_shown(teacher.model),
+    ):
         raise UserError(
             f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}, "
             f"{rows.teacher.name or 'an older one'!r}; give that, or leave it out"
@@ -317,17 +409,25 @@ def _given(
 def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> str:
     """Returns the name of the teacher: the config's, or else the labels' own."""
     if not config.teacher and not rows.teacher.name:
-        raise UserError(f"the labels in {config.data.train!r} do not say who made them; give --config.teacher")
+        raise UserError(
+            f"the labels in {config.data.train!r} do not say who made them; give --config.teacher"
+        )
     return config.teacher or rows.teacher.name
 
 
-def _begun(config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons) -> Llama:
+def _begun(
+    config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons
+) -> Llama:
     """Returns the student that `config.init` names; one that saw the last hidden state alone may come to see more layers."""
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
-        raise UserError(f"init={config.init!r} is no student of this vocabulary; give one that was exported")
+        raise UserError(
+            f"init={config.init!r} is no student of this vocabulary; give one that was exported"
+        )
     if shape.feature_layers and not model.config.feature_layers and model.config.features:
-        model = widened(model, dataclasses.replace(model.config, feature_layers=shape.feature_layers))
+        model = widened(
+            model, dataclasses.replace(model.config, feature_layers=shape.feature_layers)
+        )
     theirs, ours = dataclasses.asdict(model.config), dataclasses.asdict(shape)
     for name in theirs:
         if name != "dtype" and theirs[name] != ours[name]:
@@ -348,4 +448,6 @@ def teacher_head(teacher: Trained, embedding: jax.Array) -> jax.Array:
     """Returns the head [V, E] of a loaded teacher whose features a student sees; its embedding if it has no head of its
     own."""
     head = getattr(teacher.model, "head", None)
-    return jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding
+    return (
+        jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding
+    )

@@ -15,22 +15,23 @@ import numpy as np
 import tqdm
 
 from spectr_jax import transport
-from spectr_jax.config import auto_config, check_fields, check_positive
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.methods import cannot_branch, on_tree, options_for
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import TokenByToken
-from spectr_jax.errors import UserError
 from spectr_jax.experiments.call_parts import Times, call_time, counted, measure_times, on_chains
-from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import observe_drafts, observe_nodes, shares
-from spectr_jax.measure.bench import Bench
-from spectr_jax.measure.journal import Journal
-from spectr_jax.measure.measurement import Program
-from spectr_jax.measure.replay import can_be_replayed, covering, observe_replays
-from spectr_jax.planning import prediction, tree_search
-from spectr_jax.planning.prediction import CARRIERS, CHILDREN, statistic
+from spectr_jax.experiments.config import auto_config
+from spectr_jax.experiments.measure import measurement, report
+from spectr_jax.experiments.measure.acceptance import observe_drafts, observe_nodes, shares
+from spectr_jax.experiments.measure.bench import Bench
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.measure.measurement import Program
+from spectr_jax.experiments.measure.replay import can_be_replayed, covering, observe_replays
+from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, statistic
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError
 
 NAME = "auto"
 
@@ -106,7 +107,9 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
                 "drafts are i.i.d. or without replacement"
             )
         if on_chains(name, 1) is None:
-            raise UserError(f"methods has {name!r}, which takes no tree and no draft_length to search; leave it out")
+            raise UserError(
+                f"methods has {name!r}, which takes no tree and no draft_length to search; leave it out"
+            )
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
@@ -114,11 +117,15 @@ def measure_acceptance(bench: Bench) -> Acceptance:
     first k of them are k drafts, for every k. Other methods are replayed on chains."""
     config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
-    methods = {name: get_method(name) for name in config.methods if statistic(get_method(name)) is not None}
+    methods = {
+        name: get_method(name) for name in config.methods if statistic(get_method(name)) is not None
+    }
     iid = tuple(method for method in methods.values() if statistic(method) != CHILDREN)
     programs = {
         # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
-        f"acceptance of {name}": Program(dataclasses.replace(method, tree=tree), bench.drafts[0], observe_nodes)
+        f"acceptance of {name}": Program(
+            dataclasses.replace(method, tree=tree), bench.drafts[0], observe_nodes
+        )
         for name, method in methods.items()
         if statistic(method) == CHILDREN
     }
@@ -127,7 +134,10 @@ def measure_acceptance(bench: Bench) -> Acceptance:
         entry = f"acceptance of {', '.join(method.name for method in iid)}"
         programs[entry] = Program(walked, bench.drafts[0], observe_drafts(iid))
     bench.compile({entry: program for entry, program in programs.items() if entry not in journal})
-    seen = {entry: bench.measured(entry, program, config.seeds[0]) for entry, program in programs.items()}
+    seen = {
+        entry: bench.measured(entry, program, config.seeds[0])
+        for entry, program in programs.items()
+    }
     tables = {}
     for entry, program in programs.items():
         observed = seen[entry].observed
@@ -138,7 +148,11 @@ def measure_acceptance(bench: Bench) -> Acceptance:
             tables |= {name: shares(counts) for name, counts in observed.items()}
     replayed = {name: _replayed(bench, name) for name in config.methods if name not in methods}
     if not seen:  # The length of a text is that of any method.
-        seen = {"": bench.measured("the baseline", Program(get_method("baseline"), None), config.seeds[0])}
+        seen = {
+            "": bench.measured(
+                "the baseline", Program(get_method("baseline"), None), config.seeds[0]
+            )
+        }
     return Acceptance(tables, next(iter(seen.values())).tokens / bench.prompts.real, replayed)
 
 
@@ -152,40 +166,64 @@ def _replayed(bench: Bench, name: str) -> dict[str, float]:
     }
     whole = covering(method.tree for method in methods.values())
     # Any plan of the same drafting rule would do: its own verifier may refuse the covering tree.
-    plan = {"iid": "otm", "without_replacement": "recursive_without_replacement"}[get_method(name).verifier.rule]
+    plan = {"iid": "otm", "without_replacement": "recursive_without_replacement"}[
+        get_method(name).verifier.rule
+    ]
     drawn = Method(name, whole, TokenByToken(transport.get(plan)))
     program = Program(drawn, bench.drafts[0], observe_replays(tuple(methods.values())))
-    observed = bench.measured(f"{name} replayed", program, bench.config.seeds[0], batches=1).observed
-    return dict(zip(methods, (np.array(observed["emitted"]) / observed["calls"]).tolist(), strict=True))
+    observed = bench.measured(
+        f"{name} replayed", program, bench.config.seeds[0], batches=1
+    ).observed
+    return dict(
+        zip(methods, (np.array(observed["emitted"]) / observed["calls"]).tolist(), strict=True)
+    )
 
 
 def _chains(config: ml_collections.ConfigDict) -> dict[str, Tree]:
     """K chains of L, for K > 1 and the L of the config, by their numbers of children."""
     numbers = [number for number in config.num_drafts if number > 1]
-    shapes = [(number, *[1] * (length - 1)) for number in numbers for length in config.draft_lengths]
+    shapes = [
+        (number, *[1] * (length - 1)) for number in numbers for length in config.draft_lengths
+    ]
     return {tree_lib.spelled(branching): tree_lib.prefix_tree(*branching) for branching in shapes}
 
 
 def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
     """For the table's JSON, by method: R, and by number of i.i.d. drafts how often one of them carried the token."""
-    tables = {name: (statistic(get_method(name)), table) for name, table in acceptance.tables.items()}
+    tables = {
+        name: (statistic(get_method(name)), table) for name, table in acceptance.tables.items()
+    }
     return {
-        "acceptance_by_child": {name: table.tolist() for name, (kind, table) in tables.items() if kind == CHILDREN},
-        "acceptance_by_drafts": {name: (1 - t[1:, 0]).tolist() for name, (kind, t) in tables.items() if kind == CARRIERS},
+        "acceptance_by_child": {
+            name: table.tolist() for name, (kind, table) in tables.items() if kind == CHILDREN
+        },
+        "acceptance_by_drafts": {
+            name: (1 - t[1:, 0]).tolist() for name, (kind, t) in tables.items() if kind == CARRIERS
+        },
     }
 
 
-def candidates(config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times) -> Iterator[Candidate]:
+def candidates(
+    config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times
+) -> Iterator[Candidate]:
     """The baseline; every method on its chains, prefix trees or optimal trees."""
     yield _candidate(config, acceptance, times, "baseline", "-", get_method("baseline"), 1.0)
     widest, highest = max(config.num_drafts), max(config.draft_lengths)
-    shapes = {(number, *[1] * (length - 1)) for number in config.num_drafts for length in config.draft_lengths}
+    shapes = {
+        (number, *[1] * (length - 1))
+        for number in config.num_drafts
+        for length in config.draft_lengths
+    }
     prefix_trees = {
         tree_lib.spelled(branching): tree_lib.prefix_tree(*branching)
         for branching in sorted(shapes | set(tree_search.prefix_shapes(widest, highest)))
     }
     for name, table in acceptance.tables.items():
-        tokens, found, one_chain = prediction.predictor(get_method(name), table), prefix_trees, cannot_branch(name)
+        tokens, found, one_chain = (
+            prediction.predictor(get_method(name), table),
+            prefix_trees,
+            cannot_branch(name),
+        )
         if statistic(get_method(name)) == CHILDREN:
             found = _optimal_trees(table.tolist(), config.size, highest)
         for shape, tree in found.items():
@@ -205,7 +243,9 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
     """Of 1, 2, ... nodes, by name."""
     most = min(size, sum(len(R) ** level for level in range(1, height + 1)))
     order = tree_search.optimal_order(R, most, height)
-    return {f"optimal of {number}": tree_search.tree_of(order[:number]) for number in range(1, most + 1)}
+    return {
+        f"optimal of {number}": tree_search.tree_of(order[:number]) for number in range(1, most + 1)
+    }
 
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
@@ -230,7 +270,17 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the answer, the table and its provenance, as Markdown."""
-    header = ["Method", "Tree", "Nodes", "Tokens per call", "measured", "Tokens/s", "measured", "ratio", "x baseline"]
+    header = [
+        "Method",
+        "Tree",
+        "Nodes",
+        "Tokens per call",
+        "measured",
+        "Tokens/s",
+        "measured",
+        "ratio",
+        "x baseline",
+    ]
     rows = []
     for row in result["rows"]:
         ratio = row["tokens_per_second"] / row["measured_per_second"]
@@ -261,12 +311,26 @@ def markdown(result: dict[str, Any]) -> str:
         "a batch, sequences end at different times, which the prediction ignores.",
         report.made_by(result),
     ]
-    return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
+    return (
+        f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n"
+        + "\n\n".join(notes)
+        + "\n"
+    )
 
 
-def _candidate(config, acceptance: Acceptance, times: Times, name: str, shape: str, method: Method, expected: float):
+def _candidate(
+    config,
+    acceptance: Acceptance,
+    times: Times,
+    name: str,
+    shape: str,
+    method: Method,
+    expected: float,
+):
     calls = acceptance.tokens / expected
-    seconds = times.start[bool(method.tree.size)] + calls * call_time(times, name, method.tree, expected)
+    seconds = times.start[bool(method.tree.size)] + calls * call_time(
+        times, name, method.tree, expected
+    )
     return Candidate(name, shape, method, expected, config.batch_size * acceptance.tokens / seconds)
 
 
@@ -281,8 +345,14 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
         return f"{candidate.name} {candidate.shape} on seed {seed}"
 
     programs = [(candidate, Program(candidate.method, bench.drafts[0])) for candidate in chosen]
-    missing = [each for each in programs if not all(entry(seed, each[0]) in bench.journal for seed in seeds)]
-    bench.compile({f"{candidate.name} {candidate.shape}": program for candidate, program in missing})
+    missing = [
+        each
+        for each in programs
+        if not all(entry(seed, each[0]) in bench.journal for seed in seeds)
+    ]
+    bench.compile(
+        {f"{candidate.name} {candidate.shape}": program for candidate, program in missing}
+    )
     for _, program in missing:
         bench.run(program, seeds[0], batches=1)  # The first run is not timed.
     turns = [(seed, *each) for seed in seeds for each in programs]
@@ -320,5 +390,9 @@ def _options(candidate: Candidate) -> str:
     """Of `get_method`, to be pasted."""
     options = options_for(candidate.name, candidate.method.tree) or {}
     if "tree" in options:
-        return f'tree="{candidate.shape}"' if candidate.shape[0].isdigit() else f"tree=Tree({options['tree'].parents})"
+        return (
+            f'tree="{candidate.shape}"'
+            if candidate.shape[0].isdigit()
+            else f"tree=Tree({options['tree'].parents})"
+        )
     return ", ".join(f"{option}={value}" for option, value in options.items())

@@ -14,9 +14,16 @@ from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.loading import Trained
-from spectr_jax.measure.bench import Bench
-from spectr_jax.measure.call_times import PHASES, Timer, call_seconds, phase_timers, timed_once, token_timer
+from spectr_jax.experiments.measure.bench import Bench
+from spectr_jax.experiments.measure.call_times import (
+    PHASES,
+    Timer,
+    call_seconds,
+    phase_timers,
+    timed_once,
+    token_timer,
+)
+from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 
 STARTED = "speculative"
@@ -52,12 +59,20 @@ def measure_times(bench: Bench) -> Times:
 
     def phases(width: int, length: int, **options) -> Callable[[], dict[str, Timer]]:
         method = get_method("spectr", num_drafts=width, draft_length=length)
-        return functools.partial(phase_timers, method, target.model, draft.model, batch, context, **options)
+        return functools.partial(
+            phase_timers, method, target.model, draft.model, batch, context, **options
+        )
 
-    lengths = {(width, length): phases(width, length, phases=("draft",)) for width in widths for length in (1, 4)}
+    lengths = {
+        (width, length): phases(width, length, phases=("draft",))
+        for width in widths
+        for length in (1, 4)
+    }
     drafting = timed_once(journal, "drafting", lengths)
     first = [drafting[width, 1]["draft"] for width in widths]
-    level = [max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths]
+    level = [
+        max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths
+    ]
     choosing = {
         (name, width): functools.partial(token_timer, method, target.model.vocab_size, batch)
         for name in dict.fromkeys([*config.methods, STARTED])
@@ -72,8 +87,18 @@ def measure_times(bench: Bench) -> Times:
     texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
     whole = timed_once(journal, "whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
     together = whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES)
-    times = Times(target_seconds, together, (0.0, 0.0), _between(widths, first), _between(widths, level), select)
-    start = [max(0.0, whole[at] - call_time(times, STARTED, method.tree, 1)) for at, method in enumerate(started)]
+    times = Times(
+        target_seconds,
+        together,
+        (0.0, 0.0),
+        _between(widths, first),
+        _between(widths, level),
+        select,
+    )
+    start = [
+        max(0.0, whole[at] - call_time(times, STARTED, method.tree, 1))
+        for at, method in enumerate(started)
+    ]
     return times._replace(start=(start[0], start[1]))
 
 
@@ -98,7 +123,9 @@ def counted(size: int) -> list[int]:
     return [*(count for count in (1, 2, 3, 5, 9, 17, 33, 65, 129) if count <= size), size + 1]
 
 
-def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> Timer:
+def _text_timer(
+    method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained
+) -> Timer:
     """Returns the time of sequences of one new token."""
     models = freeze(target.model), freeze(draft.model)
     prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
@@ -115,4 +142,6 @@ def _text_timer(method: Method, config: ml_collections.ConfigDict, target: Train
 
 def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
     """Interpolates between measured numbers; beyond the last, in proportion to the number."""
-    return lambda number: float(np.interp(number, numbers, seconds)) * max(1.0, number / numbers[-1])
+    return lambda number: (
+        float(np.interp(number, numbers, seconds)) * max(1.0, number / numbers[-1])
+    )

@@ -13,18 +13,19 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from spectr_jax.config import check_fields, check_positive, latency_config
 from spectr_jax.decoding import Method
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
-from spectr_jax.loading import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
-from spectr_jax.measure import measurement, profile, report
-from spectr_jax.measure.call_times import PHASES, call_runs, phase_timers, timed_once
-from spectr_jax.measure.compilation import side_by_side
-from spectr_jax.measure.journal import Journal
-from spectr_jax.pairs import fitted, load_alone, load_callable
+from spectr_jax.experiments.config import latency_config
+from spectr_jax.experiments.measure import measurement, profile, report
+from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed_once
+from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
+from spectr_jax.loading.pairs import fitted, load_alone, load_callable
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError
 
 NAME = "latency"
 
@@ -41,11 +42,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_latency_config(config)
     measurement.claim_workdir(config, workdir, NAME)
     target, *others = config.models
-    models = [load_alone(target, config.dtype), *(load_callable(spec, config.dtype) for spec in others)]
+    models = [
+        load_alone(target, config.dtype),
+        *(load_callable(spec, config.dtype) for spec in others),
+    ]
     names = [trained.name for trained in models]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"models has {names.count(name)} named {name!r}, which the table cannot tell apart; rename one")
+            raise UserError(
+                f"models has {names.count(name)} named {name!r}, which the table cannot tell apart; rename one"
+            )
     target, draft = models[0], fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:
@@ -70,29 +76,40 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 def check_latency_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for a config that cannot be evaluated."""
     check_fields(config, latency_config())
-    check_positive(config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts")
+    check_positive(
+        config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts"
+    )
     check_dtype(config.dtype)
     for name, length in itertools.product(config.methods, config.lengths):
         if not _method(config, name, length).needs_draft:
-            raise UserError(f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out")
+            raise UserError(
+                f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out"
+            )
 
 
 def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method:
     """On its chains, or on one chain where it drafts no more."""
     method = on_tree(name, iid_chains(config.num_drafts, length)) or on_tree(name, chain(length))
     if method is None or not method.tree.size:
-        raise UserError(f"methods={tuple(config.methods)} has {name!r}, which drafts no chains of {length}; leave it out")
+        raise UserError(
+            f"methods={tuple(config.methods)} has {name!r}, which drafts no chains of {length}; leave it out"
+        )
     return method
 
 
-def measure_cells(config: ml_collections.ConfigDict, models: list[Trained], journal: Journal) -> list[dict[str, Any]]:
+def measure_cells(
+    config: ml_collections.ConfigDict, models: list[Trained], journal: Journal
+) -> list[dict[str, Any]]:
     """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit.
 
     An entry of the journal is one turn of all cells, so that a change of process affects all of them alike.
     """
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
     turns = [f"turn {number} of all cells" for number in range(config.runs)]
-    tasks = [functools.partial(call_runs, trained.model, batch, length, config.context) for trained, length, batch in shapes]
+    tasks = [
+        functools.partial(call_runs, trained.model, batch, length, config.context)
+        for trained, length, batch in shapes
+    ]
     if all(turn in journal for turn in turns):
         tasks = []
     runs = list(tqdm.tqdm(side_by_side(tasks), "calls, compiling", len(tasks), dynamic_ncols=True))
@@ -118,7 +135,9 @@ def measure_phases(
 ) -> list[dict[str, Any]]:
     """Returns the phases of one call of each method, alone and as shares of their sum."""
     tasks = {}
-    for name, length, batch in itertools.product(config.methods, config.lengths, config.phase_batch_sizes):
+    for name, length, batch in itertools.product(
+        config.methods, config.lengths, config.phase_batch_sizes
+    ):
         method = _method(config, name, length)
         tasks[name, length, batch] = functools.partial(
             phase_timers, method, target.model, draft.model, batch, config.context
@@ -139,7 +158,9 @@ def measure_phases(
     return rows
 
 
-def profile_call(config: ml_collections.ConfigDict, target: Trained, draft: Trained) -> list[dict[str, Any]]:
+def profile_call(
+    config: ml_collections.ConfigDict, target: Trained, draft: Trained
+) -> list[dict[str, Any]]:
     """Returns what a profiler sees of a generation of the first method, for one sequence."""
     method = _method(config, config.methods[0], config.lengths[-1])
     return profile.generation_profile(method, target.model, draft.model, config.context)
@@ -150,7 +171,9 @@ def markdown(result: dict[str, Any]) -> str:
     config = result["config"]
     parts = [f"# {result['title']}"]
     for model in dict.fromkeys(cell["model"] for cell in result["cells"]):
-        parts += [f"`{model}`, mean ± standard deviation over {config['runs']} runs (in italics the paper's):"]
+        parts += [
+            f"`{model}`, mean ± standard deviation over {config['runs']} runs (in italics the paper's):"
+        ]
         parts += [_cell_table(config, [cell for cell in result["cells"] if cell["model"] == model])]
     unit = result["cells"][0]["median_ms"]
     unseen = "" if result["profile"] else " This machine shows it nothing."
@@ -160,7 +183,16 @@ def markdown(result: dict[str, Any]) -> str:
         f"spread is the machine's.{_untrained(config)}",
         "## Where the time of a call goes",
         report.markdown_table(
-            ["Method", "K", "L", "Texts", *(f"{phase}, ms" for phase in PHASES), "sum", "whole call", *PHASES],
+            [
+                "Method",
+                "K",
+                "L",
+                "Texts",
+                *(f"{phase}, ms" for phase in PHASES),
+                "sum",
+                "whole call",
+                *PHASES,
+            ],
             [_phase_row(row) for row in result["phases"]],
         ),
         f"Target `{config['models'][0]}`, draft `{config['draft']}`. Each phase alone, in a loop on the device, median; the "
@@ -169,7 +201,13 @@ def markdown(result: dict[str, Any]) -> str:
         report.markdown_table(
             ["Phase", "Kind", "Operations a call", "ms a call", "Share"],
             [
-                [row["phase"], row["kind"], f"{row['operations']:.0f}", f"{row['ms']:.3f}", f"{row['share']:.1%}"]
+                [
+                    row["phase"],
+                    row["kind"],
+                    f"{row['operations']:.0f}",
+                    f"{row['ms']:.3f}",
+                    f"{row['share']:.1%}",
+                ]
                 for row in result["profile"]
                 if row["share"] >= 0.005
             ],
@@ -187,7 +225,9 @@ def _cell_table(config: dict[str, Any], cells: list[dict[str, Any]]) -> str:
 
     def text(cell) -> str:
         cited = cell["paper"]
-        return f"{cell['mean']:.2f} ± {cell['std']:.2f}" + (f" *({cited[0]:.2f} ± {cited[1]:.2f})*" if cited else "")
+        return f"{cell['mean']:.2f} ± {cell['std']:.2f}" + (
+            f" *({cited[0]:.2f} ± {cited[1]:.2f})*" if cited else ""
+        )
 
     return report.markdown_table(
         ["", *(f"batch = {batch}" for batch in config["batch_sizes"])],
@@ -235,7 +275,11 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     for name, axis in zip(names, axes[:-1], strict=True):
         means = np.array([cell["mean"] for cell in cells if cell["model"] == name]).reshape(shape)
         image = axis.imshow(
-            means, cmap="viridis", norm="log", vmin=min(c["mean"] for c in cells), vmax=max(c["mean"] for c in cells)
+            means,
+            cmap="viridis",
+            norm="log",
+            vmin=min(c["mean"] for c in cells),
+            vmax=max(c["mean"] for c in cells),
         )
         for (row, column), mean in np.ndenumerate(means):
             color = "black" if image.norm(mean) > 0.6 else "white"

@@ -15,18 +15,19 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from spectr_jax import hosts, sharding
-from spectr_jax.config import check_fields, check_positive, quality_config
 from spectr_jax.data.corpus import Sentences, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
-from spectr_jax.errors import UserError
-from spectr_jax.loading import check_dtype, load
-from spectr_jax.measure import measurement, report
-from spectr_jax.measure.compilation import side_by_side
-from spectr_jax.measure.journal import Journal
+from spectr_jax.experiments.config import quality_config
+from spectr_jax.experiments.measure import measurement, report
+from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.loading.by_name import check_dtype, load
+from spectr_jax.loading.pairs import load_alone
 from spectr_jax.models.layers.attention import causal
-from spectr_jax.pairs import load_alone
 from spectr_jax.training.heldout import Heldout, evaluate
+from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
 SEPARATOR = "<|endoftext|>"
@@ -58,7 +59,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     for dtype in config.dtypes:
         check_dtype(dtype)
     if config.batch_size % jax.device_count():
-        raise UserError(f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple")
+        raise UserError(
+            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple"
+        )
     measurement.claim_workdir(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     contenders = [_contender(spec) for spec in config.models]
@@ -69,11 +72,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         return f"{contender.spec} in {dtype}"
 
     rows = []
-    wanted = dict.fromkeys(itertools.product({each.spec: each for each in contenders}.values(), config.dtypes))
+    wanted = dict.fromkeys(
+        itertools.product({each.spec: each for each in contenders}.values(), config.dtypes)
+    )
     missing = [each for each in wanted if entry(*each) not in journal]
-    found = side_by_side([functools.partial(_scores, kept, config.batch_size, *each) for each in missing])
+    found = side_by_side(
+        [functools.partial(_scores, kept, config.batch_size, *each) for each in missing]
+    )
     for each in contenders:
-        scores = {dtype: journal.value(entry(each, dtype), functools.partial(next, found)) for dtype in config.dtypes}
+        scores = {
+            dtype: journal.value(entry(each, dtype), functools.partial(next, found))
+            for dtype in config.dtypes
+        }
         rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
     result = {"rows": rows, "sentences": len(kept), **journal.about()}
@@ -85,7 +95,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 def _contender(spec: str) -> Contender:
     trained = load_alone(spec)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
-    return Contender(spec, trained.name, parameters, trained.model.context, trained.tokenizer, *report.weights(trained))
+    return Contender(
+        spec,
+        trained.name,
+        parameters,
+        trained.model.context,
+        trained.tokenizer,
+        *report.weights(trained),
+    )
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
@@ -96,20 +113,29 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
     """
     text = tokenizer.encode(f"{sentence}\n")
     if not tokenizer.decode(text).endswith("\n"):
-        text = [*tokenizer.encode(sentence), tokenizer.eos if isinstance(tokenizer.eos, int) else tokenizer.eos[0]]
+        text = [
+            *tokenizer.encode(sentence),
+            tokenizer.eos if isinstance(tokenizer.eos, int) else tokenizer.eos[0],
+        ]
     separator = tokenizer.encode(SEPARATOR)
     adds_bos = tokenizer.prompt(sentence) != tokenizer.encode(sentence)
     return [tokenizer.bos if adds_bos or len(separator) != 1 else separator[0], *text]
 
 
-def fitting(sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus") -> list[str]:
+def fitting(
+    sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus"
+) -> list[str]:
     """Returns those of the first sentences that fit the context of every model whole.
 
     Raises:
       UserError: none does.
     """
     tried = [sentences[index] for index in range(min(first, len(sentences)))]
-    kept = [text for text in tried if all(len(scored(each.tokenizer, text)) <= each.context + 1 for each in contenders)]
+    kept = [
+        text
+        for text in tried
+        if all(len(scored(each.tokenizer, text)) <= each.context + 1 for each in contenders)
+    ]
     if not kept:
         least = min(contenders, key=lambda each: each.context)
         raise UserError(
@@ -118,13 +144,20 @@ def fitting(sentences: Sentences, contenders: Sequence[Contender], first: int, n
     return kept
 
 
-def _scores(sentences: list[str], batch_size: int, contender: Contender, dtype: str) -> dict[str, float]:
+def _scores(
+    sentences: list[str], batch_size: int, contender: Contender, dtype: str
+) -> dict[str, float]:
     model = load(contender.spec, dtype).model
     tokens = [scored(contender.tokenizer, sentence) for sentence in sentences]
-    heldout = Heldout(batches(tokens, batch_size, contender.context), sum(len(sentence) + 1 for sentence in sentences))
+    heldout = Heldout(
+        batches(tokens, batch_size, contender.context),
+        sum(len(sentence) + 1 for sentence in sentences),
+    )
     mesh = sharding.make_mesh()
     graphdef, state = nnx.split(model)
-    return evaluate(jax.jit(functools.partial(_nats, graphdef)), sharding.replicate(mesh, state), heldout, mesh)
+    return evaluate(
+        jax.jit(functools.partial(_nats, graphdef)), sharding.replicate(mesh, state), heldout, mesh
+    )
 
 
 def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
@@ -157,7 +190,12 @@ def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
     config = result["config"]
-    header = ["Model", "Parameters", "Nats per token", *(f"Bits per character, {dtype}" for dtype in config["dtypes"])]
+    header = [
+        "Model",
+        "Parameters",
+        "Nats per token",
+        *(f"Bits per character, {dtype}" for dtype in config["dtypes"]),
+    ]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
         f"Of the first {config['sentences']:,} sentences of `{config['heldout']}` the {result['sentences']:,} that fit the "

@@ -6,6 +6,7 @@ answer; the speed of a question is its new tokens over the time of its answers, 
 over questions, and the speedup the ratio of two such means, averaged over runs. The baseline and the methods take turns.
 """
 
+import functools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ import jax
 import ml_collections
 import numpy as np
 
-from spectr_jax.config import check_fields, check_positive, spec_bench_config
 from spectr_jax.data.questions import Question, read_questions, spread
 from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding import tree as trees
@@ -23,15 +23,17 @@ from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.request import LONG, padded_length
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
-from spectr_jax.loading import Trained, check_dtype
-from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import observe_positions
-from spectr_jax.measure.bench import progress
-from spectr_jax.measure.journal import Journal
+from spectr_jax.experiments.config import spec_bench_config
+from spectr_jax.experiments.measure import measurement, report
+from spectr_jax.experiments.measure.acceptance import observe_positions
+from spectr_jax.experiments.measure.bench import progress
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.loading.by_name import Trained, check_dtype
+from spectr_jax.loading.pairs import load_alone, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.pairs import load_alone, load_pair
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError
 
 NAME, BASELINE, OVERALL = "spec_bench", "baseline", "overall"
 PARTS = 8
@@ -71,7 +73,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     target, drafts = _load(config, methods)
     check_room(config, questions, [target, *drafts])
     small = freeze(drafts[0].model) if drafts else None
-    contenders = [Contender(label, method, small if method.needs_draft else None) for label, method in methods.items()]
+    contenders = [
+        Contender(label, method, small if method.needs_draft else None)
+        for label, method in methods.items()
+    ]
     bench = Bench(config, target, freeze(target.model), contenders, set())
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     measured: dict[float, list[dict[str, Any]]] = {}
@@ -80,13 +85,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             for number, question in enumerate(questions):
                 entry = f"question {question.identity} at temperature {temperature}"
                 bar.set_description(entry)
-                found = journal.value(entry, lambda: measure_question(bench, question, number, temperature))  # noqa: B023
+                measure = functools.partial(measure_question, bench, question, number, temperature)
+                found = journal.value(entry, measure)
                 measured.setdefault(temperature, []).append({"task": question.task, "found": found})
                 bar.update()
     result = {
         "title": f"Spec-Bench, {target.name}",
         "questions": len(questions),
-        "rows": [row for temperature, each in measured.items() for row in summaries(temperature, each)],
+        "rows": [
+            row for temperature, each in measured.items() for row in summaries(temperature, each)
+        ],
         **journal.about(),
     }
     report.write(workdir, NAME, result, markdown(result))
@@ -107,7 +115,9 @@ def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
     for temperature in config.temperatures:
         check_policy(Policy(temperature))
     if not config.questions:
-        raise UserError("questions='': names no file; give Spec-Bench's, --config.questions=question.jsonl")
+        raise UserError(
+            "questions='': names no file; give Spec-Bench's, --config.questions=question.jsonl"
+        )
 
 
 def method_of(spec: str) -> Method:
@@ -119,30 +129,43 @@ def method_of(spec: str) -> Method:
     name, _, shape = spec.partition(" ")
     method = on_tree(name, trees.parse(shape)) if shape else get_method(name)
     if method is None:
-        raise UserError(f"methods={spec!r}: {name!r} does not draft the tree {shape!r}; give another one")
+        raise UserError(
+            f"methods={spec!r}: {name!r} does not draft the tree {shape!r}; give another one"
+        )
     if not method.tree.size:
-        raise UserError(f"methods={spec!r}: drafts nothing, and the baseline is measured anyway; leave it out")
+        raise UserError(
+            f"methods={spec!r}: drafts nothing, and the baseline is measured anyway; leave it out"
+        )
     return method
 
 
-def _load(config: ml_collections.ConfigDict, methods: dict[str, Method]) -> tuple[Trained, list[Trained]]:
+def _load(
+    config: ml_collections.ConfigDict, methods: dict[str, Method]
+) -> tuple[Trained, list[Trained]]:
     if any(method.needs_draft for method in methods.values()):
         target, drafts = load_pair(config.target, (config.draft,), config.dtype)
     else:
         target, drafts = load_alone(config.target, config.dtype), []
     if target.tokenizer.template is None:
-        raise UserError(f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an instructed model")
+        raise UserError(
+            f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an instructed model"
+        )
     return target, drafts
 
 
-def check_room(config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]) -> None:
+def check_room(
+    config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]
+) -> None:
     """Raises `UserError` if a conversation can exceed the context of a model."""
     context, name = min((each.model.context, each.name) for each in models)
     for question in questions:
         messages = [{"role": "user", "content": turn} for turn in question.turns]
         for answer in range(len(question.turns) - 1):
             messages.insert(2 * answer + 1, {"role": "assistant", "content": ""})
-        most = _padded(len(models[0].tokenizer.chat(messages)) + config.max_new_tokens * (len(question.turns) - 1))
+        most = _padded(
+            len(models[0].tokenizer.chat(messages))
+            + config.max_new_tokens * (len(question.turns) - 1)
+        )
         if most + config.max_new_tokens > context:
             raise UserError(
                 f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed the context {context} of "
@@ -155,18 +178,24 @@ def _padded(tokens: int) -> int:
     return padded_length(max(tokens, LONG), LONG)
 
 
-def measure_question(bench: Bench, question: Question, number: int, temperature: float) -> dict[str, Any]:
+def measure_question(
+    bench: Bench, question: Question, number: int, temperature: float
+) -> dict[str, Any]:
     """Returns what each method makes of a question: by its label, in each run tokens, calls and seconds, and the counts of
     `observe_positions` over all runs, by level and by part of an answer."""
     found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
     for turn in range(bench.config.runs):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(bench.config.seed), number), turn)
+        key = jax.random.fold_in(
+            jax.random.fold_in(jax.random.key(bench.config.seed), number), turn
+        )
         for contender in bench.contenders:
             made, positions = converse(bench, contender, question, temperature, key)
             entry = found[contender.label]
             entry["runs"].append(made)
             for name, counts in positions.items():
-                entry["positions"][name] = (np.array(entry["positions"].get(name, 0)) + counts).tolist()
+                entry["positions"][name] = (
+                    np.array(entry["positions"].get(name, 0)) + counts
+                ).tolist()
     return found
 
 
@@ -217,7 +246,9 @@ def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dic
     counts = {name: np.asarray(values[0]) for name, values in observed.items()}
     edges = np.arange(PARTS) * new_tokens // PARTS
     by_place = ("calls", "chosen_at", "accepted_at")
-    parts = {name: np.add.reduceat(counts[name][start : start + new_tokens], edges) for name in by_place}
+    parts = {
+        name: np.add.reduceat(counts[name][start : start + new_tokens], edges) for name in by_place
+    }
     return {"reached": counts["reached"], "accepted": counts["accepted"], **parts}
 
 
@@ -237,11 +268,15 @@ def summaries(temperature: float, measured: list[dict[str, Any]]) -> list[dict[s
                     "task": task,
                     "questions": len(found),
                     "method": label,
-                    "tokens_per_call": sum(one["tokens"] for one in made) / sum(one["calls"] for one in made),
+                    "tokens_per_call": sum(one["tokens"] for one in made)
+                    / sum(one["calls"] for one in made),
                     "tokens_per_second": float(np.mean(speeds[label])),
                     "speedup": float(np.mean(ratios)),
                     "speedup_std": float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
-                    **{name: np.sum([each[name] for each in positions], axis=0).tolist() for name in positions[0]},
+                    **{
+                        name: np.sum([each[name] for each in positions], axis=0).tolist()
+                        for name in positions[0]
+                    },
                 }
             )
     return rows
@@ -249,7 +284,9 @@ def summaries(temperature: float, measured: list[dict[str, Any]]) -> list[dict[s
 
 def _speeds(runs: list[list[dict[str, float]]]) -> np.ndarray:
     """Returns [runs] the mean over questions of tokens per second."""
-    return np.array([[one["tokens"] / one["seconds"] for one in each] for each in runs]).mean(axis=0)
+    return np.array([[one["tokens"] / one["seconds"] for one in each] for each in runs]).mean(
+        axis=0
+    )
 
 
 def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
@@ -265,7 +302,9 @@ def markdown(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
         parts += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
     header = ["Published by others", "Model, hardware", "x baseline", "Source"]
-    cited = [[name, model, f"{speedup:.2f}", source] for name, model, speedup, source in paper.SPEC_BENCH]
+    cited = [
+        [name, model, f"{speedup:.2f}", source] for name, model, speedup, source in paper.SPEC_BENCH
+    ]
     parts += ["## Other models, other hardware", report.markdown_table(header, cited)]
     parts += [
         f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a time, at most "
@@ -291,9 +330,16 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
     table = []
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = {row["method"]: row for row in rows if row["task"] == task}
-        cells = [task, str(of_task[BASELINE]["questions"]), f"{of_task[BASELINE]['tokens_per_second']:.1f}"]
+        cells = [
+            task,
+            str(of_task[BASELINE]["questions"]),
+            f"{of_task[BASELINE]['tokens_per_second']:.1f}",
+        ]
         for label in labels:
-            cells += [f"{of_task[label]['tokens_per_call']:.2f}", f"{of_task[label]['speedup']:.2f}"]
+            cells += [
+                f"{of_task[label]['tokens_per_call']:.2f}",
+                f"{of_task[label]['speedup']:.2f}",
+            ]
         table.append(cells)
     return report.markdown_table(header, table)
 
@@ -304,7 +350,10 @@ def _level_table(rows: list[dict[str, Any]]) -> str:
     table = []
     for row in rows:
         if row["method"] != BASELINE:
-            cells = ["-" if share is None else f"{share:.2f}" for share in shares(row["accepted"], row["reached"])]
+            cells = [
+                "-" if share is None else f"{share:.2f}"
+                for share in shares(row["accepted"], row["reached"])
+            ]
             table.append([row["task"], row["method"], *cells, *["-"] * (height - len(cells))])
     return report.markdown_table(header, table)
 
@@ -322,15 +371,32 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     grid = figure.subplots(len(temperatures), 2 * len(labels), squeeze=False, sharey=True)
     for row in drafting:
         line, column = temperatures.index(row["temperature"]), 2 * labels.index(row["method"])
-        pictures = (("accepted", "reached", "level"), ("accepted_at", "chosen_at", "part of the answer"))
-        for axes, (accepted, reached, what) in zip(grid[line, column : column + 2], pictures, strict=True):
+        pictures = (
+            ("accepted", "reached", "level"),
+            ("accepted_at", "chosen_at", "part of the answer"),
+        )
+        for axes, (accepted, reached, what) in zip(
+            grid[line, column : column + 2], pictures, strict=True
+        ):
             share = [np.nan if one is None else one for one in shares(row[accepted], row[reached])]
             places, width = np.arange(1, len(share) + 1), 2 if row["task"] == OVERALL else 1
-            axes.plot(places, share, "k.-" if row["task"] == OVERALL else ".-", linewidth=width, label=row["task"])
-            axes.set(xlabel=what, title=f"{row['method']}, temperature {row['temperature']}", ylim=(-0.02, 1.02))
+            axes.plot(
+                places,
+                share,
+                "k.-" if row["task"] == OVERALL else ".-",
+                linewidth=width,
+                label=row["task"],
+            )
+            axes.set(
+                xlabel=what,
+                title=f"{row['method']}, temperature {row['temperature']}",
+                ylim=(-0.02, 1.02),
+            )
             axes.set_xticks(places)
             axes.title.set_fontsize(8)
             axes.grid(alpha=0.3)
     grid[0, 0].set_ylabel("accepted share")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
+    )
     figure.savefig(path, dpi=120)

@@ -8,19 +8,20 @@ import jax
 import ml_collections
 import numpy as np
 
-from spectr_jax import hosts
-from spectr_jax.config import check_fields, check_positive, eval_config
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import paper
-from spectr_jax.loading import Trained, shape_name
-from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import observe_accepted, observe_optimum
-from spectr_jax.measure.bench import Bench, progress
-from spectr_jax.measure.journal import Journal
-from spectr_jax.measure.measurement import Measurement, Program
+from spectr_jax.experiments.config import eval_config
+from spectr_jax.experiments.measure import measurement, report
+from spectr_jax.experiments.measure.acceptance import observe_accepted, observe_optimum
+from spectr_jax.experiments.measure.bench import Bench, progress
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.measure.measurement import Measurement, Program
+from spectr_jax.loading.by_name import Trained, shape_name
+from spectr_jax.utils import hosts
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError
 
 NAME = "tokens_per_call"
 
@@ -55,7 +56,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     summaries: list[dict[str, Any]] = []
     # What is compared with the baseline in front of it, close together in time: all of one draft and L.
-    groups = [[rows[0], *group] for _, group in itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))]
+    groups = [
+        [rows[0], *group]
+        for _, group in itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))
+    ]
     steps = sum(_steps(config, row, len(prompts.tokens)) for group in groups for row in group)
     with progress(steps, "step") as bar:
         bench = Bench(config, target, drafts, prompts, journal, bar)
@@ -91,9 +95,13 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"methods has {name!r}, which uses none of the drafts; leave it out")
         for length in config.draft_lengths:
             if cannot_branch(name) and on_tree(name, chain(length)) is None:
-                raise UserError(f"methods has {name!r}, which does not draft chains of {length} tokens; leave it out")
+                raise UserError(
+                    f"methods has {name!r}, which does not draft chains of {length} tokens; leave it out"
+                )
         if cannot_branch(name) and 1 not in config.num_drafts:
-            raise UserError(f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave it out")
+            raise UserError(
+                f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave it out"
+            )
 
 
 def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
@@ -114,7 +122,18 @@ def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
     config = result["config"]
     best = ["alpha*"] if config["optimal_acceptance"] else []
-    header = ["Draft", "Algorithm", "K", "L", "Tokens per call", "Paper*", "alpha", *best, "Tokens/s", "x baseline"]
+    header = [
+        "Draft",
+        "Algorithm",
+        "K",
+        "L",
+        "Tokens per call",
+        "Paper*",
+        "alpha",
+        *best,
+        "Tokens/s",
+        "x baseline",
+    ]
     rows = [
         [
             row["draft"] or "-",
@@ -124,7 +143,10 @@ def markdown(result: dict[str, Any]) -> str:
             report.mean_and_std(row["tokens_per_call_by_seed"]),
             f"{row['paper']:.2f}" if row["paper"] else "-",
             f"{row['acceptance']:.3f}" if row["draft"] else "-",
-            *(f"{row['optimal_acceptance']:.3f}" if row["optimal_acceptance"] is not None else "-" for _ in best),
+            *(
+                f"{row['optimal_acceptance']:.3f}" if row["optimal_acceptance"] is not None else "-"
+                for _ in best
+            ),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
         ]
@@ -142,7 +164,11 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{config['prompts']}`.",
         report.made_by(result),
     ]
-    return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
+    return (
+        f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n"
+        + "\n\n".join(notes)
+        + "\n"
+    )
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
@@ -172,14 +198,22 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _summary(
-    row: Row, results: list[Measurement], best: Measurement | None, baseline: list[Measurement], temperature: float
+    row: Row,
+    results: list[Measurement],
+    best: Measurement | None,
+    baseline: list[Measurement],
+    temperature: float,
 ) -> dict[str, Any]:
     per_call = [result.tokens / result.calls for result in results]
     speeds = np.array([result.tokens / result.seconds for result in results])
     baseline_speeds = np.array([result.tokens / result.seconds for result in baseline])
     draft = shape_name(row.draft) if row.draft else None
-    cited = paper.TOKENS_PER_CALL.get(draft or "", {}) if temperature == 1 else {}  # The paper's temperature.
-    nodes, accepted = (sum(result.observed[name] for result in results) for name in ("nodes", "accepted"))
+    cited = (
+        paper.TOKENS_PER_CALL.get(draft or "", {}) if temperature == 1 else {}
+    )  # The paper's temperature.
+    nodes, accepted = (
+        sum(result.observed[name] for result in results) for name in ("nodes", "accepted")
+    )
     return {
         "draft": draft,
         "algorithm": row.algorithm,
@@ -189,7 +223,9 @@ def _summary(
         "tokens_per_call_std": float(np.std(per_call, ddof=1)) if len(per_call) > 1 else 0.0,
         "tokens_per_call_by_seed": per_call,
         "acceptance": float(accepted / nodes) if row.draft else None,
-        "optimal_acceptance": float(best.observed["optimum"] / best.observed["nodes"]) if best else None,
+        "optimal_acceptance": float(best.observed["optimum"] / best.observed["nodes"])
+        if best
+        else None,
         "nodes": int(nodes),
         "paper": cited.get(row[1:4]) if row.draft else 1.0,
         "tokens_per_second": float(np.median(speeds)),
@@ -199,7 +235,9 @@ def _summary(
 
 def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
     """Returns what is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
-    asked = row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"  # The optimum for such drafts.
+    asked = (
+        row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"
+    )  # The optimum for such drafts.
     optimum = Program(row.method, row.draft, observe_optimum) if asked else None
     return Program(row.method, row.draft, observe_accepted), optimum
 
@@ -218,14 +256,26 @@ def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str,
         return f"group {number}, {_label(row)}, {run}"  # Two drafts may have one name.
 
     programs = [(row, *_programs(config, row)) for row in rows]
-    unfinished = [each for each in programs if not all(name(each[0], f"seed {seed}") in journal for seed in config.seeds)]
+    unfinished = [
+        each
+        for each in programs
+        if not all(name(each[0], f"seed {seed}") in journal for seed in config.seeds)
+    ]
     missing = {_label(row): timed for row, timed, _ in unfinished}
-    unknown = {f"alpha* of {_label(row)}": best for row, _, best in programs if best and name(row, "alpha*") not in journal}
+    unknown = {
+        f"alpha* of {_label(row)}": best
+        for row, _, best in programs
+        if best and name(row, "alpha*") not in journal
+    }
     bench.compile(missing | unknown)
     for timed in missing.values():
         bench.run(timed, 0, batches=1)  # The first run is not timed.
     if bench.bar is not None:  # Of those that an earlier start has measured.
-        bench.bar.update(2 * (len(rows) - len(missing)) + sum(best is not None for *_, best in programs) - len(unknown))
+        bench.bar.update(
+            2 * (len(rows) - len(missing))
+            + sum(best is not None for *_, best in programs)
+            - len(unknown)
+        )
     runs: list[list[Measurement]] = [[] for _ in rows]
     for seed in config.seeds:
         for (row, timed, _), results in zip(programs, runs, strict=True):
@@ -238,7 +288,9 @@ def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str,
 
 
 def _label(row: Row) -> str:
-    return f"{row.algorithm} K={row.num_drafts} L={row.draft_length}" if row.draft else row.algorithm
+    return (
+        f"{row.algorithm} K={row.num_drafts} L={row.draft_length}" if row.draft else row.algorithm
+    )
 
 
 def _tick(row: dict[str, Any]) -> str:

@@ -15,21 +15,28 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from spectr_jax.config import check_fields, check_positive, trees_config
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.errors import UserError
-from spectr_jax.figures import drawing, ersd
-from spectr_jax.loading import shape_name
-from spectr_jax.measure import measurement, report
-from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_drafts, observe_nodes, shares
-from spectr_jax.measure.bench import Bench
-from spectr_jax.measure.journal import Journal
-from spectr_jax.measure.measurement import Measurement, Program
-from spectr_jax.planning import prediction, tree_search
-from spectr_jax.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
+from spectr_jax.experiments.config import trees_config
+from spectr_jax.experiments.figures import drawing, ersd
+from spectr_jax.experiments.measure import measurement, report
+from spectr_jax.experiments.measure.acceptance import (
+    Nodes,
+    PairAcceptance,
+    observe_drafts,
+    observe_nodes,
+    shares,
+)
+from spectr_jax.experiments.measure.bench import Bench
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.measure.measurement import Measurement, Program
+from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
+from spectr_jax.loading.by_name import shape_name
+from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.errors import UserError
 
 NAME = "trees"
 ROWS_AT_ONCE = 16
@@ -63,7 +70,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_trees_config(config)
     target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
     if config.exit_layer >= target.model.layers:
-        raise UserError(f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0")
+        raise UserError(
+            f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0"
+        )
     if max(config.sizes) > target.model.vocab_size:
         raise UserError(
             f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
@@ -77,7 +86,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft)} drafts for {target.name}",
         "rows": _measure_rows(bench, rows),
         "acceptance_by_child": acceptance.R,
-        "acceptance_by_drafts": {name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()},
+        "acceptance_by_drafts": {
+            name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()
+        },
         "kl_bits": acceptance.kl if np.isfinite(acceptance.kl) else None,
         "prompts": prompts.real,
         **journal.about(),
@@ -112,12 +123,16 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
             )
     measurement.check_has_acceptance(config)
     for name in config.methods:
-        if not get_method(name).needs_draft or all(on_tree(name, tree_lib.chain(size)) is None for size in config.sizes):
+        if not get_method(name).needs_draft or all(
+            on_tree(name, tree_lib.chain(size)) is None for size in config.sizes
+        ):
             raise UserError(
                 f"methods has {name!r}, which has no draft model, or no tree of N={max(config.sizes)}; leave it out"
             )
     if config.exit_layer < 0:
-        raise UserError(f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none")
+        raise UserError(
+            f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none"
+        )
 
 
 def measure_acceptance(bench: Bench) -> PairAcceptance:
@@ -137,11 +152,17 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
         programs = {
             # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
             key: Program(
-                dataclasses.replace(get_method(key[0]), tree=tree_search.tree_of(paths)), bench.drafts[0], observe_nodes
+                dataclasses.replace(get_method(key[0]), tree=tree_search.tree_of(paths)),
+                bench.drafts[0],
+                observe_nodes,
             )
             for key, paths in shapes.items()
         }
-        missing = [key for key in programs if not all(entry(*key, seed) in journal for seed in config.seeds)]
+        missing = [
+            key
+            for key in programs
+            if not all(entry(*key, seed) in journal for seed in config.seeds)
+        ]
         bench.compile({", ".join(key): programs[key] for key in missing})
         for key, paths in shapes.items():
             tree, sums = programs[key].method.tree, []
@@ -157,10 +178,19 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
     with tqdm.tqdm(total=4 * len(distinct) + len(iid[:1]), unit="run", dynamic_ncols=True) as bar:
         fixed = _fixed_shapes(size).items()
         run_nodes(
-            {(name, shape): [tree.path(node) for node in range(1, size + 1)] for name in distinct for shape, tree in fixed}
+            {
+                (name, shape): [tree.path(node) for node in range(1, size + 1)]
+                for name in distinct
+                for shape, tree in fixed
+            }
         )
-        R = {name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist()) for name in distinct}
-        run_nodes({(name, "optimal"): tree_search.optimal_order(R[name], size) for name in distinct})
+        R = {
+            name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
+            for name in distinct
+        }
+        run_nodes(
+            {(name, "optimal"): tree_search.optimal_order(R[name], size) for name in distinct}
+        )
         counts = {}
         if iid:
             bar.set_description("i.i.d. drafts")
@@ -213,16 +243,24 @@ def _shapes(
     if carriers and get_method(name).verifier.rule == "iid":
         length, table = config.draft_length, carriers.get(name, next(iter(carriers.values())))
         given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
-        given = [branching for branching in given if below < tree_lib.prefix_tree(*branching).size <= size]
+        given = [
+            branching
+            for branching in given
+            if below < tree_lib.prefix_tree(*branching).size <= size
+        ]
         if size >= 2 * length:
             given.insert(0, (size // length, *[1] * (length - 1)))
         best = tree_search.best_prefix_trees(table, size, length)[0].branching
         note = ", best" if name in carriers else ""
         branchings = dict.fromkeys([*given, best])
-        named = {each: f"({tree_lib.spelled(each)}){note if each == best else ''}" for each in branchings}
+        named = {
+            each: f"({tree_lib.spelled(each)}){note if each == best else ''}" for each in branchings
+        }
         return {name: tree_lib.prefix_tree(*each) for each, name in named.items()}
     if name in acceptance.R:
-        shapes = _fixed_shapes(size) | {"optimal": tree_search.optimal_tree(acceptance.R[name], size)}
+        shapes = _fixed_shapes(size) | {
+            "optimal": tree_search.optimal_tree(acceptance.R[name], size)
+        }
         if get_method(name).verifier.rule != "race":
             del shapes["chain"]  # One draft a node: speculative decoding.
         return shapes
@@ -233,7 +271,11 @@ def _shapes(
 
 
 def _fixed_shapes(size: int) -> dict[str, Tree]:
-    return {"batch": tree_lib.batch(size), "chain": tree_lib.chain(size), "SpecInfer": tree_lib.specinfer(size)}
+    return {
+        "batch": tree_lib.batch(size),
+        "chain": tree_lib.chain(size),
+        "SpecInfer": tree_lib.specinfer(size),
+    }
 
 
 def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
@@ -259,7 +301,9 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
             bench.compile({"baseline": baseline, **missing} if missing else {})
             for row, program in some:
                 bar.set_description(name(row))
-                results.append(journal.value(name(row), functools.partial(measured_row, row, program)))
+                results.append(
+                    journal.value(name(row), functools.partial(measured_row, row, program))
+                )
                 bar.update()
             jax.clear_caches()  # A process may hold so many programs only.
     return results
@@ -267,7 +311,9 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
 
 def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
     per_call = [each.tokens / each.calls for each in runs]
-    speed, baseline_speed = (float(np.median([each.tokens / each.seconds for each in some])) for some in (runs, baseline))
+    speed, baseline_speed = (
+        float(np.median([each.tokens / each.seconds for each in some])) for some in (runs, baseline)
+    )
     tree = row.method.tree
     return {
         "size": row.size,
@@ -289,12 +335,15 @@ def answer(rows: list[dict[str, Any]]) -> str:
     """Returns which method to use, in a sentence."""
     drafting = [row for row in rows if row["size"]]
     best = {
-        size: max((row for row in drafting if row["size"] == size), key=lambda row: row["tokens_per_call"])
+        size: max(
+            (row for row in drafting if row["size"] == size), key=lambda row: row["tokens_per_call"]
+        )
         for size in sorted({row["size"] for row in drafting})
     }
     fastest = max(drafting, key=lambda row: row["speedup"])
     most = "; ".join(
-        f"N = {size}: `{row['method']}` on {row['shape']} ({row['tokens_per_call']:.2f})" for size, row in best.items()
+        f"N = {size}: `{row['method']}` on {row['shape']} ({row['tokens_per_call']:.2f})"
+        for size, row in best.items()
     )
     return (
         f"Most tokens per call: {most}. Most tokens per second of the methods on this machine: `{fastest['method']}`, "
@@ -305,7 +354,17 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with the answer and its provenance, as Markdown."""
-    header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens per call", "Theory", "Tokens/s", "x baseline"]
+    header = [
+        "N",
+        "Method",
+        "Tree",
+        "Nodes",
+        "Levels",
+        "Tokens per call",
+        "Theory",
+        "Tokens/s",
+        "x baseline",
+    ]
     rows = [
         [
             str(row["size"] or "-"),
@@ -321,7 +380,10 @@ def markdown(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     config = result["config"]
-    children = {name: ", ".join(f"{value:.3f}" for value in R[:6]) for name, R in result["acceptance_by_child"].items()}
+    children = {
+        name: ", ".join(f"{value:.3f}" for value in R[:6])
+        for name, R in result["acceptance_by_child"].items()
+    }
     alpha = {
         name: [f"{values[k]:.3f} ({k})" for k in (1, 2, 4, 8, 16, 32, 64) if k < len(values)]
         for name, values in result["acceptance_by_drafts"].items()
@@ -333,14 +395,25 @@ def markdown(result: dict[str, Any]) -> str:
         "x baseline against baseline runs just before and after.",
         "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
         "drafts without replacement by child index, for i.i.d. ones by the number of drafts that carry the accepted token.",
-        *(f"Acceptance by child index, `{name}`: {values}, ..." for name, values in children.items()),
+        *(
+            f"Acceptance by child index, `{name}`: {values}, ..."
+            for name, values in children.items()
+        ),
         *(
             f"Acceptance by number of i.i.d. drafts, `{name}`, on the first batch of prompts: {', '.join(values)}."
             for name, values in alpha.items()
         ),
-        *([] if result["kl_bits"] is None else [f"KL(target, draft) = {result['kl_bits']:.2f} bits."]),
+        *(
+            []
+            if result["kl_bits"] is None
+            else [f"KL(target, draft) = {result['kl_bits']:.2f} bits."]
+        ),
         f"Target `{config['target']}`, draft `{config['draft']}`, prompts "
         f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} of the target's layers.",
         report.made_by(result),
     ]
-    return f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n" + "\n\n".join(notes) + "\n"
+    return (
+        f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n"
+        + "\n\n".join(notes)
+        + "\n"
+    )

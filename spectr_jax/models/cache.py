@@ -42,7 +42,11 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def read(buffer_BT: jax.Array) -> jax.Array:
     """Returns the rows in a buffer of `zeros`, in their dtype."""
-    return jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16) if buffer_BT.dtype == jnp.uint16 else buffer_BT
+    return (
+        jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16)
+        if buffer_BT.dtype == jnp.uint16
+        else buffer_BT
+    )
 
 
 def differentiable(cache: Cache) -> Cache:
@@ -69,7 +73,9 @@ def _written(buffer_BT, rows_BN, starts_B):
         two = jax.lax.dynamic_slice_in_dim(buffer, first, 2, axis=0)
         return write_one(buffer, write_one(two, rows, start - first), first)
 
-    if len(buffer_BT) == 1 and not cpu.on_cpu():  # Under `vmap` it is a scatter, which takes two kernels on a GPU.
+    if (
+        len(buffer_BT) == 1 and not cpu.on_cpu()
+    ):  # Under `vmap` it is a scatter, which takes two kernels on a GPU.
         return jax.lax.dynamic_update_slice_in_dim(buffer_BT, rows_BN, starts_B[0], axis=1)
     # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies of it, one of each shape.
     alone = cpu.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
@@ -89,7 +95,9 @@ def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int)
     """
     M = visible_BxNxM.shape[-1]
     offset_BxT = jnp.arange(capacity) - lengths_B[:, None]
-    pending_BxNxT = jnp.take_along_axis(visible_BxNxM, jnp.clip(offset_BxT, 0, M - 1)[:, None, :], axis=-1)
+    pending_BxNxT = jnp.take_along_axis(
+        visible_BxNxM, jnp.clip(offset_BxT, 0, M - 1)[:, None, :], axis=-1
+    )
     return jnp.where(offset_BxT[:, None, :] < 0, True, pending_BxNxT & (offset_BxT < M)[:, None, :])
 
 

@@ -27,7 +27,11 @@ class EarlyExit:
         """Returns the cache of the whole model."""
         return self.model.init_cache(batch, capacity)
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
         """See `Model.extend`; the rows of the other layers are passed on."""
         layers = self.layers if layers is None else layers
-        return self.model.extend(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        return self.model.extend(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
+        )

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model, feature_layers, features_seen, features_shown
+from spectr_jax.utils.errors import UserError
 
 
 @functools.partial(
@@ -104,7 +104,11 @@ def digest(model: Model | Frozen | Loaded) -> str:
     """
     content = hashlib.sha256()
     for leaf in map(jnp.asarray, freeze(model).leaves):
-        array = np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        array = np.asarray(
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
         content.update(f"{array.shape} {array.dtype}".encode())
         content.update(array.tobytes())
     return content.hexdigest()[:12]

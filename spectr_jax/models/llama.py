@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers import cpu
@@ -26,6 +25,7 @@ from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import Embed, dense_layer
 from spectr_jax.models.layers.norms import RMSNorm
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
+from spectr_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +77,21 @@ class LlamaConfig:
         for name in ("rope_divisors", "feature_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists.
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise UserError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one")
+            raise UserError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one"
+            )
         if self.head_width % 2 or self.head_width < 2:
-            raise UserError(f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it by one")
+            raise UserError(
+                f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it by one"
+            )
         if self.tied and (self.embed_rank or self.head_tokens):
             raise UserError(
                 "tied=True makes the embedding the head, which embed_rank and head_tokens divide; leave it False"
             )
         if self.head_tokens > self.vocab_size:
-            raise UserError(f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give at most that")
+            raise UserError(
+                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give at most that"
+            )
         if self.features not in (0, self.width):
             raise UserError(
                 f"features={self.features} is not width={self.width}; give a draft that sees features its target's width"
@@ -136,7 +142,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
         """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, K, D], or None."""
-        attended_BxNxE, rows = self._attend(self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B)
+        attended_BxNxE, rows = self._attend(
+            self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B
+        )
         x_BxNxE = x_BxNxE + attended_BxNxE
         gate_BxNxF, up_BxNxF = jnp.split(self.gate_up(self.norm_mlp(x_BxNxE)), 2, axis=-1)
         return x_BxNxE + self.down(jax.nn.silu(gate_BxNxF) * up_BxNxF), rows
@@ -145,15 +153,23 @@ class Block(nnx.Module):
         config = self.config
         B, N, _ = x_BxNxE.shape
         heads = self.qkv(x_BxNxE).reshape(B, N, -1, config.head_width)
-        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = jnp.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
+        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = jnp.split(
+            heads, [config.heads, config.heads + config.kv_heads], axis=2
+        )
         if self.norm_q is not None and self.norm_k is not None:
             q_BxNxHxD, k_BxNxKxD = self.norm_q(q_BxNxHxD), self.norm_k(k_BxNxKxD)
         q_BxNxHxD, k_BxNxKxD = rotated(q_BxNxHxD, turns_BxNxR), rotated(k_BxNxKxD, turns_BxNxR)
-        q_BxNxHxD, k_BxTxKxD, v_BxTxKxD = (part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD))
+        q_BxNxHxD, k_BxTxKxD, v_BxTxKxD = (
+            part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD)
+        )
         if rows is not None:
             keys = cache_lib.write(rows[0], k_BxTxKxD, starts_B)
             values = cache_lib.write(rows[1], v_BxTxKxD, starts_B)
-            k_BxTxKxD, v_BxTxKxD, rows = cache_lib.read(keys), cache_lib.read(values), (keys, values)
+            k_BxTxKxD, v_BxTxKxD, rows = (
+                cache_lib.read(keys),
+                cache_lib.read(values),
+                (keys, values),
+            )
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
@@ -177,7 +193,9 @@ def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> j
     """Heads turned by their positions; a pair is a channel of the first half and the same one of the second."""
     cosines, sines = (part[:, :, None] for part in turns_BxNxR)
     first, second = jnp.split(x_BxNxHxD, 2, axis=-1)
-    return jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+    return jnp.concatenate(
+        [first * cosines - second * sines, second * cosines + first * sines], axis=-1
+    )
 
 
 class Llama(nnx.Module):
@@ -199,13 +217,17 @@ class Llama(nnx.Module):
             self.norms_fuse = nnx.List([RMSNorm(E, config.norm_epsilon) for _ in range(count)])
             # Zeros: a new draft, or one that saw the last hidden state alone, begins as if there were no other layers.
             zeros = nnx.initializers.zeros_init()
-            self.fuse = dense_layer(count * E, E, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs)
+            self.fuse = dense_layer(
+                count * E, E, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs
+            )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.width, config.norm_epsilon)
         if config.head_tokens:
             self.head: Any = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
         else:
-            self.head = None if config.tied else dense_layer(E, V, use_bias=False, dtype=dtype, rngs=rngs)
+            self.head = (
+                None if config.tied else dense_layer(E, V, use_bias=False, dtype=dtype, rngs=rngs)
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -242,13 +264,26 @@ class Llama(nnx.Module):
         rows = tuple((empty(), empty()) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
         """See `Model.extend`."""
-        x_BxNxE, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        x_BxNxE, cache = self.hidden(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
+        )
         return self.scored(x_BxNxE), cache
 
     def hidden(
-        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None, features_BxNxE=None, also=()
+        self,
+        tokens_BxN,
+        positions_BxN,
+        visible_BxNxM,
+        cache=None,
+        pending=0,
+        *,
+        layers=None,
+        features_BxNxE=None,
+        also=(),
     ):
         """Returns what the head scores, [B, N, E] float32, after the last norm, instead of `extend`'s logits.
 
@@ -262,24 +297,34 @@ class Llama(nnx.Module):
         """
         config = self.config
         if config.features and features_BxNxE is None:
-            raise UserError("this model sees the features of a target, and here are none; it can only draft for that target")
+            raise UserError(
+                "this model sees the features of a target, and here are none; it can only draft for that target"
+            )
         count = config.layers if layers is None else layers
         if cache is None:
             layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
         else:
             layer_rows, starts_B = cache.rows, cache.lengths + pending
-            mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
+            mask_BxNxT = cache_lib.visible_slots(
+                visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1]
+            )
         turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
         if config.features:
-            x_BxNxE += self.join(self.norm_features(self._fused(features_BxNxE))).astype(jnp.float32)
+            x_BxNxE += self.join(self.norm_features(self._fused(features_BxNxE))).astype(
+                jnp.float32
+            )
         new_rows, outputs = [], []
         for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
-            x_BxNxE, rows = _run(*nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B)
+            x_BxNxE, rows = _run(
+                *nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B
+            )
             new_rows.append(rows)
             outputs.append(x_BxNxE)
         rows = (*new_rows, *layer_rows[count:])
-        shown = jnp.concatenate([self.norm(x_BxNxE), *(outputs[layer - 1] for layer in also)], axis=-1)
+        shown = jnp.concatenate(
+            [self.norm(x_BxNxE), *(outputs[layer - 1] for layer in also)], axis=-1
+        )
         return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def _fused(self, features_BxNxF):
@@ -287,7 +332,9 @@ class Llama(nnx.Module):
         parts = jnp.split(features_BxNxF, features_BxNxF.shape[-1] // self.config.width, axis=-1)
         if len(parts) == 1:
             return features_BxNxF
-        lower = jnp.concatenate([norm(part) for norm, part in zip(self.norms_fuse, parts[1:], strict=True)], axis=-1)
+        lower = jnp.concatenate(
+            [norm(part) for norm, part in zip(self.norms_fuse, parts[1:], strict=True)], axis=-1
+        )
         return parts[0] + self.fuse(lower).astype(jnp.float32)
 
     def scored(self, x_BxNxE):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.transformer import Transformer
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
+from spectr_jax.utils.errors import UserError
 
 LARGEST = 127
 Decoder = TypeVar("Decoder", Transformer, Llama)
@@ -31,7 +31,9 @@ class Int8Linear(nnx.Module):
         if isinstance(linear, Int8Linear):
             raise UserError("this model is quantized already; give a model in float32 or bfloat16")
         self.kernel, self.scale = _parameters(linear.kernel[...].T)
-        self.bias = None if linear.bias is None else nnx.Param(jnp.asarray(linear.bias[...], jnp.float32))
+        self.bias = (
+            None if linear.bias is None else nnx.Param(jnp.asarray(linear.bias[...], jnp.float32))
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns float32 [..., outputs] of float32 [..., inputs]."""
@@ -75,7 +77,10 @@ def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest to `rows` [R, C]."""
-    scale = jnp.maximum(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny) / LARGEST
+    scale = (
+        jnp.maximum(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        / LARGEST
+    )
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
 
@@ -89,7 +94,9 @@ def quantize(model: Decoder) -> Decoder:
     if not isinstance(model, (Transformer, Llama)):
         raise UserError(f"a {type(model).__name__} has no int8 products; give float32 or bfloat16")
     copy: Any = nnx.clone(model)
-    ends: list[Any] = [end for end in (copy.embed, copy.head) if isinstance(end, NarrowEmbed | PartialHead)]
+    ends: list[Any] = [
+        end for end in (copy.embed, copy.head) if isinstance(end, NarrowEmbed | PartialHead)
+    ]
     for module in (copy, *copy.blocks, *ends):
         for name, part in list(vars(module).items()):
             if isinstance(part, (nnx.Linear, Int8Linear)):

@@ -21,9 +21,13 @@ class TableModel(nnx.Module):
     The first token of a sequence has no token before it; token 0 stands in.
     """
 
-    def __init__(self, table_VxVxV: jax.Array, context: int = 128, exits: tuple[jax.Array, ...] = ()):
+    def __init__(
+        self, table_VxVxV: jax.Array, context: int = 128, exits: tuple[jax.Array, ...] = ()
+    ):
         """`exits` are tables that stand for earlier layers, for early exit."""
-        self.tables = nnx.List([nnx.Param(jnp.asarray(table, jnp.float32)) for table in (*exits, table_VxVxV)])
+        self.tables = nnx.List(
+            [nnx.Param(jnp.asarray(table, jnp.float32)) for table in (*exits, table_VxVxV)]
+        )
         self.context = context
 
     @property
@@ -39,7 +43,9 @@ class TableModel(nnx.Module):
         rows = (jnp.zeros((batch, capacity), jnp.int32), jnp.full((batch, capacity), -1, jnp.int32))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
         """See `Model.extend`."""
         if cache is None:
             rows, mask_BxNxT = (tokens_BxN, positions_BxN), visible_BxNxM
@@ -47,13 +53,18 @@ class TableModel(nnx.Module):
             starts_B = cache.lengths + pending
             new = (tokens_BxN, positions_BxN)
             cache = Cache(
-                tuple(cache_lib.write(old, row, starts_B) for old, row in zip(cache.rows, new, strict=True)),
+                tuple(
+                    cache_lib.write(old, row, starts_B)
+                    for old, row in zip(cache.rows, new, strict=True)
+                ),
                 cache.lengths,
             )
             rows = cache.rows
             mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, rows[0].shape[1])
         all_tokens_BxT, all_positions_BxT = rows
-        is_parent_BxNxT = mask_BxNxT & (all_positions_BxT[:, None, :] == positions_BxN[:, :, None] - 1)
+        is_parent_BxNxT = mask_BxNxT & (
+            all_positions_BxT[:, None, :] == positions_BxN[:, :, None] - 1
+        )
         before_BxN = jnp.sum(jnp.where(is_parent_BxNxT, all_tokens_BxT[:, None, :], 0), axis=-1)
         return jnp.log(self.tables[(layers or self.layers) - 1][...])[before_BxN, tokens_BxN], cache
 
@@ -70,7 +81,9 @@ def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
     return noisy / noisy.sum(-1, keepdims=True)
 
 
-def exact_pmf(table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None) -> dict:
+def exact_pmf(
+    table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None
+) -> dict:
     """Returns the distribution of continuations of `prompt`: {continuation: probability}, each `length` tokens or ended by
     `eos` (kept)."""
     pmf = {}

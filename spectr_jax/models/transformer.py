@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
 from spectr_jax.models.layers.norms import LayerNorm
+from spectr_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,13 @@ class TransformerConfig:
 
     def __post_init__(self):
         if self.heads < 1 or self.width % self.heads:
-            raise UserError(f"width={self.width} is not a multiple of heads={self.heads}; change one")
+            raise UserError(
+                f"width={self.width} is not a multiple of heads={self.heads}; change one"
+            )
         if self.width % 2 and not self.learned_positions:
-            raise UserError(f"width={self.width} is odd, and sinusoidal positions are of an even width; change it by one")
+            raise UserError(
+                f"width={self.width} is odd, and sinusoidal positions are of an even width; change it by one"
+            )
 
 
 LADDER = {
@@ -78,7 +82,12 @@ class Block(nnx.Module):
         self.heads = config.heads
         self.dtype = dtype
         self.norm_attention = LayerNorm(config.width, config.norm_epsilon)
-        self.qkv = linear(config.width, 3 * config.width, use_bias=config.attention_bias, kernel_init=_split_init(3))
+        self.qkv = linear(
+            config.width,
+            3 * config.width,
+            use_bias=config.attention_bias,
+            kernel_init=_split_init(3),
+        )
         self.out = linear(config.width, config.width, use_bias=config.attention_bias)
         self.norm_mlp = LayerNorm(config.width, config.norm_epsilon)
         self.up = linear(config.width, config.mlp)
@@ -88,7 +97,9 @@ class Block(nnx.Module):
     def __call__(self, x_BxNxE, mask_BxNxT, rows, starts_B, dropout_key):
         """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, H, D], or None."""
         keys = [None, None] if dropout_key is None else list(jax.random.split(dropout_key))
-        attended_BxNxE, rows = self._attend(self.norm_attention(x_BxNxE), mask_BxNxT, rows, starts_B)
+        attended_BxNxE, rows = self._attend(
+            self.norm_attention(x_BxNxE), mask_BxNxT, rows, starts_B
+        )
         x_BxNxE = x_BxNxE + self._drop(attended_BxNxE, keys[0])
         hidden_BxNxF = jax.nn.gelu(self.up(self.norm_mlp(x_BxNxE)))
         return x_BxNxE + self._drop(self.down(hidden_BxNxF), keys[1]), rows
@@ -104,7 +115,11 @@ class Block(nnx.Module):
         else:
             keys = cache_lib.write(rows[0], k_BxNxHxD, starts_B)
             values = cache_lib.write(rows[1], v_BxNxHxD, starts_B)
-            k_BxTxHxD, v_BxTxHxD, rows = cache_lib.read(keys), cache_lib.read(values), (keys, values)
+            k_BxTxHxD, v_BxTxHxD, rows = (
+                cache_lib.read(keys),
+                cache_lib.read(values),
+                (keys, values),
+            )
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, E)), rows
 
@@ -119,11 +134,17 @@ class Transformer(nnx.Module):
         self.config = config
         dtype = jnp.dtype(config.dtype)
         self.embed = nnx.Embed(
-            config.vocab_size, config.width, dtype=dtype, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+            config.vocab_size,
+            config.width,
+            dtype=dtype,
+            embedding_init=nnx.initializers.normal(1.0),
+            rngs=rngs,
         )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         if config.learned_positions:
-            self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.context, config.width)))
+            self.positions = nnx.Param(
+                0.02 * jax.random.normal(rngs.params(), (config.context, config.width))
+            )
         self.norm = LayerNorm(config.width, config.norm_epsilon)
         self.head = dense_layer(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
@@ -154,18 +175,34 @@ class Transformer(nnx.Module):
         rows = tuple((empty(), empty()) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
         """See `Model.extend`."""
-        hidden, cache = self.hidden(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        hidden, cache = self.hidden(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
+        )
         return self.scored(hidden), cache
 
-    def hidden(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None, also=()):
+    def hidden(
+        self,
+        tokens_BxN,
+        positions_BxN,
+        visible_BxNxM,
+        cache=None,
+        pending=0,
+        *,
+        layers=None,
+        also=(),
+    ):
         """Returns what the head scores, [B, N, E] float32, after the last norm, instead of `extend`'s logits.
 
         `also` has numbers, from 1, of layers whose outputs follow it: [B, N, (1 + len(also)) * E].
         """
         outputs, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
-        shown = jnp.concatenate([self.norm(outputs[-1]), *(outputs[layer - 1] for layer in also)], axis=-1)
+        shown = jnp.concatenate(
+            [self.norm(outputs[-1]), *(outputs[layer - 1] for layer in also)], axis=-1
+        )
         return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def scored(self, hidden_BxNxE):
@@ -173,7 +210,14 @@ class Transformer(nnx.Module):
         return self.head(hidden_BxNxE).astype(jnp.float32)
 
     def exits(
-        self, tokens_BxN, positions_BxN, visible_BxNxN, after: tuple[int, ...], *, dropout_key=None, remat=False
+        self,
+        tokens_BxN,
+        positions_BxN,
+        visible_BxNxN,
+        after: tuple[int, ...],
+        *,
+        dropout_key=None,
+        remat=False,
     ) -> list[jax.Array]:
         """Returns logits [B, N, V] after each of the layers in `after`, in one run on whole sequences: what training asks
         for.
@@ -181,10 +225,22 @@ class Transformer(nnx.Module):
         Consumes `dropout_key`; None for no dropout, which decoding never has.
         With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
         """
-        hidden, _ = self._run(tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat)
+        hidden, _ = self._run(
+            tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat
+        )
         return [self.scored(self.norm(hidden[layer - 1])) for layer in after]
 
-    def _run(self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, dropout_key=None, remat=False):
+    def _run(
+        self,
+        tokens_BxN,
+        positions_BxN,
+        visible_BxNxM,
+        cache,
+        pending,
+        layers,
+        dropout_key=None,
+        remat=False,
+    ):
         """Returns the output of each of the first `layers` blocks, [B, N, E], and the rows of the cache."""
         config = self.config
         count = config.layers if layers is None else layers
@@ -192,18 +248,28 @@ class Transformer(nnx.Module):
             layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
         else:
             layer_rows, starts_B = cache.rows, cache.lengths + pending
-            mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1])
+            mask_BxNxT = cache_lib.visible_slots(
+                visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1]
+            )
         keys = (
-            [None] * (config.layers + 1) if dropout_key is None else list(jax.random.split(dropout_key, config.layers + 1))
+            [None] * (config.layers + 1)
+            if dropout_key is None
+            else list(jax.random.split(dropout_key, config.layers + 1))
         )
 
-        table_TxE = self.positions[...] if config.learned_positions else sinusoidal_table(config.context, config.width)
+        table_TxE = (
+            self.positions[...]
+            if config.learned_positions
+            else sinusoidal_table(config.context, config.width)
+        )
         # Nodes drafted past the context are never emitted: any position will do for them.
         positions_BxNxE = jnp.asarray(table_TxE).at[positions_BxN].get(mode="clip")
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32) + positions_BxNxE.astype(jnp.float32)
         x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
         hidden, new_rows = [], []
-        for block, rows, key in zip(self.blocks[:count], layer_rows[:count], keys[:count], strict=True):
+        for block, rows, key in zip(
+            self.blocks[:count], layer_rows[:count], keys[:count], strict=True
+        ):
             run = nnx.remat(Block.__call__) if remat else Block.__call__
             x_BxNxE, rows = run(block, x_BxNxE, mask_BxNxT, rows, starts_B, key)
             hidden.append(x_BxNxE)
@@ -228,6 +294,8 @@ def _split_init(parts):
 
     def init_parts(key, shape, dtype, out_sharding=None):
         keys = jax.random.split(key, parts)
-        return jnp.concatenate([init(k, (shape[0], shape[1] // parts), dtype) for k in keys], axis=1)
+        return jnp.concatenate(
+            [init(k, (shape[0], shape[1] // parts), dtype) for k in keys], axis=1
+        )
 
     return init_parts

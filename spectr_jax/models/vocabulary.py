@@ -48,7 +48,9 @@ class PartialHead(nnx.Module):
         """Returns logits [..., V] of [..., E]."""
         logits = self.linear(x).astype(jnp.float32)
         everything = jnp.full((*x.shape[:-1], self.vocab_size), -jnp.inf)
-        return everything.at[..., self.tokens[...]].set(logits, indices_are_sorted=True, unique_indices=True)
+        return everything.at[..., self.tokens[...]].set(
+            logits, indices_are_sorted=True, unique_indices=True
+        )
 
 
 class SharedTokens(nnx.Module):
@@ -77,10 +79,14 @@ class SharedTokens(nnx.Module):
         """Returns the cache of the model."""
         return self.model.init_cache(batch, capacity)
 
-    def extend(self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None):
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
         """See `Model.extend`."""
         known_BxN = jnp.where(self.shared[...][tokens_BxN], tokens_BxN, 0)
-        logits, cache = self.model.extend(known_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers)
+        logits, cache = self.model.extend(
+            known_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
+        )
         missing = max(self.vocab_size - logits.shape[-1], 0)
         logits_BxNxV = jnp.pad(logits, ((0, 0), (0, 0), (0, missing)))[..., : self.vocab_size]
         return jnp.where(self.shared[...], logits_BxNxV, -jnp.inf), cache

@@ -14,13 +14,13 @@ import safetensors
 import safetensors.flax
 from flax import nnx
 
-from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import check_fetched, digest
 from spectr_jax.models import llama, transformer
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import Kept
+from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import check_fetched, digest
 
 FORMAT = "spectr_jax/1"
 LLAMA = "llama"
@@ -62,7 +62,9 @@ def save_weights(
         "format": FORMAT,
         **({"family": LLAMA} if isinstance(model, Llama) else {}),
         "model": json.dumps(dataclasses.asdict(model.config)),
-        "tokenizer_sha256": tokenizer_proto if isinstance(tokenizer_proto, str) else digest(tokenizer_proto),
+        "tokenizer_sha256": tokenizer_proto
+        if isinstance(tokenizer_proto, str)
+        else digest(tokenizer_proto),
         "notes": json.dumps(notes),
     }
     arrays: dict[str, jax.Array] = {}
@@ -97,7 +99,9 @@ def write_tensors(path: pathlib.Path, tensors: dict[str, Any], metadata: dict[st
         partial.replace(path)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)  # It may be what fills the disk.
-        raise UserError(f"{str(path)!r} cannot be written ({error}); make room, or choose another folder") from error
+        raise UserError(
+            f"{str(path)!r} cannot be written ({error}); make room, or choose another folder"
+        ) from error
 
 
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -131,7 +135,9 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
             with safetensors.safe_open(file, framework="flax") as part:
                 metadata = part.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise UserError(f"{str(file)!r} is a safetensors file of another program; give one that spectr_jax wrote")
+                raise UserError(
+                    f"{str(file)!r} is a safetensors file of another program; give one that spectr_jax wrote"
+                )
             exports.setdefault(metadata.get(EXPORT), file)
             if len(exports) > 1:
                 first, second = (file.name for file in exports.values())
@@ -142,8 +148,12 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
             arrays.update(safetensors.flax.load_file(file))
         config = _config(metadata, dtype)
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
-        raise UserError(f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it again") from error
-    scales = {name.removesuffix(SCALE): arrays.pop(name) for name in list(arrays) if name.endswith(SCALE)}
+        raise UserError(
+            f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it again"
+        ) from error
+    scales = {
+        name.removesuffix(SCALE): arrays.pop(name) for name in list(arrays) if name.endswith(SCALE)
+    }
     for name, scale in scales.items():
         arrays[name] = arrays[name].astype(jnp.float32) * scale
     return from_arrays(config, arrays, str(path)), metadata["tokenizer_sha256"]
@@ -156,14 +166,27 @@ def _config(metadata: dict[str, str], dtype: str) -> TransformerConfig | LlamaCo
     return TransformerConfig(**{**fields, "dtype": dtype, "dropout": 0.0})
 
 
-def from_arrays(config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.Array], source: str) -> Any:
+def from_arrays(
+    config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.Array], source: str
+) -> Any:
     """Returns a decoder with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
-    graphdef, state = llama.abstract(config) if isinstance(config, LlamaConfig) else transformer.abstract(config)
+    graphdef, state = (
+        llama.abstract(config) if isinstance(config, LlamaConfig) else transformer.abstract(config)
+    )
     shapes = {name: array.shape for name, array in arrays.items()}
     if shapes != {name: leaf.shape for name, leaf in named_leaves(state).items()}:
-        raise UserError(f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again")
-    integers = {name for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.integer)}
-    typed = {name: array if name in integers else jnp.asarray(array, config.dtype) for name, array in arrays.items()}
+        raise UserError(
+            f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again"
+        )
+    integers = {
+        name
+        for name, leaf in named_leaves(state).items()
+        if jnp.issubdtype(leaf.dtype, jnp.integer)
+    }
+    typed = {
+        name: array if name in integers else jnp.asarray(array, config.dtype)
+        for name, array in arrays.items()
+    }
     return nnx.merge(graphdef, with_leaves(state, typed))
 
 
@@ -175,7 +198,9 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
     """Returns the inverse of `named_leaves`, for a tree of the structure of `like`."""
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in named_leaves(like)])
+    return jax.tree.unflatten(
+        jax.tree.structure(like), [leaves[path] for path in named_leaves(like)]
+    )
 
 
 def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -186,12 +211,16 @@ def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     return whole.T, scale.T
 
 
-def _export_digest(arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None) -> str:
+def _export_digest(
+    arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None
+) -> str:
     contents = {name: digest(np.asarray(array).tobytes()) for name, array in arrays.items()}
     return digest(json.dumps([metadata, part_bytes, contents]).encode())
 
 
-def _parts(arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None) -> list[dict[str, jax.Array]]:
+def _parts(
+    arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None
+) -> list[dict[str, jax.Array]]:
     """Returns the arrays in order, as many to a file as fit."""
     # The length of the header comes first, and blanks behind it, to a multiple of 8.
     empty = 8 + len(json.dumps({"__metadata__": metadata})) + 8

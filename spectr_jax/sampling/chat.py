@@ -8,9 +8,9 @@ import jax
 
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.stopping import before, prepared, settled
-from spectr_jax.errors import UserError
-from spectr_jax.measure.trace import read_call, seen
+from spectr_jax.experiments.measure.trace import read_call, seen
 from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all
+from spectr_jax.utils.errors import UserError
 
 
 class Answer(NamedTuple):
@@ -36,7 +36,9 @@ class Answer(NamedTuple):
 def check(session: Session) -> None:
     """Raises `UserError` if the target has no chat template."""
     if session.target.tokenizer.template is None:
-        raise UserError(f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out")
+        raise UserError(
+            f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out"
+        )
 
 
 def encode_message(session: Session, message: str) -> list[int]:
@@ -55,7 +57,9 @@ def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]
     return prompt
 
 
-def answers(session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]) -> Iterator[Answer]:
+def answers(
+    session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]
+) -> Iterator[Answer]:
     """Answers messages, token by token to `show`: those of a list each on its own, others as they come in one conversation.
 
     Consumes `key`.
@@ -76,7 +80,9 @@ def answers(session: Session, prompts: Iterable[str], key: jax.Array, show: Call
         yield made
 
 
-def answer(session: Session, prompt: Sequence[int], key: jax.Array, show: Callable[[Token], None]) -> Answer:
+def answer(
+    session: Session, prompt: Sequence[int], key: jax.Array, show: Callable[[Token], None]
+) -> Answer:
     """Answers a conversation that `encode` made tokens of, token by token to `show`; consumes `key`."""
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
@@ -88,7 +94,9 @@ def answer(session: Session, prompt: Sequence[int], key: jax.Array, show: Callab
     text, shown, calls, first, begun = "", "", 0, 0.0, 0
     for step in steps:
         length = len(prompt) + len(new)
-        call = read_call(session.method.tree, jax.device_get(step.observed), length, length + len(step.tokens))
+        call = read_call(
+            session.method.tree, jax.device_get(step.observed), length, length + len(step.tokens)
+        )
         if not calls:
             first, begun = time.perf_counter() - started, len(step.tokens)
         for token, origin in zip(step.tokens, call.origins, strict=True):
@@ -100,7 +108,9 @@ def answer(session: Session, prompt: Sequence[int], key: jax.Array, show: Callab
                 shown = shows
         calls += 1
     stopped, text = text, before(text, session.stop)
-    if len(text) > len(shown):  # The limit left a character without its last bytes, or what could have begun a stop text.
+    if len(text) > len(
+        shown
+    ):  # The limit left a character without its last bytes, or what could have begun a stop text.
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0

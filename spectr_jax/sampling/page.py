@@ -10,12 +10,12 @@ import numpy as np
 
 from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.errors import UserError
-from spectr_jax.figures.drawing import rows_of_paths
-from spectr_jax.files import expanded
-from spectr_jax.measure.trace import Recorded
+from spectr_jax.experiments.figures.drawing import rows_of_paths
+from spectr_jax.experiments.measure.trace import Recorded
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import expanded
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
 """Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an edge leaves its row."""
@@ -49,10 +49,14 @@ def checked_path(name: str) -> pathlib.Path:
         if not path.parent.is_dir():
             raise UserError(f"--html={name} is in a folder that does not exist; create it first")
         # Rights alone do not tell: root has all, on a file system that takes no files too.
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".partial"):
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f"{path.name}.", suffix=".partial"
+        ):
             return path
     except OSError as error:
-        raise UserError(f"--html={name} cannot be written ({error}); choose another file") from error
+        raise UserError(
+            f"--html={name} cannot be written ({error}); choose another file"
+        ) from error
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
@@ -64,11 +68,15 @@ def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
       shown: prompts with their continuations.
     """
     title = f"spectr_jax: {session.method.name}"
-    models = f"Target {session.target.name}" + (f", draft {session.draft.name}" if session.draft else "")
+    models = f"Target {session.target.name}" + (
+        f", draft {session.draft.name}" if session.draft else ""
+    )
     about = f"<p>{escape(models)}; {session.method.tree.size} drafted tokens a call.</p><p>{escape(command)}</p>"
     legend = " ".join(f'<span class="{origin}">{name}</span>' for origin, name in NAMES.items())
     tree, tokenizer = session.method.tree, session.target.tokenizer
-    parts = "".join(_prompt(number, one, tree, tokenizer) for number, one in enumerate(shown, start=1))
+    parts = "".join(
+        _prompt(number, one, tree, tokenizer) for number, one in enumerate(shown, start=1)
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -98,7 +106,9 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
         for index, call in enumerate(decoded.calls)
     )
     width = COLUMN * (tree.height + 2) + 3 * MARGIN
-    return f'<h3>Calls of the target</h3><div class="calls" style="--width: {width}px">{cards}</div>'
+    return (
+        f'<h3>Calls of the target</h3><div class="calls" style="--width: {width}px">{cards}</div>'
+    )
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
@@ -107,7 +117,9 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
     for token in decoded.tokens:
         title = f"call {token.call + 1}: {_name(token.origin)}"
         if token.logprobs is not None:
-            title += f"; log-probability {token.logprobs[0]:.3f}, of the model {token.logprobs[1]:.3f}"
+            title += (
+                f"; log-probability {token.logprobs[0]:.3f}, of the model {token.logprobs[1]:.3f}"
+            )
         about = f'class="{token.origin}" title="{title}"'
         tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
         text = token.text.lstrip()
@@ -146,10 +158,18 @@ def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
         kinds.append(call.origins[-1])
         about.append(f"{_name(call.origins[-1])}, from the target")
     rows = rows_of_paths(paths)
-    places = [(MARGIN + COLUMN * len(path), MARGIN + ROW * row) for path, row in zip(paths, rows.tolist(), strict=True)]
-    order = sorted(range(1, len(paths)), key=lambda node: kinds[node] != "draft")  # What was emitted lies on top.
+    places = [
+        (MARGIN + COLUMN * len(path), MARGIN + ROW * row)
+        for path, row in zip(paths, rows.tolist(), strict=True)
+    ]
+    order = sorted(
+        range(1, len(paths)), key=lambda node: kinds[node] != "draft"
+    )  # What was emitted lies on top.
     edges = [_edge(places[parents[node]], places[node], kinds[node]) for node in order]
-    nodes = [_node(*node) for node in zip(places, map(tokenizer.piece, tokens), kinds, about, strict=True)]
+    nodes = [
+        _node(*node)
+        for node in zip(places, map(tokenizer.piece, tokens), kinds, about, strict=True)
+    ]
     width, height = COLUMN * (max(map(len, paths)) + 1) + MARGIN, 2 * MARGIN + ROW * rows.max()
     return f'<svg width="{width}" height="{height:g}" role="img">{"".join(edges)}{"".join(nodes)}</svg>'
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import TextIO
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import expanded
 from spectr_jax.sampling.session import shortened
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import expanded
 
 
 def from_flag(text: str) -> list[str]:
@@ -17,7 +17,9 @@ def from_flag(text: str) -> list[str]:
     try:
         text.encode()  # Python keeps bytes of arguments that it cannot decode, as surrogates that no tokenizer takes.
     except UnicodeEncodeError as error:
-        raise UserError(f"--prompt={shortened(text)!r} is not UTF-8; convert it, such as with iconv") from error
+        raise UserError(
+            f"--prompt={shortened(text)!r} is not UTF-8; convert it, such as with iconv"
+        ) from error
     return [text]
 
 
@@ -30,7 +32,9 @@ def from_file(path: str) -> list[str]:
     try:
         lines = expanded(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file={path} cannot be read ({error}); give a text file with a prompt a line") from error
+        raise UserError(
+            f"--file={path} cannot be read ({error}); give a text file with a prompt a line"
+        ) from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"--file={path} has no prompt; write one a line")
@@ -58,6 +62,8 @@ def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
                 found = True
                 yield line.rstrip("\n")
     except UnicodeError as error:
-        raise UserError(f"stdin cannot be read ({error}); give text with a prompt a line") from error
+        raise UserError(
+            f"stdin cannot be read ({error}); give text with a prompt a line"
+        ) from error
     if not found:
         raise nothing

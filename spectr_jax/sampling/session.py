@@ -14,11 +14,11 @@ from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import padded_length
 from spectr_jax.decoding.stopping import Stop, before, prepared
-from spectr_jax.errors import UserError
-from spectr_jax.loading import SMOLLM2, Trained, load
-from spectr_jax.measure.trace import Recorded, read_calls, recorder
+from spectr_jax.experiments.measure.trace import Recorded, read_calls, recorder
+from spectr_jax.loading.by_name import SMOLLM2, Trained, load
+from spectr_jax.loading.pairs import fitted, load_alone, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.pairs import fitted, load_alone, load_pair
+from spectr_jax.utils.errors import UserError
 
 DEFAULT_DRAFT = "embedded:2m"
 ROUNDS = 5
@@ -104,7 +104,9 @@ def open_session(
       UserError: a model that is not there, or of another vocabulary; no draft for a method that needs one.
     """
     wanted = method or get_method("block", draft_length=3)
-    others = target.startswith(("hf:", "gguf:")) or target == SMOLLM2  # These have vocabularies of their own.
+    others = (
+        target.startswith(("hf:", "gguf:")) or target == SMOLLM2
+    )  # These have vocabularies of their own.
     if not wanted.needs_draft:
         loaded, drafts = load_alone(target, dtype), None
     elif draft is not None:
@@ -120,11 +122,15 @@ def open_session(
     prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before anything takes long.
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
-    return Session(wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop)
+    return Session(
+        wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop
+    )
 
 
 def _needs_draft(method: Method, target: str) -> UserError:
-    return UserError(f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft")
+    return UserError(
+        f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
+    )
 
 
 def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
@@ -170,12 +176,19 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
     texts = _before(session.stop, added_texts(session.target.tokenizer, prompt, new))
     scores: list[tuple[float, float] | None] = [None] * len(new)
     if generation.logprobs is not None:
-        scores = list(zip(*(np.asarray(each[0, added]).tolist() for each in generation.logprobs), strict=True))
-    tokens = [Token(text, *origin, score) for text, origin, score in zip(texts, origins, scores, strict=True)]
+        scores = list(
+            zip(*(np.asarray(each[0, added]).tolist() for each in generation.logprobs), strict=True)
+        )
+    tokens = [
+        Token(text, *origin, score)
+        for text, origin, score in zip(texts, origins, scores, strict=True)
+    ]
     return Decoded(method.name, tokens, calls)
 
 
-def added_texts(tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]) -> Iterator[str]:
+def added_texts(
+    tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]
+) -> Iterator[str]:
     """What each new token adds to the text; the bytes of a character add nothing until the last one adds it."""
     shown = tokenizer.decode(prompt)
     for count, token in enumerate(new, start=1):
@@ -223,13 +236,28 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     return Speed(method, baseline, statistics.median(one / other for one, other in rounds))
 
 
-def _generate(key, session: Session, method: Method, prompt: Sequence[int], policy: Policy, stop: Stop | None) -> Generation:
+def _generate(
+    key, session: Session, method: Method, prompt: Sequence[int], policy: Policy, stop: Stop | None
+) -> Generation:
     models, new = (session.target_model, session.draft_model), session.max_new_tokens
     prompts, lengths = np.array([prompt]), np.array([len(prompt)])
-    observe = recorder(padded_length(len(prompt)) + new)  # By the padded prompt, as the program that it is part of.
+    observe = recorder(
+        padded_length(len(prompt)) + new
+    )  # By the padded prompt, as the program that it is part of.
     own, rows = session.draft_policy, (prompts, lengths)
     scores = session.logprobs
-    return generate(key, method, *models, *rows, new, policy, observe, draft_policy=own, logprobs=scores, stop=stop)
+    return generate(
+        key,
+        method,
+        *models,
+        *rows,
+        new,
+        policy,
+        observe,
+        draft_policy=own,
+        logprobs=scores,
+        stop=stop,
+    )
 
 
 def shortened(text: str, characters: int = 40) -> str:

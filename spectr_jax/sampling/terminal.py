@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION
+from spectr_jax.experiments.measure.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.sampling.chat import Answer
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
@@ -47,13 +47,19 @@ def answered(method: str, made: Answer) -> str:
     """Returns the line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62
     tokens/s`."""
     line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
-    line += f"; the first after {made.first:.1f} s" + (f", then {made.speed:,.0f} tokens/s" if made.speed else "")
+    line += f"; the first after {made.first:.1f} s" + (
+        f", then {made.speed:,.0f} tokens/s" if made.speed else ""
+    )
     return line if made.whole else f"{line}; cut off by --max_new_tokens"
 
 
 def legend(colour: bool) -> str:
     """Returns what the colours mean; nothing without them."""
-    return GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items()) if colour else ""
+    return (
+        GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items())
+        if colour
+        else ""
+    )
 
 
 def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
@@ -65,11 +71,17 @@ def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool
     """Two continuations side by side, each with its method above, in `width` characters."""
     each = (width - len(GAP)) // 2
     sides = [
-        [[Letter(letter, "") for letter in decoded.method], [], *_wrapped(_letters(prompt, decoded.tokens, colour), each)]
+        [
+            [Letter(letter, "") for letter in decoded.method],
+            [],
+            *_wrapped(_letters(prompt, decoded.tokens, colour), each),
+        ]
         for decoded in (left, right)
     ]
     rows = itertools.zip_longest(*sides, fillvalue=[])
-    return "\n".join((_line(one) + " " * (each - len(one)) + GAP + _line(other)).rstrip() for one, other in rows)
+    return "\n".join(
+        (_line(one) + " " * (each - len(one)) + GAP + _line(other)).rstrip() for one, other in rows
+    )
 
 
 def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str]:
@@ -82,7 +94,9 @@ def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str
 def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Iterator[Letter]:
     yield from (Letter(letter, "") for letter in prompt)
     for token in tokens:
-        yield from (Letter(letter, STYLES.get(token.origin, "") if colour else "") for letter in token.text)
+        yield from (
+            Letter(letter, STYLES.get(token.origin, "") if colour else "") for letter in token.text
+        )
 
 
 def _wrapped(letters: Iterable[Letter], width: int) -> list[list[Letter]]:

@@ -48,7 +48,10 @@ def check_method(method: Method) -> None:
 
 
 def check_outputs(
-    method: Method, policy: Policy = PLAIN, least: float = chi_square.LEAST, generations: int | None = None
+    method: Method,
+    policy: Policy = PLAIN,
+    least: float = chi_square.LEAST,
+    generations: int | None = None,
 ) -> None:
     """Chi-square test of 200,000 whole outputs against the exact distribution of the target under `policy`, which has `eos`.
 
@@ -60,7 +63,10 @@ def check_outputs(
       AssertionError: they are not drawn from it.
     """
     pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
-    prompts, lengths = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)), np.full(BATCH, len(PROMPT))
+    prompts, lengths = (
+        np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)),
+        np.full(BATCH, len(PROMPT)),
+    )
     digits = VOCAB ** np.arange(LENGTH)
     counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)
     generations = generations or GENERATIONS
@@ -71,11 +77,17 @@ def check_outputs(
         new, ends = (np.asarray(part) for part in (result.tokens, result.lengths))
         new, ends = new[:, len(PROMPT) : len(PROMPT) + LENGTH], ends - len(PROMPT)
         if new.min() < 0 or new.max() >= VOCAB:
-            _fail(method, f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}")
+            _fail(
+                method,
+                f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}",
+            )
         counts += np.bincount(ends * VOCAB**LENGTH + new @ digits, minlength=len(counts))
 
     continuations = list(pmf)
-    places = [len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)])) for tokens in continuations]
+    places = [
+        len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)]))
+        for tokens in continuations
+    ]
     observed, expected = counts[places], generations * np.array(list(pmf.values()))
     p_value = chi_square.p_value(observed, expected)
     if observed[expected > 0].sum() < generations or not p_value >= least:
@@ -100,9 +112,13 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
     prompts, lengths = _ragged_prompts(seed)
     greedy = dataclasses.replace(policy, temperature=0.0)
     tables = table, perturbed(table, seed + 1, 0.8)
-    result = _texts(method, _keys(seed), prompts, lengths, greedy, *tables, draft_temperature=seed % 2)
+    result = _texts(
+        method, _keys(seed), prompts, lengths, greedy, *tables, draft_temperature=seed % 2
+    )
     texts, ends = _likeliest(table, prompts, lengths)
-    wrong = np.flatnonzero((np.asarray(result.tokens) != texts).any(axis=1) | (np.asarray(result.lengths) != ends))
+    wrong = np.flatnonzero(
+        (np.asarray(result.tokens) != texts).any(axis=1) | (np.asarray(result.lengths) != ends)
+    )
     if len(wrong):
         row = wrong[0]
         _fail(
@@ -122,10 +138,15 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
     keys, (prompts, lengths) = _keys(3), _ragged_prompts(5)
     together = _texts(method, keys, prompts, lengths, policy)
     # Those that were done first, several times over, in other places.
-    order = np.tile(np.argsort(np.asarray(together.target_calls), kind="stable")[: BATCH // 8], 8)[::-1]
+    order = np.tile(np.argsort(np.asarray(together.target_calls), kind="stable")[: BATCH // 8], 8)[
+        ::-1
+    ]
     again = _texts(method, keys[order], prompts[order], lengths[order], policy)
     for field in ("tokens", "lengths", "target_calls", "emitted_per_call"):
-        before, after = np.asarray(getattr(together, field))[order], np.asarray(getattr(again, field))
+        before, after = (
+            np.asarray(getattr(together, field))[order],
+            np.asarray(getattr(again, field)),
+        )
         wrong = np.flatnonzero((before != after).reshape(BATCH, -1).any(axis=1))
         if len(wrong):
             row = wrong[0]
@@ -144,15 +165,24 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
     """
     prompts, lengths = _ragged_prompts(6)
     result = _texts(method, _keys(0), prompts, lengths, policy)
-    tokens, ends, histogram = np.asarray(result.tokens), np.asarray(result.lengths), np.asarray(result.emitted_per_call)
+    tokens, ends, histogram = (
+        np.asarray(result.tokens),
+        np.asarray(result.lengths),
+        np.asarray(result.emitted_per_call),
+    )
     place = np.arange(tokens.shape[1])
     is_prompt = place < lengths[:, None]
     properties = {
-        "emitted_per_call does not add up to the new tokens": histogram @ np.arange(histogram.shape[1]) != ends - lengths,
-        "emitted_per_call does not add up to target_calls": histogram.sum(1) != np.asarray(result.target_calls),
+        "emitted_per_call does not add up to the new tokens": histogram
+        @ np.arange(histogram.shape[1])
+        != ends - lengths,
+        "emitted_per_call does not add up to target_calls": histogram.sum(1)
+        != np.asarray(result.target_calls),
         "a call emits no token": histogram[:, 0] > 0,
         "tokens are behind the end": ((tokens != 0) & (place >= ends[:, None])).any(1),
-        "the prompt has changed": ((tokens != np.pad(prompts, ((0, 0), (0, LENGTH)))) & is_prompt).any(1),
+        "the prompt has changed": (
+            (tokens != np.pad(prompts, ((0, 0), (0, LENGTH)))) & is_prompt
+        ).any(1),
     }
     for what, wrong in properties.items():
         if wrong.any():
@@ -198,12 +228,25 @@ def count_compilations() -> Iterator[list[str]]:
 
 
 def _texts(
-    method: Method, keys, prompts, lengths, policy: Policy, table=TARGET, draft=DRAFT, draft_temperature=None
+    method: Method,
+    keys,
+    prompts,
+    lengths,
+    policy: Policy,
+    table=TARGET,
+    draft=DRAFT,
+    draft_temperature=None,
 ) -> Generation:
     """`BATCH` sequences of up to `LENGTH` new tokens; one program for all that is checked of a method under a policy."""
-    exits = (draft,) * max(1, method.exit_layer)  # Self-speculation drafts with the target's earlier layers.
+    exits = (draft,) * max(
+        1, method.exit_layer
+    )  # Self-speculation drafts with the target's earlier layers.
     models = TableModel(table, exits=exits), TableModel(draft)
-    own = None if draft_temperature is None else dataclasses.replace(policy, temperature=float(draft_temperature))
+    own = (
+        None
+        if draft_temperature is None
+        else dataclasses.replace(policy, temperature=float(draft_temperature))
+    )
     return generate(keys, method, *models, prompts, lengths, LENGTH, policy, draft_policy=own)
 
 
@@ -219,7 +262,9 @@ def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray
     return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
 
 
-def _likeliest(table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _likeliest(
+    table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Greedy sequences [B, T + LENGTH] and their lengths [B], from the table alone."""
     rows, T = np.arange(len(prompts)), prompts.shape[1]
     texts = np.pad(np.where(np.arange(T) < lengths[:, None], prompts, 0), ((0, 0), (0, LENGTH)))

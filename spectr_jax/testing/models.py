@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.models.frozen import Frozen, Loaded, freeze
+from spectr_jax.utils.errors import UserError
 
 BATCH, TOKENS, CAPACITY = 4, 12, 20
 """Sequences, their tokens, and the slots of a cache."""
@@ -23,7 +23,9 @@ AT = np.array(PREFIXES)[:, None] + np.arange(4)
 """The positions [B, 4] behind them."""
 
 
-def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, tolerance: float = 1e-4) -> None:
+def check_model(
+    model: Model | Frozen | Loaded, *, layers: int | None = None, tolerance: float = 1e-4
+) -> None:
     """Checks that a model follows the protocol of `spectr_jax.models.base`, on random tokens.
 
     Its logits depend on the tokens that `visible` shows, on their positions, and on nothing else: not on what is hidden, nor
@@ -41,12 +43,20 @@ def check_model(model: Model | Frozen | Loaded, *, layers: int | None = None, to
       UserError: its context is too short.
     """
     frozen = freeze(model)
-    if not (layers is None or isinstance(layers, numbers.Integral)) or not isinstance(tolerance, numbers.Real):
-        raise UserError(f"layers={layers!r} and tolerance={tolerance!r}: must be a whole number or None, and a number")
+    if not (layers is None or isinstance(layers, numbers.Integral)) or not isinstance(
+        tolerance, numbers.Real
+    ):
+        raise UserError(
+            f"layers={layers!r} and tolerance={tolerance!r}: must be a whole number or None, and a number"
+        )
     if layers is not None and not 1 <= layers < max(frozen.merge().layers, 2):
-        raise UserError(f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer than it has")
+        raise UserError(
+            f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer than it has"
+        )
     if frozen.context < TOKENS:
-        raise UserError(f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}")
+        raise UserError(
+            f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}"
+        )
     for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree, _check_exit):
         check(_Checked(frozen, layers, tolerance))
 
@@ -82,7 +92,9 @@ class _Checked:
             off = np.where(logits == expected, 0, np.abs(logits - expected)).max(-1)
         if not off.max() <= self.tolerance:
             row, token = np.unravel_index(off.argmax(), off.shape)
-            self.fail(f"{message}: logits differ by {off.max():.3g} at new token {token} of row {row}")
+            self.fail(
+                f"{message}: logits differ by {off.max():.3g} at new token {token} of row {row}"
+            )
 
     def fail(self, message: str) -> NoReturn:
         raise AssertionError(f"model {type(self.frozen.merge()).__name__}: {message}")
@@ -98,13 +110,17 @@ def _check_shapes(model: _Checked) -> None:
     cache = model.empty()
     shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
     if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
-        model.fail(f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not [B, T, ...] and 0")
+        model.fail(
+            f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not [B, T, ...] and 0"
+        )
     logits, after = model.extend(*_causal(model.tokens[:, : max(PREFIXES)]), cache)
     wanted = (BATCH, max(PREFIXES), model.frozen.vocab_size)
     if logits.shape != wanted or logits.dtype != np.float32:
         model.fail(f"logits are {logits.dtype}{list(logits.shape)}, not float32{list(wanted)}")
     if np.any(after.lengths):
-        model.fail("`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them")
+        model.fail(
+            "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them"
+        )
 
 
 def _check_batch(model: _Checked) -> None:
@@ -125,11 +141,15 @@ def _check_mask(model: _Checked) -> None:
     packed = np.concatenate([tokens[:1, :half], tokens[1:2, :half]], axis=1)
     logits, _ = model.extend(packed, place[None] % half, visible[None])
     apart = np.concatenate([whole[:1, :half], whole[1:2, :half]], axis=1)
-    model.same(logits, apart, "two sequences in one row see each other, which `visible` hides; apart")
+    model.same(
+        logits, apart, "two sequences in one row see each other, which `visible` hides; apart"
+    )
     _, positions, masks = _causal(tokens)
     masks, positions = masks.copy(), positions.copy()
     masks[1::2], positions[1::2] = visible, place % half  # Rows differ in what they see.
-    logits, _ = model.extend(np.where(np.arange(BATCH)[:, None] % 2, packed, tokens), positions, masks)
+    logits, _ = model.extend(
+        np.where(np.arange(BATCH)[:, None] % 2, packed, tokens), positions, masks
+    )
     expected = np.where(np.arange(BATCH)[:, None, None] % 2, apart, whole)
     model.same(logits, expected, "`visible` of one row is taken for another's")
 
@@ -159,7 +179,10 @@ def _check_tree(model: _Checked) -> None:
         alone.append(np.take_along_axis(model.whole(sequences), AT[:, :, None], 1))
 
     def score(nodes, visible, cache, pending, message):
-        tokens, expected = (np.stack([part[branch][:, depth] for branch, depth in nodes], 1) for part in (branches, alone))
+        tokens, expected = (
+            np.stack([part[branch][:, depth] for branch, depth in nodes], 1)
+            for part in (branches, alone)
+        )
         positions = np.stack([AT[:, depth] for _, depth in nodes], 1)
         visible = np.broadcast_to(np.array(visible), (BATCH, *np.shape(visible)))
         logits, cache = model.extend(tokens, positions, visible, cache, pending)
@@ -167,12 +190,20 @@ def _check_tree(model: _Checked) -> None:
         return cache
 
     first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    message = "a tree scored in one call is not as its branches on their own; siblings share a position"
+    message = (
+        "a tree scored in one call is not as its branches on their own; siblings share a position"
+    )
     cache = score([(0, 0), (0, 1), (1, 0), (1, 1)], first, model.prefilled(), 0, message)
     message = "a level behind pending tokens is not as its branches on their own; `visible` counts pending tokens first"
     cache = score([(0, 2), (1, 2)], [[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]], cache, 4, message)
     cache = _kept(cache, np.array([2, 3, 5]))
-    score([(1, 3)], [[1]], cache, 0, "behind a branch whose rows were committed it goes on otherwise than behind its tokens")
+    score(
+        [(1, 3)],
+        [[1]],
+        cache,
+        0,
+        "behind a branch whose rows were committed it goes on otherwise than behind its tokens",
+    )
 
 
 def _check_exit(model: _Checked) -> None:
@@ -181,24 +212,30 @@ def _check_exit(model: _Checked) -> None:
         return
     whole, lengths = _Checked(model.frozen, None, model.tolerance), np.array(PREFIXES, np.int32)
     cache = whole.prefilled()
-    last = lengths[:, None] - 1  # Self-speculation runs the first layers on the last committed token again.
+    last = (
+        lengths[:, None] - 1
+    )  # Self-speculation runs the first layers on the last committed token again.
     again = np.take_along_axis(model.tokens, last, 1), last, np.ones((BATCH, 1, 1), bool)
     _, cache = model.extend(*again, Cache(cache.rows, jnp.asarray(lengths - 1)))
     new = np.take_along_axis(model.tokens, AT[:, :1], 1), AT[:, :1], np.ones((BATCH, 1, 1), bool)
     logits, _ = whole.extend(*new, Cache(cache.rows, jnp.asarray(lengths)))
     expected = np.take_along_axis(whole.whole(model.tokens), AT[:, :1, None], 1)
-    message = (
-        f"behind a call with layers={model.layers} the whole model is another; leave the rows of its other layers alone"
-    )
+    message = f"behind a call with layers={model.layers} the whole model is another; leave the rows of its other layers alone"
     whole.same(logits, expected, message)
 
 
 def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns tokens [B, N], positions [B, N] and the causal mask [B, N, N] of whole sequences."""
     B, N = tokens.shape
-    return tokens, np.broadcast_to(np.arange(N), (B, N)), np.broadcast_to(np.tri(N, dtype=bool), (B, N, N))
+    return (
+        tokens,
+        np.broadcast_to(np.arange(N), (B, N)),
+        np.broadcast_to(np.tri(N, dtype=bool), (B, N, N)),
+    )
 
 
 def _kept(cache: Cache, path: np.ndarray) -> Cache:
     """Returns the cache with the pending rows of `path` [D] committed."""
-    return jax.jit(keep)(cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path))
+    return jax.jit(keep)(
+        cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path)
+    )

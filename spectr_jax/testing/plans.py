@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.errors import UserError
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import race
 from spectr_jax.transport.base import Choice, Plan
 from spectr_jax.transport.enumeration import draft_tuples, emitted_pmf
+from spectr_jax.utils.errors import UserError
 
 TOLERANCE = 1e-9
 """Of what is computed in float64."""
@@ -107,14 +107,24 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
         padded[live, valid[live]] = drafts
     keys = jax.random.split(jax.random.key(0), (len(valid), DRAWS))
     pmfs = (jnp.tile(jnp.float32(pmf), (len(valid), 1)) for pmf in (p, q))
-    given, mine = _raced(keys, p, padded, valid) if plan.drafts == "race" else (padded, np.ones(keys.shape, bool))
+    given, mine = (
+        _raced(keys, p, padded, valid)
+        if plan.drafts == "race"
+        else (padded, np.ones(keys.shape, bool))
+    )
     choices = jax.tree.map(np.asarray, _choose(plan, keys, *pmfs, given, valid))
     for live, drafts in enumerate(drawn):
         tokens, accepted = choices.token[live][mine[live]], choices.accepted[live][mine[live]]
         where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"
         _check_tokens(plan, tokens, np.flatnonzero(q), where)
         _check_accepted(plan, tokens, accepted, drafts, where)
-        _check_drawn(plan, np.bincount(tokens, minlength=len(q)), plan.pmf(p, q, drafts) if drafts else q, where, least)
+        _check_drawn(
+            plan,
+            np.bincount(tokens, minlength=len(q)),
+            plan.pmf(p, q, drafts) if drafts else q,
+            where,
+            least,
+        )
 
 
 def check_nonsense(plan: Plan) -> None:
@@ -131,17 +141,28 @@ def check_nonsense(plan: Plan) -> None:
         pmf[rng.random(pmf.shape) < 0.1] = np.nan
         pmf[rng.random(pmf.shape) < 0.1] *= -3
     p[0, 0], q[0, 1] = 0, np.nan
-    drafts, valid = rng.integers(-2, WIDEST + 2, (calls, rows, k)), rng.random((calls, rows, k)) < 0.7
+    drafts, valid = (
+        rng.integers(-2, WIDEST + 2, (calls, rows, k)),
+        rng.random((calls, rows, k)) < 0.7,
+    )
     keys = jax.random.split(jax.random.key(0), (rows, DRAWS))
     for call in range(calls):
-        given = np.repeat(drafts[call][:, None], DRAWS, axis=1) if plan.drafts == "race" else drafts[call]
-        choices = _choose(plan, keys, jnp.float32(p[call]), jnp.float32(q[call]), given, valid[call])
+        given = (
+            np.repeat(drafts[call][:, None], DRAWS, axis=1)
+            if plan.drafts == "race"
+            else drafts[call]
+        )
+        choices = _choose(
+            plan, keys, jnp.float32(p[call]), jnp.float32(q[call]), given, valid[call]
+        )
         tokens, accepted = np.asarray(choices.token), np.asarray(choices.accepted)
         for row in range(rows):
             this_p, this_q, these = p[call, row], q[call, row], drafts[call, row][valid[call, row]]
             usable = tuple(x for x in these.tolist() if 0 <= x < WIDEST and this_p[x] > 0)
             where = f"under jit for p = {_text(this_p)}, q = {_text(this_q)} and usable drafts {usable} of {these.tolist()}"
-            _check_tokens(plan, tokens[row], np.flatnonzero(this_q > 0) if (this_q > 0).any() else [-1], where)
+            _check_tokens(
+                plan, tokens[row], np.flatnonzero(this_q > 0) if (this_q > 0).any() else [-1], where
+            )
             _check_accepted(plan, tokens[row], accepted[row], usable, where)
 
 
@@ -154,9 +175,16 @@ def check_precision(plan: Plan) -> None:
       AssertionError: one is.
     """
     for V in VOCABULARIES:
-        pmfs, drafts = jax.ShapeDtypeStruct((V,), jnp.float32), jax.ShapeDtypeStruct((len(VALID[0]),), jnp.int32)
+        pmfs, drafts = (
+            jax.ShapeDtypeStruct((V,), jnp.float32),
+            jax.ShapeDtypeStruct((len(VALID[0]),), jnp.int32),
+        )
         valid = jax.ShapeDtypeStruct(drafts.shape, bool)
-        program = jax.jit(plan.select).lower(jax.eval_shape(jax.random.key, 0), pmfs, pmfs, drafts, valid).as_text()
+        program = (
+            jax.jit(plan.select)
+            .lower(jax.eval_shape(jax.random.key, 0), pmfs, pmfs, drafts, valid)
+            .as_text()
+        )
         for product in re.findall(r"stablehlo\.dot_general[^\n]*f32>[^\n]*", program):
             if product.count("HIGHEST") < 2:
                 _fail(
@@ -204,14 +232,20 @@ def _check_tokens(plan: Plan, tokens: np.ndarray, allowed, where: str) -> None:
     wrong = tokens[~np.isin(tokens, allowed)]
     if len(wrong):
         _fail(
-            plan, f"`select` emits token {wrong[0]}, which has no probability, {len(wrong)} of {len(tokens)} times {where}"
+            plan,
+            f"`select` emits token {wrong[0]}, which has no probability, {len(wrong)} of {len(tokens)} times {where}",
         )
 
 
-def _check_accepted(plan: Plan, tokens: np.ndarray, accepted: np.ndarray, drafts: Sequence[int], where: str) -> None:
+def _check_accepted(
+    plan: Plan, tokens: np.ndarray, accepted: np.ndarray, drafts: Sequence[int], where: str
+) -> None:
     wrong = np.flatnonzero(accepted != np.isin(tokens, drafts))
     if len(wrong):
-        _fail(plan, f"`select` says accepted = {accepted[wrong[0]]} of token {tokens[wrong[0]]} {where}")
+        _fail(
+            plan,
+            f"`select` says accepted = {accepted[wrong[0]]} of token {tokens[wrong[0]]} {where}",
+        )
 
 
 def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, least: float) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from spectr_jax import hosts
-from spectr_jax.errors import UserError
 from spectr_jax.models.weights import named_leaves, with_leaves
-from spectr_jax.runs import BITS
+from spectr_jax.training.runs import BITS
 from spectr_jax.training.step import TrainState
+from spectr_jax.utils import hosts
+from spectr_jax.utils.errors import UserError
 
 # What Orbax raises for files that are missing, cut short or of another tree.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
@@ -32,7 +32,11 @@ class Checkpoints:
     def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = BITS):
         self.directory, self._metric = directory, metric
         policies = ocp.training.preservation_policies
-        best = policies.BestN(get_metric_fn=lambda metrics: -metrics[metric], n=1, keep_checkpoints_without_metrics=False)
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: -metrics[metric],
+            n=1,
+            keep_checkpoints_without_metrics=False,
+        )
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
@@ -63,7 +67,9 @@ class Checkpoints:
         value, step = min(evaluated, default=(0.0, None))
         return None if step is None else (step, value)
 
-    def save(self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None) -> None:
+    def save(
+        self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None
+    ) -> None:
         """Starts to save the state, the place in the data and `metrics`; the last save is complete before this one starts.
 
         Raises:
@@ -73,7 +79,11 @@ class Checkpoints:
         if step in self.steps():
             return
         rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
-        checkpointables = {"params": named_leaves(state.params), "rest": named_leaves(rest), "data": positions}
+        checkpointables = {
+            "params": named_leaves(state.params),
+            "rest": named_leaves(rest),
+            "data": positions,
+        }
         with self._explained():
             self._checkpointer.save_checkpointables_async(step, checkpointables, metrics=metrics)
 
@@ -112,7 +122,11 @@ class Checkpoints:
             raise self._none()
         self._set_aside(damaged)
         rest = with_leaves(rest, loaded["rest"])
-        return TrainState(params=with_leaves(like.params, loaded["params"]), **rest), loaded["data"], damaged
+        return (
+            TrainState(params=with_leaves(like.params, loaded["params"]), **rest),
+            loaded["data"],
+            damaged,
+        )
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
         """Returns the parameters alone of a checkpoint (None: the newest), in the structure of `like`.
@@ -152,7 +166,9 @@ class Checkpoints:
         self._checkpointer.reload()
 
     def _none(self) -> UserError:
-        return UserError(f"no complete checkpoint in {str(self.directory)!r}; train there first, or fix the path")
+        return UserError(
+            f"no complete checkpoint in {str(self.directory)!r}; train there first, or fix the path"
+        )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from spectr_jax import hosts, sharding
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import Sentences
 from spectr_jax.data.tokenizer import Tokenizer
-from spectr_jax.errors import UserError
+from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils.errors import UserError
 
 
 class Heldout(NamedTuple):
@@ -22,7 +22,13 @@ class Heldout(NamedTuple):
 
 
 def pack_heldout(
-    sentences: Sentences, tokenizer: Tokenizer, *, first: int, rows: int, length: int, name: str = "the corpus"
+    sentences: Sentences,
+    tokenizer: Tokenizer,
+    *,
+    first: int,
+    rows: int,
+    length: int,
+    name: str = "the corpus",
 ) -> Heldout:
     """Returns the first held-out sentences that fit the context whole, in full batches (the last one is padded).
 
@@ -40,11 +46,15 @@ def pack_heldout(
     tried = (sentences[index] for index in range(min(first, len(sentences))))
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
     if not kept:
-        raise UserError(f"no held-out sentence of {name!r} fits {length} tokens; raise model.context")
+        raise UserError(
+            f"no held-out sentence of {name!r} fits {length} tokens; raise model.context"
+        )
     mine, packed = hosts.own_share(rows), []
     for batch in batches.evaluation_batches(kept, tokenizer, batch=rows, length=length):
         missing = rows - len(batch["inputs"])
-        packed.append({name: np.pad(array, ((0, missing), (0, 0)))[mine] for name, array in batch.items()})
+        packed.append(
+            {name: np.pad(array, ((0, missing), (0, 0)))[mine] for name, array in batch.items()}
+        )
     return Heldout(packed, sum(len(sentence) + 1 for sentence in kept))
 
 

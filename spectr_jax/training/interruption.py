@@ -26,7 +26,9 @@ class Interruption:
 
     def __enter__(self):
         alone = jax.process_count() == 1
-        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS[: None if alone else 1]}
+        self._before = {
+            number: signal.signal(number, self._note) for number in _SIGNALS[: None if alone else 1]
+        }
         return self
 
     def __exit__(self, *_):

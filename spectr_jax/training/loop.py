@@ -16,15 +16,11 @@ import tqdm
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax import hosts, runs, sharding
-from spectr_jax.config import to_json
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.packed import open_corpus
-from spectr_jax.errors import Interrupted, UserError
-from spectr_jax.files import write_json
 from spectr_jax.models.transformer import TransformerConfig
-from spectr_jax.training import preparation, throughput
+from spectr_jax.training import preparation, runs, throughput
 from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
@@ -32,6 +28,10 @@ from spectr_jax.training.metrics import Curves, MetricsLog, Window, plot_curves
 from spectr_jax.training.optimizer import learning_rate
 from spectr_jax.training.programs import Programs, make_programs
 from spectr_jax.training.step import TrainState
+from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils.config import to_json
+from spectr_jax.utils.errors import Interrupted, UserError
+from spectr_jax.utils.files import write_json
 
 SECONDS_BETWEEN_PLOTS = 10
 
@@ -122,7 +122,9 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         if "RESOURCE_EXHAUSTED" in reason:
-            raise UserError(f"out of memory ({reason}); raise accumulate, set remat=True, or lower batch_size") from error
+            raise UserError(
+                f"out of memory ({reason}); raise accumulate, set remat=True, or lower batch_size"
+            ) from error
         if jax.process_count() > 1:
             raise UserError(
                 f"another process of the run has probably ended ({reason}); see its log, and give the same command again "
@@ -131,7 +133,9 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
         raise
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task) -> TrainState:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task
+) -> TrainState:
     """Takes the steps of a task that are left, in a workdir that is claimed and locked; see `train`."""
     return _Run(config, workdir, mesh, task).go()
 
@@ -139,11 +143,15 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, ta
 class _Run:
     """The mutable state of one run."""
 
-    def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task):
+    def __init__(
+        self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task
+    ):
         self.config, self.workdir, self.mesh, self.task = config, workdir, mesh, task
         self.programs, self.redraw_at = task.programs, 0.0
         self.learning_rate = learning_rate(config.optimizer, config.steps)
-        self.checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints, task.metric)
+        self.checkpoints = Checkpoints(
+            workdir / "checkpoints", config.keep_checkpoints, task.metric
+        )
 
     def go(self) -> TrainState:
         """Takes the steps that are left."""
@@ -154,7 +162,11 @@ class _Run:
                 write_json(self.workdir / runs.CONFIG, to_json(config))
             first = int(state.step)
             log = MetricsLog(self.workdir / "metrics.jsonl", first) if hosts.is_first() else None
-            with Window() as window, Interruption() as interruption, _bar(first, config.steps) as bar:
+            with (
+                Window() as window,
+                Interruption() as interruption,
+                _bar(first, config.steps) as bar,
+            ):
                 for step in range(first + 1, config.steps + 1):
                     with window.waiting_for_data():
                         batch = sharding.put_rows(self.mesh, next(data))
@@ -180,7 +192,9 @@ class _Run:
             data.close()
             self.checkpoints.close()
         if stopping:
-            raise Interrupted(f"stopped and saved at step {step} of {config.steps}; the same command resumes from there")
+            raise Interrupted(
+                f"stopped and saved at step {step} of {config.steps}; the same command resumes from there"
+            )
         return state
 
     def _start(self, data: grain.DatasetIterator) -> TrainState:
@@ -196,14 +210,20 @@ class _Run:
         batches.go_to(data, positions[hosts.own_share(len(positions))])
         if hosts.is_first():
             for step in damaged:
-                tqdm.tqdm.write(f"checkpoint {step} cannot be read and was moved to {str(self.workdir / 'damaged')!r}")
+                tqdm.tqdm.write(
+                    f"checkpoint {step} cannot be read and was moved to {str(self.workdir / 'damaged')!r}"
+                )
             tqdm.tqdm.write(f"resuming from step {int(state.step)}")
         return state
 
     def _log_steps(self, step: int, window: Window, log: MetricsLog | None) -> str:
         """Logs the steps of the window and empties it; returns the short form."""
         self._check_finite(step, window)
-        record = {"step": step, **window.means(), "learning_rate": float(self.learning_rate(step - 1))}
+        record = {
+            "step": step,
+            **window.means(),
+            "learning_rate": float(self.learning_rate(step - 1)),
+        }
         short, speed = f"loss {record['loss']:.3f}", record.get("tokens_per_second")
         if speed is not None:
             record["mfu"] = round(speed * self.task.flops_per_token / throughput.peak_flops(), 4)
@@ -217,10 +237,16 @@ class _Run:
         scores = self.task.evaluate(state.params)
         if log:
             log.write({"step": step, **scores})
-            told = ", ".join(f"{name.removeprefix('eval_')} {score:.4g}" for name, score in scores.items())
+            told = ", ".join(
+                f"{name.removeprefix('eval_')} {score:.4g}" for name, score in scores.items()
+            )
             tqdm.tqdm.write(f"step {step}, held out: {told}")
-            if step == self.config.steps or time.monotonic() > self.redraw_at:  # It takes a fifth of a second.
-                plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves)
+            if (
+                step == self.config.steps or time.monotonic() > self.redraw_at
+            ):  # It takes a fifth of a second.
+                plot_curves(
+                    self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves
+                )
                 self.redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS
         return scores
 
@@ -244,9 +270,13 @@ class _Run:
 
 def _all_positions(data: grain.DatasetIterator) -> list[dict[str, Any]]:
     """Returns the place in each stream, of all processes."""
-    return [position for positions in hosts.gather(batches.positions_of(data)) for position in positions]
+    return [
+        position for positions in hosts.gather(batches.positions_of(data)) for position in positions
+    ]
 
 
 def _bar(first: int, steps: int) -> tqdm.tqdm:
     silent = not hosts.is_first()
-    return tqdm.tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=silent)
+    return tqdm.tqdm(
+        total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=silent
+    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spectr_jax.files import naming, write_whole
+from spectr_jax.utils.files import naming, write_whole
 
 
 class MetricsLog:
@@ -91,9 +91,15 @@ class Window:
         tokens = np.array([row["tokens"] for row in rows], np.float64)
         losses = [name for name in rows[0] if name not in ("grad_norm", "tokens")]
         timed = float(tokens[self._untimed :].sum())
-        speed = {"tokens_per_second": round(timed / seconds, 1), "waiting_for_data": round(self._waited / seconds, 4)}
+        speed = {
+            "tokens_per_second": round(timed / seconds, 1),
+            "waiting_for_data": round(self._waited / seconds, 4),
+        }
         return {
-            **{name: float(np.average([row[name] for row in rows], weights=tokens)) for name in losses},
+            **{
+                name: float(np.average([row[name] for row in rows], weights=tokens))
+                for name in losses
+            },
             "grad_norm": float(rows[-1]["grad_norm"]),
             **(speed if timed else {}),
             "tokens": int(tokens.sum()),
@@ -143,7 +149,10 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> No
     records = read_metrics(metrics)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for name, label, marker in ((curves.training, "training", None), (curves.heldout, "held out", "o")):
+    for name, label, marker in (
+        (curves.training, "training", None),
+        (curves.heldout, "held out", "o"),
+    ):
         points = [(record["step"], record[name]) for record in records if name in record]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3)

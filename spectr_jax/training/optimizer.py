@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
-from spectr_jax.errors import unknown
+from spectr_jax.utils.errors import unknown
 
 OPTIMIZERS = ("adamw", "muon")
 MUON_RMS = 0.2
@@ -77,7 +77,10 @@ def _kernels_of_blocks(params: Any) -> Any:
     """Returns which parameters Muon updates, and their axes: matrices between hidden layers, neither embedding nor head."""
 
     def dimensions(path, leaf):
-        inner = jax.tree_util.keystr(path, simple=True, separator="/").startswith("blocks/") and leaf.ndim == 2
+        inner = (
+            jax.tree_util.keystr(path, simple=True, separator="/").startswith("blocks/")
+            and leaf.ndim == 2
+        )
         return optax.contrib.MuonDimensionNumbers(0, 1) if inner else None
 
     return jax.tree_util.tree_map_with_path(dimensions, params)

@@ -12,16 +12,17 @@ import ml_collections
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from spectr_jax import hosts
-from spectr_jax.config import check_fields, check_positive, to_json, train_config
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
-from spectr_jax.errors import UserError, unknown
-from spectr_jax.files import digest, expanded, write_whole
 from spectr_jax.models.weights import load_weights, weight_files
-from spectr_jax.runs import CONFIG, TOKENIZER
+from spectr_jax.training.config import train_config
 from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
+from spectr_jax.training.runs import CONFIG, TOKENIZER
+from spectr_jax.utils import hosts
+from spectr_jax.utils.config import check_fields, check_positive, to_json
+from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import digest, expanded, write_whole
 
 # These may change between two starts of a run; all else would make it another run.
 FREE_FIELDS = (
@@ -35,13 +36,30 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     check_fields(config, train_config())
     check_positive(
         config,
-        *("steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "mesh.fsdp"),
-        *("model.layers", "model.width", "model.mlp", "model.heads", "model.context", "data.heldout_sentences"),
+        *(
+            "steps",
+            "batch_size",
+            "log_every",
+            "eval_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "mesh.fsdp",
+        ),
+        *(
+            "model.layers",
+            "model.width",
+            "model.mlp",
+            "model.heads",
+            "model.context",
+            "data.heldout_sentences",
+        ),
         *("accumulate", "data.streams"),
     )
     model = config.model
     if model.width % (2 * model.heads):
-        raise UserError(f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change one")
+        raise UserError(
+            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change one"
+        )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if not 0.0 <= model.dropout < 1.0:
@@ -52,7 +70,9 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
             "behind it, and at least 0, which is for none; change one"
         )
     if not config.early_exit.weight >= 0:
-        raise UserError(f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5")
+        raise UserError(
+            f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5"
+        )
     if config.init and not weight_files(expanded(config.init)):
         raise UserError(
             f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote, such as "
@@ -67,14 +87,17 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
     not_negative = {
-        f"optimizer.{name}": optimizer[name] for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+        f"optimizer.{name}": optimizer[name]
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
     }
     for name, value in {"seed": config.seed, **not_negative}.items():
         if not value >= 0:
             raise UserError(f"{name}={value} is negative; give at least 0")
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
-            raise UserError(f"optimizer.{name}={optimizer[name]} is not in [0, 1); give a rate such as 0.9")
+            raise UserError(
+                f"optimizer.{name}={optimizer[name]} is not in [0, 1); give a rate such as 0.9"
+            )
     learning_rate(optimizer, config.steps)
 
 
@@ -114,12 +137,16 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
                 f"init={config.init!r} has {name}={given[name]}, the config model.{name}={wanted[name]}; change one of them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
-        raise UserError(f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give its own")
+        raise UserError(
+            f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give its own"
+        )
     return nnx.state(model)
 
 
 def claim_workdir(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path, known: ml_collections.ConfigDict | None = None
+    config: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+    known: ml_collections.ConfigDict | None = None,
 ) -> None:
     """Raises `UserError` if `workdir` holds a run of another config; creates it if need be. `known` has the defaults of all
     fields, by default those of a language model."""
@@ -131,7 +158,9 @@ def claim_workdir(
             defaults = flatten_dict(to_json(known or train_config()), sep=".")
             theirs = {**defaults, **flatten_dict(json.loads(path.read_text()), sep=".")}
         except ValueError as error:
-            raise UserError(f"{str(path)!r} is not JSON ({error}); choose a new --workdir") from error
+            raise UserError(
+                f"{str(path)!r} is not JSON ({error}); choose a new --workdir"
+            ) from error
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
                 raise UserError(
@@ -141,7 +170,9 @@ def claim_workdir(
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"workdir {str(workdir)!r} cannot be made ({error.strerror}); choose another") from error
+        raise UserError(
+            f"workdir {str(workdir)!r} cannot be made ({error.strerror}); choose another"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -164,7 +195,9 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows) -> Tokenizer:
+def open_tokenizer(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows
+) -> Tokenizer:
     """Returns the run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one beside `init`, or one of its
     own.
 
@@ -198,20 +231,28 @@ def open_tokenizer(config: ml_collections.ConfigDict, workdir: pathlib.Path, cor
             f"model.vocab_size={tokenizer.vocab_size}, or as data.tokenizer one that is not there yet"
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
-        raise UserError(f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; restore it")
+        raise UserError(
+            f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; restore it"
+        )
     if hosts.is_first() and not own.exists():
         write_whole(own, tokenizer.proto)
     return tokenizer
 
 
-def _check_packed(config: ml_collections.ConfigDict, rows: PackedRows, tokenizer: pathlib.Path) -> None:
+def _check_packed(
+    config: ml_collections.ConfigDict, rows: PackedRows, tokenizer: pathlib.Path
+) -> None:
     if rows.length != config.model.context:
         raise UserError(
             f"{config.data.train!r} has rows of {rows.length} tokens, model.context is {config.model.context}; pack it "
             "again with that --length, or change the model"
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
-        found = "is not the tokenizer" if tokenizer.exists() else "is not there, and should be the tokenizer"
+        found = (
+            "is not the tokenizer"
+            if tokenizer.exists()
+            else "is not there, and should be the tokenizer"
+        )
         raise UserError(
             f"{str(tokenizer)!r} {found} that {config.data.train!r} was packed with; give data.tokenizer="
             f"{str(pathlib.Path(config.data.train.removeprefix(PACKED_PREFIX)) / 'tokenizer.model')!r}"

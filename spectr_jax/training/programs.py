@@ -10,10 +10,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax import sharding
 from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
 from spectr_jax.training.optimizer import make_optimizer
 from spectr_jax.training.step import StepOptions, TrainState, eval_step, init_state, train_step
+from spectr_jax.utils import sharding
 
 
 class Programs(NamedTuple):
@@ -36,7 +36,9 @@ def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
     """Returns the programs of a language model's training config; see `compiled`."""
     optimizer = make_optimizer(config.optimizer, config.steps)
     shape = TransformerConfig(**config.model)
-    options = StepOptions(config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat)
+    options = StepOptions(
+        config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat
+    )
     graphdef, _ = abstract(shape)
     return compiled(
         mesh,
@@ -67,7 +69,10 @@ def compiled(
     shapes = jax.eval_shape(init, jax.random.key(0))
     places = sharding.state_sharding(mesh, shapes)
     # The state comes out where it went in, whatever XLA would prefer: one program for all steps.
-    step, evaluate = jax.jit(step, donate_argnums=0, out_shardings=(places, None)), jax.jit(evaluate)
+    step, evaluate = (
+        jax.jit(step, donate_argnums=0, out_shardings=(places, None)),
+        jax.jit(evaluate),
+    )
     if given:
         given = sharding.replicate(mesh, given)
         step, evaluate = _with(step, given), _with(evaluate, given)
@@ -75,7 +80,11 @@ def compiled(
         init=jax.jit(init, out_shardings=places),
         step=step,
         evaluate=evaluate,
-        like=jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places),
+        like=jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shapes,
+            places,
+        ),
     )
 
 

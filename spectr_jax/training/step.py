@@ -35,7 +35,9 @@ Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, di
 """What a step lowers: of (params, batch, key), which is consumed, the loss and what is logged, both summed over tokens."""
 
 
-def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def init_state(
+    model: nnx.Module, optimizer: optax.GradientTransformation, key: jax.Array
+) -> TrainState:
     """Returns the state before the first step; `key` is kept in it."""
     params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
@@ -71,9 +73,14 @@ def summed_loss(
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
     mask = causal(batch["segments"])
-    logits = model.exits(batch["inputs"], batch["positions"], mask, after=after, dropout_key=dropout_key, remat=remat)
+    logits = model.exits(
+        batch["inputs"], batch["positions"], mask, after=after, dropout_key=dropout_key, remat=remat
+    )
     real = batch["segments"] > 0
-    nats = [jnp.sum(real * optax.softmax_cross_entropy_with_integer_labels(each, batch["targets"])) for each in logits]
+    nats = [
+        jnp.sum(real * optax.softmax_cross_entropy_with_integer_labels(each, batch["targets"]))
+        for each in logits
+    ]
     return nats[0], nats[1] if exit_layer else jnp.zeros(()), jnp.sum(real)
 
 
@@ -98,7 +105,9 @@ def train_step(
     """
 
     def objective(params, part, key):
-        nats, exit_nats, _ = summed_loss(nnx.merge(graphdef, params), part, key, options.exit_layer, options.remat)
+        nats, exit_nats, _ = summed_loss(
+            nnx.merge(graphdef, params), part, key, options.exit_layer, options.remat
+        )
         exits = {"exit_loss": exit_nats} if options.exit_layer else {}
         return nats + options.exit_weight * exit_nats, {"loss": nats, **exits}
 
@@ -144,7 +153,11 @@ def update(
     grads, logged = jax.lax.scan(add_part, zeros, (jnp.arange(accumulate), parts))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {**jax.tree.map(jnp.sum, logged), "grad_norm": optax.tree.norm(grads), "tokens": tokens}
+    metrics = {
+        **jax.tree.map(jnp.sum, logged),
+        "grad_norm": optax.tree.norm(grads),
+        "tokens": tokens,
+    }
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 

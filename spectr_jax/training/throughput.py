@@ -44,7 +44,9 @@ def peak_flops() -> float:
     if published is not None:
         return published * jax.device_count()
     # Devices of one CPU are its cores cut up: they share what one product gets.
-    return _product_flops() * (jax.process_count() if jax.default_backend() == "cpu" else jax.device_count())
+    return _product_flops() * (
+        jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
+    )
 
 
 def published_flops(kind: str) -> float | None:

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from spectr_jax.errors import UserError, unknown
 from spectr_jax.transport import (
     greedy,
     greedy_multipath,
@@ -22,8 +21,14 @@ from spectr_jax.transport import (
     spectr_plus_plus,
 )
 from spectr_jax.transport.base import Choice, Plan
-from spectr_jax.transport.bounds import harmonic_bound, optimal_acceptance, theorem_1_bound, total_variation
+from spectr_jax.transport.bounds import (
+    harmonic_bound,
+    optimal_acceptance,
+    theorem_1_bound,
+    total_variation,
+)
 from spectr_jax.transport.types import ExactProbs
+from spectr_jax.utils.errors import UserError, unknown
 
 __all__ = [
     "PLANS",
@@ -96,7 +101,9 @@ def register(name: str, plan: PlanFunctions) -> None:
         raise UserError(f"plan {name!r} is there already; choose another name")
     for function in ("select", "pmf", "acceptance"):
         if not callable(getattr(plan, function, None)):
-            raise UserError(f"plan {name!r} has no function {function!r}; give select, pmf and acceptance")
+            raise UserError(
+                f"plan {name!r} has no function {function!r}; give select, pmf and acceptance"
+            )
     drafts = getattr(plan, "DRAFTS", "iid")
     if drafts not in RULES:
         raise unknown(f"rule DRAFTS of plan {name!r},", drafts, RULES)
@@ -116,7 +123,9 @@ def get(name: str, **options: Any) -> Plan:
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            raise UserError(f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}")
+            raise UserError(
+                f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
+            )
     functions = plan.select, plan.pmf, plan.acceptance
     drafts, winner = getattr(plan, "DRAFTS", "iid"), getattr(plan, "win", None)
     return Plan(name, tuple(sorted(options.items())), functions, drafts, winner)

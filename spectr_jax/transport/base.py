@@ -21,9 +21,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import ArrayLike
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport import checks
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
+from spectr_jax.transport.types import (
+    BoolScalar,
+    Drafts,
+    ExactProbs,
+    FloatScalar,
+    IntScalar,
+    Probs,
+    Valid,
+)
+from spectr_jax.utils.errors import UserError
 
 
 class Choice(NamedTuple):
@@ -57,7 +65,9 @@ class Plan:
     drafts: str = "iid"
     winner: Callable[..., Any] | None = None
 
-    def select(self, key: PRNGKeyArray, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> Choice:
+    def select(
+        self, key: PRNGKeyArray, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
+    ) -> Choice:
         """Chooses a token with distribution q.
 
         Jittable and vmappable. The number of drafts is the sum of `valid`, which may be traced. A token with q = 0 is never
@@ -97,7 +107,9 @@ class Plan:
           UserError: the plan names no winner.
         """
         if self.winner is None:
-            raise UserError(f"plan {self.name!r} names no winner; give one that does, such as 'otm'")
+            raise UserError(
+                f"plan {self.name!r} names no winner; give one that does, such as 'otm'"
+            )
         p, q, valid = _usable(p, q, drafts, valid)
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
@@ -108,7 +120,9 @@ class Plan:
           UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too large for the plan.
         """
         p, q = checks.check_distributions(p, q)
-        return self.functions[1](p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options))
+        return self.functions[1](
+            p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options)
+        )
 
     def acceptance(self, p: ArrayLike, q: ArrayLike, k: int | float) -> float:
         """Returns the exact probability that the token is among k drafts, in float64.
@@ -120,14 +134,20 @@ class Plan:
         return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))
 
 
-def _dtypes(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> tuple[tuple[ArrayLike, Any], ...]:
+def _dtypes(
+    p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
+) -> tuple[tuple[ArrayLike, Any], ...]:
     return (p, jnp.float32), (q, jnp.float32), (drafts, jnp.int32), (valid, bool)
 
 
 def _usable(p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> tuple[Probs, Probs, Valid]:
     """Returns the arguments of `Plan.select` under jit, made valid."""
     p, q = _normalised(p), _normalised(q)
-    return p, q, valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0)
+    return (
+        p,
+        q,
+        valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0),
+    )
 
 
 def _normalised(pmf: Probs) -> Probs:
@@ -137,14 +157,21 @@ def _normalised(pmf: Probs) -> Probs:
 
 
 def select_by_pmf(
-    pmf: Callable[..., ExactProbs], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
+    pmf: Callable[..., ExactProbs],
+    key: PRNGKeyArray,
+    p: Probs,
+    q: Probs,
+    drafts: Drafts,
+    valid: Valid,
 ) -> Choice:
     """Draws a token from `pmf(p, q, drafts)`, which the host computes; consumes `key`.
 
     This is the `select` of plans for analysis, for small vocabularies and tests: each choice is a callback to the host.
     """
 
-    def on_host(p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike) -> Float[np.ndarray, " vocab"]:
+    def on_host(
+        p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
+    ) -> Float[np.ndarray, " vocab"]:
         p, q, drafts, valid = (np.asarray(x) for x in (p, q, drafts, valid))
         p, q = p.astype(np.float64), q.astype(np.float64)
         if not (valid.any() and q.any()):
@@ -183,7 +210,9 @@ def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[
     return jax.vmap(draw_one)(bits.reshape(-1)).reshape(shape)
 
 
-def _invert(cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar) -> IntScalar:
+def _invert(
+    cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar
+) -> IntScalar:
     """Returns the first index of positive weight whose cumulative sum exceeds `level`, or the last such index."""
     positive = weights > 0
     reached = positive & (cumulative > level)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport import checks, otm
+from spectr_jax.utils.errors import UserError
 
 LARGEST = 5_000_000
 """The most terms of `theorem_1_bound`."""
@@ -79,12 +79,19 @@ def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
         )
     tuples = list(itertools.combinations_with_replacement(range(V), k))
     counts = np.array([np.bincount(drafts, minlength=V) for drafts in tuples])
-    orders = np.array([math.factorial(k) / np.prod([math.factorial(c) for c in row if c > 1] or [1]) for row in counts])
+    orders = np.array(
+        [
+            math.factorial(k) / np.prod([math.factorial(c) for c in row if c > 1] or [1])
+            for row in counts
+        ]
+    )
     probabilities = np.prod(p**counts, axis=1)
     single = np.minimum(q, 1 - (1 - p) ** k)
     best = np.inf
     for subset in itertools.product((False, True), repeat=V):
         chosen = np.array(subset)
         absorbed = ((counts > 0) & ~chosen) @ q
-        best = min(best, single[chosen].sum() + np.sum(orders * np.minimum(probabilities, absorbed)))
+        best = min(
+            best, single[chosen].sum() + np.sum(orders * np.minimum(probabilities, absorbed))
+        )
     return float(best)

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport.types import ExactProbs
+from spectr_jax.utils.errors import UserError
 
 TOLERANCE = 1e-3
 """How far the sum of a distribution may be from 1; float32 sums over large vocabularies are that rough."""
@@ -24,10 +24,14 @@ def check_distributions(p: ArrayLike, q: ArrayLike) -> tuple[ExactProbs, ExactPr
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for name, pmf in (("p", p), ("q", q)):
         if pmf.ndim != 1 or not len(pmf):
-            raise UserError(f"{name} has shape {pmf.shape}; give one distribution [V], and vmap for more")
+            raise UserError(
+                f"{name} has shape {pmf.shape}; give one distribution [V], and vmap for more"
+            )
         wrong = np.flatnonzero(~(np.isfinite(pmf) & (pmf >= 0)))
         if len(wrong):
-            raise UserError(f"{name}[{wrong[0]}] is {pmf[wrong[0]]}; probabilities are finite and at least 0")
+            raise UserError(
+                f"{name}[{wrong[0]}] is {pmf[wrong[0]]}; probabilities are finite and at least 0"
+            )
         if abs(pmf.sum() - 1) > TOLERANCE:
             raise UserError(f"{name} sums to {pmf.sum():.6g}, not 1; divide it by its sum")
     if len(p) != len(q):
@@ -49,11 +53,15 @@ def check_whole(drafts: ArrayLike | Sequence[int]) -> None:
     ):
         return
     array = np.asarray(drafts)
-    if array.size and (array.dtype.kind not in "iu" or np.any((array < -(2**31)) | (array >= 2**31))):
+    if array.size and (
+        array.dtype.kind not in "iu" or np.any((array < -(2**31)) | (array >= 2**31))
+    ):
         raise UserError(f"drafts={drafts!r:.60}: must be whole numbers within int32; give tokens")
 
 
-def check_drafts(p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str) -> tuple[int, ...]:
+def check_drafts(
+    p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str
+) -> tuple[int, ...]:
     """Returns the drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
     check_whole(drafts)
     drafts = tuple(int(draft) for draft in drafts)
@@ -61,11 +69,19 @@ def check_drafts(p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], r
         raise UserError("k=0: no valid draft; give at least one, or draw from q itself")
     for draft in drafts:
         if not 0 <= draft < len(p):
-            raise UserError(f"draft {draft} is outside the vocabulary 0..{len(p) - 1}; use the tokenizer of p")
+            raise UserError(
+                f"draft {draft} is outside the vocabulary 0..{len(p) - 1}; use the tokenizer of p"
+            )
         if p[draft] == 0:
             raise UserError(f"draft {draft} has p = 0; give drafts that were drawn from p")
     if rule != "iid" and len(set(drafts)) < len(drafts):
         raise UserError(f"drafts {drafts} repeat a token; this plan is for distinct drafts")
-    if rule == "greedy" and len(drafts) > 1 and min(p[list(drafts[:-1])]) < max(np.delete(p, drafts[:-1]), default=0):
-        raise UserError(f"drafts {drafts[:-1]} are not the {len(drafts) - 1} likeliest tokens of p; draft greedily")
+    if (
+        rule == "greedy"
+        and len(drafts) > 1
+        and min(p[list(drafts[:-1])]) < max(np.delete(p, drafts[:-1]), default=0)
+    ):
+        raise UserError(
+            f"drafts {drafts[:-1]} are not the {len(drafts) - 1} likeliest tokens of p; draft greedily"
+        )
     return drafts

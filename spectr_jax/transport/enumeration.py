@@ -38,7 +38,9 @@ def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:
     """Returns the probability that distinct `drafts` are drawn from p [V] without replacement, in this order."""
     rest, probability = p.copy(), 1.0
     for draft in drafts:
-        probability *= p[draft] / rest.sum()  # What is left is summed anew: 1 minus the rest has lost what is small.
+        probability *= (
+            p[draft] / rest.sum()
+        )  # What is left is summed anew: 1 minus the rest has lost what is small.
         rest[draft] = 0
     return float(probability)
 

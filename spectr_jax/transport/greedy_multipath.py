@@ -30,7 +30,9 @@ def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> 
     phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
     height = jnp.where(valid, cells.of_token[drafts], -1)
     tie = jax.random.uniform(key, drafts.shape)
-    return Winner(jnp.argmax(jnp.where(height == jnp.max(height), tie, -1)), p * phi[cells.of_token])
+    return Winner(
+        jnp.argmax(jnp.where(height == jnp.max(height), tie, -1)), p * phi[cells.of_token]
+    )
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:

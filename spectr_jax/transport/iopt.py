@@ -81,7 +81,12 @@ def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.nda
     k = len(ps)
     inside_p = np.where(subsets, ps, 0).sum(axis=1)
     inside_q = np.where(subsets, q, 0).sum(axis=1)
-    most = np.array([np.min(p[s & (q > 0)] / q[s & (q > 0)], initial=np.inf) for p, s in zip(ps, subsets, strict=True)])
+    most = np.array(
+        [
+            np.min(p[s & (q > 0)] / q[s & (q > 0)], initial=np.inf)
+            for p, s in zip(ps, subsets, strict=True)
+        ]
+    )
     filled = np.zeros((len(q), k + 1))  # Of each token's q, by u_0 .. u_k.
     usable = inside_q > NEGLIGIBLE
     chain, equal = [], []
@@ -95,8 +100,13 @@ def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.nda
         chain.append(step)
         if not usable[i]:
             equal.append(step[0])
-    filled = filled[q > 0] / q[q > 0, None]  # A row each of size 1: the solver's tolerances are absolute.
-    rows, bounds = np.concatenate([filled, *chain]), np.append(np.ones(len(filled)), np.zeros(2 * k))
+    filled = (
+        filled[q > 0] / q[q > 0, None]
+    )  # A row each of size 1: the solver's tolerances are absolute.
+    rows, bounds = (
+        np.concatenate([filled, *chain]),
+        np.append(np.ones(len(filled)), np.zeros(2 * k)),
+    )
     result = scipy.optimize.linprog(
         np.eye(k)[-1],
         A_ub=rows[:, 1:],
@@ -139,7 +149,9 @@ def accept_probability(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
     return float(1 - np.prod(_masses(ps, q, stages)[1]))
 
 
-def _masses(ps: DraftProbs, q: ExactProbs, stages: Stages) -> tuple[DraftProbs, Float[np.ndarray, " k"], ExactProbs]:
+def _masses(
+    ps: DraftProbs, q: ExactProbs, stages: Stages
+) -> tuple[DraftProbs, Float[np.ndarray, " k"], ExactProbs]:
     """Returns the accepted mass [k, V] of each draft, the probability [k] that it is rejected, and the residual [V]."""
     accepted = np.where(stages.subsets, np.minimum(ps, stages.alphas[:, None] * q), ps)
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)

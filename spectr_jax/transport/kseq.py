@@ -51,7 +51,9 @@ def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
     return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
 
 
-def sequential(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar) -> Choice:
+def sequential(
+    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar
+) -> Choice:
     """Runs SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
 
     Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it, one coin of
@@ -62,7 +64,9 @@ def sequential(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Val
     shared = jnp.minimum(p, q / gamma)
     total = _geometric_sum(jnp.sum(shared), jnp.sum(valid), len(drafts))[0]
     # u < q / (gamma p) without the division: right for p = 0, and never true for q = 0.
-    passes = valid & (uniforms[:-1] * gamma * p[drafts] < q[drafts]) & (uniforms[-1] * total < gamma)
+    passes = (
+        valid & (uniforms[:-1] * gamma * p[drafts] < q[drafts]) & (uniforms[-1] * total < gamma)
+    )
     residual = or_else(jnp.maximum(q - shared * jnp.minimum(total, gamma), 0), q)
     token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
     return Choice(token, jnp.any(valid & (drafts == token)))
@@ -83,7 +87,9 @@ def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) ->
     """Returns the probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
     shared, residual = _shared_and_residual(p, q, k, gamma)
     rejected = 1 - shared.sum()
-    rejected_without = np.maximum(rejected - (p - shared), 0) ** k  # All rejected, and none of them is x.
+    rejected_without = (
+        np.maximum(rejected - (p - shared), 0) ** k
+    )  # All rejected, and none of them is x.
     return float(1 - rejected**k + np.sum(residual * (rejected**k - rejected_without)))
 
 
@@ -131,7 +137,9 @@ def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatSca
     return jnp.sum(powers), jnp.sum(derivatives)
 
 
-def _shared_and_residual(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> tuple[ExactProbs, ExactProbs]:
+def _shared_and_residual(
+    p: ExactProbs, q: ExactProbs, k: int, gamma: float
+) -> tuple[ExactProbs, ExactProbs]:
     """Returns min(p, q / gamma) and the normalised residual, in float64."""
     shared = np.minimum(p, q / gamma)
     residual = np.maximum(q - shared * np.sum((1 - shared.sum()) ** np.arange(k)), 0)

@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport import kseq
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.utils.errors import UserError
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, *, gamma: float | None = None) -> Choice:
+def select(
+    key: PRNGKeyArray,
+    p: Probs,
+    q: Probs,
+    drafts: Drafts,
+    valid: Valid,
+    *,
+    gamma: float | None = None,
+) -> Choice:
     """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
     k = jnp.sum(valid)
     if gamma is None:
@@ -26,7 +34,9 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, 
     return kseq.sequential(key, p, q, drafts, valid, used)
 
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], *, gamma: float | None = None) -> ExactProbs:
+def pmf(
+    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], *, gamma: float | None = None
+) -> ExactProbs:
     """Returns the exact distribution of the token; see `Plan.pmf`."""
     return kseq.sequential_pmf(p, q, drafts, _gamma(p, q, len(drafts), gamma))
 
@@ -43,5 +53,7 @@ def _gamma(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> float:
 def checked(gamma: float) -> float:
     """Returns `gamma`; raises `UserError` unless it is at least 1, and finite in float32."""
     if not isinstance(gamma, numbers.Real) or not 1 <= gamma <= float(np.finfo(np.float32).max):
-        raise UserError(f"gamma={gamma} is not at least 1; give a division factor within [1, k], or None for k")
+        raise UserError(
+            f"gamma={gamma} is not at least 1; give a division factor within [1, k], or None for k"
+        )
     return gamma

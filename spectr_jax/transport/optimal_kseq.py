@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Bool, PRNGKeyArray
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport import iopt
 from spectr_jax.transport.base import Choice, select_by_pmf
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.utils.errors import UserError
 
 LARGEST = 40
 """Binary variables, V * k, that the search may have: more take hours."""
@@ -96,7 +96,9 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
     with _silenced():
         result = scipy.optimize.milp(
             np.eye(total)[k - 1],
-            constraints=scipy.optimize.LinearConstraint(scipy.sparse.csr_array(np.array(rows)), lower, upper),
+            constraints=scipy.optimize.LinearConstraint(
+                scipy.sparse.csr_array(np.array(rows)), lower, upper
+            ),
             bounds=scipy.optimize.Bounds(0, 1),
             integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
             options={"mip_rel_gap": 0.0},

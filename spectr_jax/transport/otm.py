@@ -119,7 +119,9 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     return winner_accepted_pmf(q, p * winner.rho[cells.of_token], drafts, wins)
 
 
-def acceptance(p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number) -> Float[AnyArray, ""]:
+def acceptance(
+    p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number
+) -> Float[AnyArray, ""]:
     """Returns alpha_k = 1 - D, the largest acceptance of all plans; see `Plan.acceptance`.
 
     Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at most `MOST`, and a little
@@ -141,7 +143,9 @@ def winner_pmf(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Nu
     drawn = p > 0
     rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
     share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
-    log_rest = xp.log1p(-xp.where(share < 1, share, 0))  # No neighbouring powers are subtracted: that loses what is small.
+    log_rest = xp.log1p(
+        -xp.where(share < 1, share, 0)
+    )  # No neighbouring powers are subtracted: that loses what is small.
     phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
     return WinnerPmf(rho, xp.where(drawn, phi, 0), low, high, rejection)
 
@@ -159,7 +163,9 @@ def _levels(
     """
     head_q = cumulative(xp, q)
     tail_p, tail_q = (xp.maximum(cumulative(xp, x[::-1])[::-1] - x, 0) for x in (p, q))
-    excess = xp.where(head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q)
+    excess = xp.where(
+        head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q
+    )
     at, index = xp.argmax(excess), xp.arange(len(p))
     rejection = xp.maximum(excess[at], 0)
     in_head = (index <= at) & (head_p > 0) & (rejection > 0)
@@ -179,14 +185,22 @@ def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
     return jnp.where(own, -1, winner.rho)
 
 
-def token_ratios(p: Probs, q: Probs, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]) -> Probs:
+def token_ratios(
+    p: Probs, q: Probs, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]
+) -> Probs:
     """Returns rho [V] of each token: its cell's `shared` ratio, or its own."""
     of_cell = shared[of_token]
     return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
 
 
 def winning_draft(
-    key: PRNGKeyArray, p: Probs, drafts: Drafts, valid: Valid, cells: Cells, winner: WinnerPmf, rho: Probs
+    key: PRNGKeyArray,
+    p: Probs,
+    drafts: Drafts,
+    valid: Valid,
+    cells: Cells,
+    winner: WinnerPmf,
+    rho: Probs,
 ) -> IntScalar:
     """Returns the index of the winning draft, whose token is distributed as p * rho (steps 2 and 3); consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
@@ -218,10 +232,15 @@ def moved(
     given, taken = matching.sums
     mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
     # One comparison with all cells is one kernel on a GPU; a CPU has less to do in a binary search.
-    search = functools.partial(jnp.searchsorted, method="scan_unrolled" if jax.default_backend() == "cpu" else "compare_all")
+    search = functools.partial(
+        jnp.searchsorted,
+        method="scan_unrolled" if jax.default_backend() == "cpu" else "compare_all",
+    )
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
     rise = matching.phi.at[partner].get(mode="clip") - matching.phi[own]
-    exchanges = (partner < len(matching.phi)) & (rise != 0)  # Rounding may leave a surplus without a partner.
+    exchanges = (partner < len(matching.phi)) & (
+        rise != 0
+    )  # Rounding may leave a surplus without a partner.
     toward = (rho - matching.phi[own]) / jnp.where(exchanges, rise, 1)
     return jnp.where(exchanges & (move < toward), partner, own)
 
@@ -249,7 +268,9 @@ def _ratio_cells(p: Probs, q: Probs, most: int) -> Cells:
     first = _bits(highest) - (OCTAVES << BITS)
     count = (OCTAVES << BITS) + 1
     of_token = jnp.clip(_bits(jnp.where(p > 0, q / p, jnp.inf)) - first, 0, count - 1)
-    edges = jax.lax.bitcast_convert_type((jnp.arange(1, count, dtype=jnp.int32) + first) << (23 - BITS), jnp.float32)
+    edges = jax.lax.bitcast_convert_type(
+        (jnp.arange(1, count, dtype=jnp.int32) + first) << (23 - BITS), jnp.float32
+    )
     mass_p, mass_q = _masses(p, q, of_token, count)
     bottom, top = jnp.pad(edges, (1, 0)), jnp.pad(edges, (0, 1), constant_values=jnp.inf)
     return Cells(mass_p, mass_q, bottom, top, of_token)
@@ -259,7 +280,9 @@ def _bits(ratio: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(ratio, jnp.int32) >> (23 - BITS)
 
 
-def _masses(p: Probs, q: Probs, of_token: Int[Array, " vocab"], count: int) -> Float[Array, "2 {count}"]:
+def _masses(
+    p: Probs, q: Probs, of_token: Int[Array, " vocab"], count: int
+) -> Float[Array, "2 {count}"]:
     """Returns the masses [2, count] of the cells.
 
     Adding more than a thousand equal masses one by one loses precision in float32. So they are added in parts, and scaled
@@ -267,7 +290,11 @@ def _masses(p: Probs, q: Probs, of_token: Int[Array, " vocab"], count: int) -> F
     """
     parts = -(-len(p) // 1024)
     part = jnp.arange(len(p), dtype=jnp.int32) % parts
-    sums = jnp.zeros((2, parts, count), p.dtype).at[:, part, of_token].add(jnp.stack([p, q]), mode="promise_in_bounds")
+    sums = (
+        jnp.zeros((2, parts, count), p.dtype)
+        .at[:, part, of_token]
+        .add(jnp.stack([p, q]), mode="promise_in_bounds")
+    )
     masses = jnp.sum(sums, axis=1)
     total = jnp.sum(masses, axis=1, keepdims=True)
     return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
@@ -279,13 +306,17 @@ def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:
     return Cells(np.bincount(of_token, p), np.bincount(of_token, q), levels, levels, of_token)
 
 
-def _exact(p: ExactProbs, q: ExactProbs, k: int | float) -> tuple[Cells, WinnerPmf, Float[np.ndarray, "cells cells"]]:
+def _exact(
+    p: ExactProbs, q: ExactProbs, k: int | float
+) -> tuple[Cells, WinnerPmf, Float[np.ndarray, "cells cells"]]:
     """Returns the cells, the winner's pmf, and the pmf [C, C] of a draft's cell after its move, by its own cell."""
     cells = exact_cells(p, q)
     winner = winner_pmf(cells.p, cells.q, k)
     surplus = cells.p * (winner.rho - winner.phi)
     given, taken = np.cumsum(np.maximum(surplus, 0)), np.cumsum(np.maximum(-surplus, 0))
-    before = np.maximum(given[:, None] - np.maximum(surplus, 0)[:, None], taken - np.maximum(-surplus, 0))
+    before = np.maximum(
+        given[:, None] - np.maximum(surplus, 0)[:, None], taken - np.maximum(-surplus, 0)
+    )
     matched = np.maximum(np.minimum(given[:, None], taken) - before, 0)
     matched[:, surplus >= 0] = matched[surplus <= 0] = 0
     rise = winner.phi - winner.phi[:, None]

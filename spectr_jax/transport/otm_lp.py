@@ -15,9 +15,9 @@ import math
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice, select_by_pmf
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.utils.errors import UserError
 
 LARGEST = 1_000_000
 """The most flow variables: more take minutes and gigabytes."""
@@ -64,7 +64,9 @@ def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
 
 
 @functools.lru_cache(maxsize=64)
-def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozenset[int], ExactProbs], ExactProbs]:
+def _solve(
+    p_bytes: bytes, q_bytes: bytes, k: int
+) -> tuple[float, dict[frozenset[int], ExactProbs], ExactProbs]:
     """Returns the largest acceptance, the accepted part [V] of the token's pmf for each set, and the residual [V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse
@@ -98,7 +100,9 @@ def _solve(p_bytes: bytes, q_bytes: bytes, k: int) -> tuple[float, dict[frozense
     pmfs = np.zeros((len(sets), len(q)))
     masses = np.array(list(sets.values()))
     pmfs[rows, tokens] = flow / masses[rows]
-    pmfs /= np.maximum(pmfs.sum(axis=1, keepdims=True), 1)  # What the solver's tolerance is to a tiny mass.
+    pmfs /= np.maximum(
+        pmfs.sum(axis=1, keepdims=True), 1
+    )  # What the solver's tolerance is to a tiny mass.
     residual = np.maximum(q - masses @ pmfs, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     return float(flow.sum()), dict(zip(sets, pmfs, strict=True)), residual

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.enumeration import probability_in_order
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.utils.errors import UserError
 
 DRAFTS = "race"
 LARGEST = 1_000
@@ -56,7 +56,9 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     """Returns the exact distribution of the token; see `Plan.pmf`. `drafts` are in order of arrival."""
     order = np.array(drafts)
-    result: ExactProbs = q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
+    result: ExactProbs = (
+        q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
+    )
     return result
 
 
@@ -79,13 +81,17 @@ def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]
       UserError: V is too large.
     """
     if len(p) > LARGEST:
-        raise UserError(f"V={len(p)} tokens are more than {LARGEST:,}; measure the acceptance with `select`, or lower V")
+        raise UserError(
+            f"V={len(p)} tokens are more than {LARGEST:,}; measure the acceptance with `select`, or lower V"
+        )
     result = np.zeros(k)
     for x in np.flatnonzero((p > 0) & (q > 0)):
         # Clocks in units of that of x, which is Exp(1): the others lose against x under q; under p, they do or not.
         by_p, by_q = (np.delete(pmf / pmf[x], x) for pmf in (p, q))
         behind = np.exp(-TIMES * np.maximum(by_p, by_q)[:, None])
-        ahead = np.exp(-TIMES * by_q[:, None]) * -np.expm1(-TIMES * np.maximum(by_p - by_q, 0)[:, None])
+        ahead = np.exp(-TIMES * by_q[:, None]) * -np.expm1(
+            -TIMES * np.maximum(by_p - by_q, 0)[:, None]
+        )
         counts = np.zeros((k, len(TIMES)))
         counts[0] = 1
         for this_behind, this_ahead in zip(behind, ahead, strict=True):
@@ -95,7 +101,9 @@ def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]
     return result
 
 
-def _drafts_given_winner(p: ExactProbs, q: ExactProbs, order: Int[np.ndarray, " k"]) -> Float[np.ndarray, "vocab times"]:
+def _drafts_given_winner(
+    p: ExactProbs, q: ExactProbs, order: Int[np.ndarray, " k"]
+) -> Float[np.ndarray, "vocab times"]:
     """Returns the probability [V, U] of these drafts in this order if token y wins the race of q at each of the U TIMES."""
     k, winners = len(order), np.arange(len(p))
     starts = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
@@ -104,7 +112,9 @@ def _drafts_given_winner(p: ExactProbs, q: ExactProbs, order: Int[np.ndarray, " 
     state[:, :, 0] = 1
     times = np.unique(starts[np.isfinite(starts)])
     for begin, end in zip(times, np.append(times[1:], np.inf), strict=True):
-        for y in winners[starts == begin]:  # Its own arrival: it must be the next draft, or all must be there already.
+        for y in winners[
+            starts == begin
+        ]:  # Its own arrival: it must be the next draft, or all must be there already.
             arrived = state[y, :, place[y]].copy()
             state[y] = 0
             state[y, :, min(place[y] + 1, k)] = arrived
@@ -138,11 +148,17 @@ def _advance(
     jumps[:, :, range(k), range(k)] = (1 - leave / fastest)[:, None]
     jumps[:, :, range(k), range(1, k + 1)] = (step / fastest)[:, None]
     jumps[:, :, k, k] = 1
-    power, term, transition = np.broadcast_to(np.eye(k + 1), jumps.shape), np.exp(-time), np.zeros(1)
+    power, term, transition = (
+        np.broadcast_to(np.eye(k + 1), jumps.shape),
+        np.exp(-time),
+        np.zeros(1),
+    )
     for n in range(1, 20):
         transition = transition + term * power
         power, term = power @ jumps, term * time / n
     for doubled in range(halvings):
         transition = transition @ transition
-        transition[:, :, range(k + 1), range(k + 1)] = np.exp(-stays * time[:, :, 0] * 2.0 ** (doubled + 1))
+        transition[:, :, range(k + 1), range(k + 1)] = np.exp(
+            -stays * time[:, :, 0] * 2.0 ** (doubled + 1)
+        )
     return (state[:, :, None] @ transition)[:, :, 0]

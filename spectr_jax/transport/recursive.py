@@ -15,7 +15,15 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
+from spectr_jax.transport.types import (
+    BoolScalar,
+    Drafts,
+    ExactProbs,
+    FloatScalar,
+    IntScalar,
+    Probs,
+    Valid,
+)
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
@@ -38,7 +46,12 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
 
 def reject_in_turn(
-    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, next_pmf: Callable[[Probs, IntScalar], Probs]
+    key: PRNGKeyArray,
+    p: Probs,
+    q: Probs,
+    drafts: Drafts,
+    valid: Valid,
+    next_pmf: Callable[[Probs, IntScalar], Probs],
 ) -> Choice:
     """Runs recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of the next draft; consumes
     `key`."""
@@ -66,7 +79,10 @@ def reject_in_turn(
 
 
 def pmf_in_turn(
-    p: ExactProbs, q: ExactProbs, drafts: Sequence[int], next_pmf: Callable[[ExactProbs, int], ExactProbs]
+    p: ExactProbs,
+    q: ExactProbs,
+    drafts: Sequence[int],
+    next_pmf: Callable[[ExactProbs, int], ExactProbs],
 ) -> ExactProbs:
     """Returns the distribution [V] of recursive rejection given the drafts, in float64; `next_pmf(p, draft)` is a pmf."""
     result, none_before, left = np.zeros(len(p)), 1.0, q

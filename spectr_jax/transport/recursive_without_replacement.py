@@ -10,10 +10,10 @@ p_{i+1}(x) = \frac{p_i(x)}{1 - p_i(x_i)} \text{ for } x \ne x_i.$$
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.recursive import pmf_in_turn, reject_in_turn, residual
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.utils.errors import UserError
 
 DRAFTS = "without_replacement"
 LARGEST = 10_000_000
@@ -53,7 +53,11 @@ def _acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
         return overlap
     rejected = np.maximum(p - q, 0)
     return float(
-        overlap + sum(rejected[x] * _acceptance(without(p, x), left, k - 1) for x in np.flatnonzero(rejected).tolist())
+        overlap
+        + sum(
+            rejected[x] * _acceptance(without(p, x), left, k - 1)
+            for x in np.flatnonzero(rejected).tolist()
+        )
     )
 
 

@@ -15,7 +15,9 @@ from spectr_jax.transport.types import BoolScalar, IntScalar
 PIVOTS = 100
 """At most; programs with 16 variables take about 10 to 30."""
 
-_Carry: TypeAlias = tuple[Float[Array, "rows columns"], Int[Array, " m"], Int[Array, " n"], IntScalar]
+_Carry: TypeAlias = tuple[
+    Float[Array, "rows columns"], Int[Array, " m"], Int[Array, " n"], IntScalar
+]
 
 
 def tolerance(dtype: Any) -> float:
@@ -24,7 +26,9 @@ def tolerance(dtype: Any) -> float:
     return small
 
 
-def maximise(gain: Float[Array, " n"], rows: Float[Array, "m n"], bounds: Float[Array, " m"]) -> Float[Array, " n"]:
+def maximise(
+    gain: Float[Array, " n"], rows: Float[Array, "m n"], bounds: Float[Array, " m"]
+) -> Float[Array, " n"]:
     """Returns the x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
     Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the limit on steps ends
@@ -49,12 +53,18 @@ def maximise(gain: Float[Array, " n"], rows: Float[Array, "m n"], bounds: Float[
         table, basic, free, steps = carry
         column = jnp.argmin(table[-1, :-1])
         slopes = table[:-1, column]
-        ratios = jnp.where(slopes > small, jnp.maximum(table[:-1, -1], 0) / jnp.where(slopes > small, slopes, 1), jnp.inf)
+        ratios = jnp.where(
+            slopes > small,
+            jnp.maximum(table[:-1, -1], 0) / jnp.where(slopes > small, slopes, 1),
+            jnp.inf,
+        )
         row = jnp.argmin(ratios)
         bounded = jnp.isfinite(ratios[row])
         at = table[row, column]
         scaled = table[row] / at
-        updated = (table - jnp.outer(table[:, column], scaled)).at[:, column].set(-table[:, column] / at)
+        updated = (
+            (table - jnp.outer(table[:, column], scaled)).at[:, column].set(-table[:, column] / at)
+        )
         updated = updated.at[row].set(scaled).at[row, column].set(1 / at)
         swapped = basic.at[row].set(free[column]), free.at[column].set(basic[row])
         return (

@@ -26,7 +26,15 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from spectr_jax.transport import iopt, simplex
 from spectr_jax.transport.base import Choice, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
+from spectr_jax.transport.types import (
+    BoolScalar,
+    Drafts,
+    ExactProbs,
+    FloatScalar,
+    IntScalar,
+    Probs,
+    Valid,
+)
 
 ITERATIONS = 32
 """The most iterations of Algorithm 2; it usually stops by itself after 2 to 6."""
@@ -54,7 +62,9 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     return improved_acceptance(p, q, k, ITERATIONS)
 
 
-def improved(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, iterations: int) -> Choice:
+def improved(
+    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, iterations: int
+) -> Choice:
     """Runs Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
     accept_key, residual_key = jax.random.split(key)
     k, most = jnp.sum(valid), len(drafts)
@@ -63,7 +73,9 @@ def improved(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
     stage = jnp.maximum(jnp.cumsum(valid) - 1, 0)
     uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
     outside = p[drafts] <= thresholds[stage] * q[drafts]
-    passes = valid & (q[drafts] > 0) & (outside | (uniforms * p[drafts] < alphas[stage] * q[drafts]))
+    passes = (
+        valid & (q[drafts] > 0) & (outside | (uniforms * p[drafts] < alphas[stage] * q[drafts]))
+    )
 
     def accept(i: IntScalar, carry: tuple[Probs, FloatScalar]) -> tuple[Probs, FloatScalar]:
         left, reached = carry
@@ -76,7 +88,9 @@ def improved(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def improved_pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int) -> ExactProbs:
+def improved_pmf(
+    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int
+) -> ExactProbs:
     """Returns the distribution [V] of Algorithm 1's token given the drafts, in float64."""
     return iopt.pmf(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
 
@@ -102,7 +116,9 @@ def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Sta
     return iopt.Stages(alphas, p > thresholds[:, None] * q)
 
 
-def _iopt(p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar) -> _Stages:
+def _iopt(
+    p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar
+) -> _Stages:
     """Runs Algorithm 2 for a traced `k <= most`; stages from k on do nothing."""
     tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
@@ -111,11 +127,18 @@ def _iopt(p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, itera
     def unfinished(carry: tuple[_Stages, BoolScalar, IntScalar]) -> BoolScalar:
         return carry[1] & (carry[2] < iterations)
 
-    def improve(carry: tuple[_Stages, BoolScalar, IntScalar]) -> tuple[_Stages, BoolScalar, IntScalar]:
+    def improve(
+        carry: tuple[_Stages, BoolScalar, IntScalar],
+    ) -> tuple[_Stages, BoolScalar, IntScalar]:
         stages, _, done = carry
         alphas = _best_alphas(p, q, ratio, stages, active)
-        thresholds = jnp.where(active, jnp.maximum(stages.thresholds, alphas * (1 + tolerance)), -jnp.inf)
-        same = jnp.all(jnp.sum(ratio > thresholds[:, None], axis=1) == jnp.sum(ratio > stages.thresholds[:, None], axis=1))
+        thresholds = jnp.where(
+            active, jnp.maximum(stages.thresholds, alphas * (1 + tolerance)), -jnp.inf
+        )
+        same = jnp.all(
+            jnp.sum(ratio > thresholds[:, None], axis=1)
+            == jnp.sum(ratio > stages.thresholds[:, None], axis=1)
+        )
         # After the last program the subsets stay those that it was solved for.
         last = same | (done + 1 == iterations)
         return _Stages(alphas, jnp.where(last, stages.thresholds, thresholds)), ~same, done + 1
@@ -150,7 +173,9 @@ class _Program(NamedTuple):
     bounds: Float[Array, " rows"]
 
 
-def _program(p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]) -> _Program:
+def _program(
+    p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]
+) -> _Program:
     """Returns (LP_k) for the subsets of `stages`."""
     inside = ratio > stages.thresholds[:, None]
     inside_p = jnp.where(active, jnp.sum(jnp.where(inside, p, 0), axis=1), 1)
@@ -168,9 +193,13 @@ def _program(p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Arr
     out = (nearest[:, None] <= stages.thresholds) * nearest[:, None]
     fill = jnp.where(out > 0, 0, 1) + product(out, slope[:-1])
     above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
-    rows = jnp.concatenate([jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
+    rows = jnp.concatenate(
+        [jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)]
+    )
     sum_bound = jnp.where(above_all, 1, LARGEST_ALPHA)
-    bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), sum_bound[None]])
+    bounds = jnp.concatenate(
+        [cap * constant[:-1], 1 - product(out, constant[:-1]), sum_bound[None]]
+    )
     return _Program(inside_p, inside_q, cap, slope, constant, rows, bounds)
 
 
@@ -190,7 +219,9 @@ def _best_alphas(
     y = jnp.maximum(start + change[: len(start)] - change[len(start) :], 0)
     # Rounding may lead the simplex astray: the start is feasible, and stays where the end is not, or is worse.
     bounds = jnp.maximum(program.bounds, product(rows, start)) + simplex.tolerance(p.dtype)
-    improved = jnp.all(product(rows, y) <= bounds) & (product(slope[-1], y) <= product(slope[-1], start))
+    improved = jnp.all(product(rows, y) <= bounds) & (
+        product(slope[-1], y) <= product(slope[-1], start)
+    )
     y = jnp.where(improved, y, start)
     u = (program.constant + product(slope, y))[:-1]
     return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), program.cap)

@@ -30,7 +30,9 @@ class Winner(NamedTuple):
     pmf: Probs
 
 
-def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
+def select_winner(
+    win: Callable[..., Winner], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
+) -> Choice:
     """Accepts the winner y with probability min(1, q(y) / g(y)), else draws from (q - g)+; consumes `key`."""
     accept_key, residual_key, win_key = jax.random.split(key, 3)
     first, g = win(win_key, p, q, drafts, valid)
@@ -43,7 +45,9 @@ def select_winner(win: Callable[..., Winner], key: PRNGKeyArray, p: Probs, q: Pr
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def winner_accepted_pmf(q: ExactProbs, g: ExactProbs, drafts: Sequence[int], wins: Float[np.ndarray, " k"]) -> ExactProbs:
+def winner_accepted_pmf(
+    q: ExactProbs, g: ExactProbs, drafts: Sequence[int], wins: Float[np.ndarray, " k"]
+) -> ExactProbs:
     """Returns the distribution [V] of the token in float64, if each of `drafts` wins with the probability in `wins`."""
     residual = np.maximum(q - g, 0)
     residual = residual / residual.sum() if residual.sum() > 0 else q

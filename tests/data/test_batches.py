@@ -5,10 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from spectr_jax.data.batches import encode, evaluation_batches, go_to, positions_of, training_batches
+from spectr_jax.data.batches import (
+    encode,
+    evaluation_batches,
+    go_to,
+    positions_of,
+    training_batches,
+)
 from spectr_jax.data.packed import open_corpus, pack
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 WORDS = "the a small large model draft target token law plan tree chain of in on emits accepts and or".split()  # noqa: SIM905
 
@@ -35,7 +41,9 @@ def _sentences_of(batch):
 
 def test_no_text_is_out_of_vocabulary(tokenizer):
     for text in ("the draft", "naïve 東京 🙂 zq"):
-        assert tokenizer.decode([*tokenizer.encode(text), -1]) == text  # -1 is no token: the target had no distribution.
+        assert (
+            tokenizer.decode([*tokenizer.encode(text), -1]) == text
+        )  # -1 is no token: the target had no distribution.
     assert tokenizer.piece(-1) == "<none>"
     assert tokenizer.vocab_size == 320
 
@@ -46,7 +54,9 @@ def test_targets_are_inputs_one_later(sentences, tokenizer):
         assert inputs[0] == BOS and targets[-1] == EOS
         np.testing.assert_array_equal(inputs[1:], targets[:-1])
     padding = batch["segments"] == 0
-    assert padding.any() and not batch["inputs"][padding].any() and not batch["targets"][padding].any()
+    assert (
+        padding.any() and not batch["inputs"][padding].any() and not batch["targets"][padding].any()
+    )
 
 
 def test_long_sentences_are_cut(tokenizer):
@@ -57,7 +67,9 @@ def test_long_sentences_are_cut(tokenizer):
 
 def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
     batches = list(evaluation_batches(sentences, tokenizer, batch=4, length=96))
-    found = sorted(tokenizer.decode(targets) for batch in batches for _, targets in _sentences_of(batch))
+    found = sorted(
+        tokenizer.decode(targets) for batch in batches for _, targets in _sentences_of(batch)
+    )
     assert found == sorted(sentences)
     for batch in batches:
         assert not batch["targets"][batch["segments"] == 0].any()
@@ -65,12 +77,22 @@ def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
     assert filled > 0.85
 
 
-@pytest.mark.parametrize("streams", [1, *(pytest.param(streams, marks=pytest.mark.slow) for streams in (3, 4))])
+@pytest.mark.parametrize(
+    "streams", [1, *(pytest.param(streams, marks=pytest.mark.slow) for streams in (3, 4))]
+)
 def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
     """Of each stream: wherever its rows end with a packed batch, each sentence of its share was seen n or n + 1 times, in
     another order each time, although the pipeline starts anew every 17 batches."""
-    numbers = {tokenizer.decode(tokenizer.encode(sentence)): index for index, sentence in enumerate(sentences)}
-    options = {"batch": streams, "length": 96, "seed": 3, "streams": streams}  # A row from each stream.
+    numbers = {
+        tokenizer.decode(tokenizer.encode(sentence)): index
+        for index, sentence in enumerate(sentences)
+    }
+    options = {
+        "batch": streams,
+        "length": 96,
+        "seed": 3,
+        "streams": streams,
+    }  # A row from each stream.
     seen: list[list[int]] = [[] for _ in range(streams)]
     whole: list[list[int]] = [[] for _ in range(streams)]
     iterator = iter(training_batches(sentences, tokenizer, **options))
@@ -79,7 +101,9 @@ def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
         positions = json.loads(json.dumps(positions_of(iterator)))
         for stream, position in enumerate(positions):
             row = {name: array[stream : stream + 1] for name, array in batch.items()}
-            seen[stream] += [numbers[tokenizer.decode(targets)] for _, targets in _sentences_of(row)]
+            seen[stream] += [
+                numbers[tokenizer.decode(targets)] for _, targets in _sentences_of(row)
+            ]
             if position["next_row"] == 0:
                 assert len(seen[stream]) == position["parent"]["next_index"]
                 whole[stream] = list(seen[stream])
@@ -99,7 +123,10 @@ def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
 def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
     options = {"batch": 8, "length": 96, "seed": 3, "streams": 4}
     whole = training_batches(sentences, tokenizer, **options)
-    halves = [training_batches(sentences, tokenizer, **options, process=index, processes=2) for index in range(2)]
+    halves = [
+        training_batches(sentences, tokenizer, **options, process=index, processes=2)
+        for index in range(2)
+    ]
     for expected, *parts in itertools.islice(zip(whole, *halves, strict=False), 20):
         for name, array in expected.items():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
@@ -118,7 +145,9 @@ def test_a_stream_has_a_sentence_at_least(sentences, tokenizer, tmp_path):
 
 def test_shuffle_is_seeded(sentences, tokenizer):
     def first(seed):
-        return next(iter(training_batches(sentences, tokenizer, batch=2, length=96, seed=seed)))["inputs"]
+        return next(iter(training_batches(sentences, tokenizer, batch=2, length=96, seed=seed)))[
+            "inputs"
+        ]
 
     np.testing.assert_array_equal(first(0), first(0))
     assert (first(0) != first(1)).any()

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from spectr_jax.data.corpus import corpus_digest, open_sentences, sample_sentences
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 LINES = ["A first line.", "Zwei Wörter", "three"]
 
@@ -16,7 +16,9 @@ def _write(path, lines, opener=open):
     return str(path)
 
 
-@pytest.mark.parametrize(("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open), ("", open)])
+@pytest.mark.parametrize(
+    ("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open), ("", open)]
+)
 def test_one_file(tmp_path, suffix, opener):
     sentences = open_sentences(_write(tmp_path / f"corpus{suffix}", LINES, opener))
     assert [sentences[index] for index in range(len(sentences))] == LINES
@@ -31,24 +33,39 @@ def test_folder_and_glob_join_files_in_order(tmp_path):
     assert len(open_sentences(str(tmp_path / "b*"))) == 2
 
 
-@pytest.mark.parametrize(("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open)])
+@pytest.mark.parametrize(
+    ("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open)]
+)
 def test_blank_lines_are_no_sentences(tmp_path, suffix, opener):
     """Nor is a carriage return before a line's end a part of it."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    texts = ("\r\n \t \r\n" + LINES[0] + "\r\n\r\n", "   \n\n  " + LINES[1] + " \n \n\r\n" + LINES[2] + "\r", " ", "\r\n")
+    texts = (
+        "\r\n \t \r\n" + LINES[0] + "\r\n\r\n",
+        "   \n\n  " + LINES[1] + " \n \n\r\n" + LINES[2] + "\r",
+        " ",
+        "\r\n",
+    )
     for index, text in enumerate(texts):
         with opener(folder / f"{index}{suffix}", "wb") as file:
             file.write(text.encode())
     sentences = open_sentences(str(folder))
-    assert [sentences[index] for index in range(len(sentences))] == [LINES[0], f"  {LINES[1]} ", LINES[2]]
+    assert [sentences[index] for index in range(len(sentences))] == [
+        LINES[0],
+        f"  {LINES[1]} ",
+        LINES[2],
+    ]
     with pytest.raises(UserError, match="is empty; give text"):
         open_sentences(str(folder / f"2{suffix}"))
 
 
 def test_the_unpacked_lm1b_release(tmp_path):
     """Files without a suffix, in the folder that the official archive unpacks to."""
-    folder = tmp_path / "1-billion-word-language-modeling-benchmark-r13output" / "training-monolingual.tokenized.shuffled"
+    folder = (
+        tmp_path
+        / "1-billion-word-language-modeling-benchmark-r13output"
+        / "training-monolingual.tokenized.shuffled"
+    )
     folder.mkdir(parents=True)
     for shard in (1, 2):
         _write(folder / f"news.en-0000{shard}-of-00100", [f"sentence {shard} ."])
@@ -104,7 +121,9 @@ def test_corrupt_archive(tmp_path, suffix, opener, damage):
     path = tmp_path / f"corpus{suffix}"
     _write(path, LINES * 100, opener)
     path.write_bytes(path.read_bytes()[:-20] if damage == "truncated" else b"plain text")
-    with pytest.raises(UserError, match=rf"corpus{suffix}' is corrupt \(.*\); restore or remove it"):
+    with pytest.raises(
+        UserError, match=rf"corpus{suffix}' is corrupt \(.*\); restore or remove it"
+    ):
         open_sentences(str(path))
 
 
@@ -118,7 +137,10 @@ def test_not_utf8(tmp_path):
     ("spec", "message"),
     [
         ("tfds:lm1b", "corpus 'tfds:lm1b' is not of the form tfds:DATASET:SPLIT"),
-        ("tfds:lm1b:train", "the TFDS corpus 'tfds:lm1b:train' cannot be opened in .*scripts/prepare_lm1b.sh"),
+        (
+            "tfds:lm1b:train",
+            "the TFDS corpus 'tfds:lm1b:train' cannot be opened in .*scripts/prepare_lm1b.sh",
+        ),
         ("tfds:no_such_set:train", "the TFDS corpus 'tfds:no_such_set:train' cannot be opened"),
     ],
 )

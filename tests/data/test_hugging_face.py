@@ -21,8 +21,8 @@ from spectr_jax.data.hugging_face import (
     save_tokenizer,
 )
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
-from spectr_jax.errors import UserError
-from spectr_jax.loading import EMBEDDED
+from spectr_jax.loading.by_name import EMBEDDED
+from spectr_jax.utils.errors import UserError
 
 SENTENCES = [f"Sentence {number} of many, again and again." for number in range(200)]
 END = "<|endoftext|>"
@@ -57,7 +57,13 @@ def _texts():
     rng = random.Random(0)
     letters = [*map(chr, range(32, 127)), *" " * 30, *"éßł½–“”…\u00a0\u3000日本語😀\t"]
     drawn = ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(500)]
-    return [*(EMBEDDED / "prompts.txt").read_text().splitlines()[:100], *drawn, "", " ", "  two   spaces  "]
+    return [
+        *(EMBEDDED / "prompts.txt").read_text().splitlines()[:100],
+        *drawn,
+        "",
+        " ",
+        "  two   spaces  ",
+    ]
 
 
 def test_our_tokenizer_splits_texts_alike_there(ours, written):
@@ -74,7 +80,9 @@ def test_our_tokenizer_splits_texts_alike_there(ours, written):
 
 def test_a_vocabulary_is_the_same_in_either_form(ours, written, byte_pairs):
     assert HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS).vocabulary == ours.vocabulary
-    new, old = (HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0) for form in ("new", "old"))
+    new, old = (
+        HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0) for form in ("new", "old")
+    )
     assert new.vocabulary == old.vocabulary != ours.vocabulary
     assert new.vocab_size == old.vocab_size > 256
 
@@ -95,7 +103,12 @@ def test_pieces_look_as_in_the_text(ours, written):
     for tokenizer in (ours, theirs):
         assert "".join(map(tokenizer.piece, tokens)) == " The committee will meet \\ again"
         assert tokenizer.piece(EOS) == "</s>"
-        assert [tokenizer.piece(token) for token in tokenizer.encode("日")] == [" ", "<0xE6>", "<0x97>", "<0xA5>"]
+        assert [tokenizer.piece(token) for token in tokenizer.encode("日")] == [
+            " ",
+            "<0xE6>",
+            "<0x97>",
+            "<0xA5>",
+        ]
 
 
 def test_strings_to_prompts_and_back(ours, byte_pairs):
@@ -108,7 +121,12 @@ def test_strings_to_prompts_and_back(ours, byte_pairs):
             assert row[:length] == [tokenizer.bos, *tokenizer.encode(text)]
             assert set(row[length:]) <= {tokenizer.bos}
         assert tokenizer.texts(tokens, lengths) == texts
-        assert tokenizer.texts(np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 8), lengths) == texts
+        assert (
+            tokenizer.texts(
+                np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 8), lengths
+            )
+            == texts
+        )
         alone, one = tokenizer.prompts(texts[0])
         assert alone.tolist() == [tokens[0, : lengths[0]].tolist()] and one.tolist() == [lengths[0]]
         with pytest.raises(UserError, match="no prompts; give at least one string"):
@@ -116,7 +134,9 @@ def test_strings_to_prompts_and_back(ours, byte_pairs):
 
 
 def test_a_folder_without_a_tokenizer(byte_pairs, tmp_path):
-    with pytest.raises(UserError, match=r"has no tokenizer to be read \(no tokenizer\.json, and not both of vocab"):
+    with pytest.raises(
+        UserError, match=r"has no tokenizer to be read \(no tokenizer\.json, and not both of vocab"
+    ):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="has no tokenizer to be read"):
@@ -139,17 +159,25 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     )
     special = _special()
     ours = HuggingFaceTokenizer(special, 0, (2, 0), template=template)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=special, bos_token="<|end|>", eos_token="<|stop|>")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=special, bos_token="<|end|>", eos_token="<|stop|>"
+    )
     theirs.chat_template = template
     for messages in (
         [{"role": "user", "content": " Sentence 7? "}],
         [{"role": "system", "content": "Many"}, {"role": "user", "content": "again"}],
     ):
         tokens = ours.chat(messages)
-        assert tokens == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert tokens == theirs.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         assert tokens[0] == 0 and 1 in tokens and 2 in tokens
-    refusing = HuggingFaceTokenizer(special, 0, 2, template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match=r"chat template refuses these messages \(roles must alternate\)"):
+    refusing = HuggingFaceTokenizer(
+        special, 0, 2, template="{{ raise_exception('roles must alternate') }}"
+    )
+    with pytest.raises(
+        UserError, match=r"chat template refuses these messages \(roles must alternate\)"
+    ):
         refusing.chat([{"role": "user", "content": ""}])
     with pytest.raises(UserError, match="the model has no chat template"):
         HuggingFaceTokenizer(special, 0, 2).chat([])
@@ -157,17 +185,28 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
 
 def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
     """Of several tokens that end a sequence, the one that tokenizer_config.json names, and no BOS that it does not have."""
-    names = {"bos_token": {"content": "<|user|>", "lstrip": False}, "eos_token": "<|stop|>", "pad_token": None}
+    names = {
+        "bos_token": {"content": "<|user|>", "lstrip": False},
+        "eos_token": "<|stop|>",
+        "pad_token": None,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    assert read_names(tmp_path) == {"bos_token": "<|user|>", "eos_token": "<|stop|>"} and read_names(tmp_path / "none") == {}
+    assert (
+        read_names(tmp_path) == {"bos_token": "<|user|>", "eos_token": "<|stop|>"}
+        and read_names(tmp_path / "none") == {}
+    )
     messages = [{"role": "user", "content": "hi"}]
     special, template = _special(), "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     assert special.token_to_id("<|stop|>") == 2
     for given, ends in ((read_names(tmp_path), (1, 2)), (None, (0, 0))):
-        tokens = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=given).chat(messages)
+        tokens = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=given).chat(
+            messages
+        )
         assert (tokens[0], tokens[-1]) == ends
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
-    without = HuggingFaceTokenizer(special, 0, (0, 2), template=template, names=read_names(tmp_path))
+    without = HuggingFaceTokenizer(
+        special, 0, (0, 2), template=template, names=read_names(tmp_path)
+    )
     assert without.chat(messages) == [*without.encode("hi"), 0]
 
 
@@ -177,13 +216,21 @@ def test_tokens_that_only_the_files_beside_declare(tmp_path):
     special.save(str(tmp_path / "tokenizer.json"))
     size = special.get_vocab_size()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size}))
-    declared = {str(size + 1): {"content": "<|im_end|>", "special": True}, "1": {"content": "<|user|>", "special": True}}
+    declared = {
+        str(size + 1): {"content": "<|im_end|>", "special": True},
+        "1": {"content": "<|user|>", "special": True},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
     read = read_tokenizer(tmp_path)
-    assert read.encode("<|new|>again<|im_end|>").ids == [size, *special.encode("again").ids, size + 1]
+    assert read.encode("<|new|>again<|im_end|>").ids == [
+        size,
+        *special.encode("again").ids,
+        size + 1,
+    ]
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size + 5}))
     with pytest.raises(
-        UserError, match=r"has no tokenizer to be read \(token '<\|.*\|>' is \d+ in the files beside tokenizer"
+        UserError,
+        match=r"has no tokenizer to be read \(token '<\|.*\|>' is \d+ in the files beside tokenizer",
     ):
         read_tokenizer(tmp_path)
 
@@ -200,10 +247,14 @@ def test_tokens_that_only_the_files_beside_declare(tmp_path):
 def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
     """Settings beside the tokenizer count for Llama's classes, as in transformers."""
     special = _special()
-    special.post_processor = tokenizers.processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
+    special.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", 1)]
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert puts_bos(tmp_path, special, 1) == adds and first_added(special) == 1
-    assert puts_bos(tmp_path, _special(), 1) == (settings.get("tokenizer_class") == "LlamaTokenizerFast")
+    assert puts_bos(tmp_path, _special(), 1) == (
+        settings.get("tokenizer_class") == "LlamaTokenizerFast"
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,18 +283,26 @@ def test_what_templates_use_beside_messages(template):
         ("{{ range(10**9) | list }}", "refuses these messages (Range too big"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages (access to attribute '__class__'"),
         ("{{ messages[3].content }}", "refuses these messages (list object has no element 3)"),
-        ("{% if %}", "cannot be read (Expected an expression, got 'end of statement block'); decode without chat"),
+        (
+            "{% if %}",
+            "cannot be read (Expected an expression, got 'end of statement block'); decode without chat",
+        ),
     ],
 )
 def test_a_template_that_fails_is_one_line(template, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        HuggingFaceTokenizer(_special(), 0, 2, template=template).chat([{"role": "user", "content": "again"}])
+        HuggingFaceTokenizer(_special(), 0, 2, template=template).chat(
+            [{"role": "user", "content": "again"}]
+        )
 
 
-@pytest.mark.parametrize("messages", ["Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}]])
+@pytest.mark.parametrize(
+    "messages", ["Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}]]
+)
 def test_messages_are_a_list_of_messages(messages):
     with pytest.raises(
-        UserError, match=r"^messages are .*; give a list, such as \[\{'role': 'user', 'content': 'Why\?'\}\]$"
+        UserError,
+        match=r"^messages are .*; give a list, such as \[\{'role': 'user', 'content': 'Why\?'\}\]$",
     ):
         HuggingFaceTokenizer(_special(), 0, 2, template="{{ messages }}").chat(messages)
 
@@ -264,7 +323,9 @@ def test_files_of_old_are_read_for_a_gpt2_only(byte_pairs, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert read_tokenizer(tmp_path).get_vocab_size() > 256
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(UserError, match=r"no tokenizer\.json, without which it is unknown how a qwen2 splits texts"):
+    with pytest.raises(
+        UserError, match=r"no tokenizer\.json, without which it is unknown how a qwen2 splits texts"
+    ):
         read_tokenizer(tmp_path)
 
 
@@ -283,7 +344,15 @@ def test_where_a_template_is_found(tmp_path):
     settings = tmp_path / "tokenizer_config.json"
     for given, found in (
         ({"chat_template": "one"}, "one"),
-        ({"chat_template": [{"name": "tool", "template": "no"}, {"name": "default", "template": "two"}]}, "two"),
+        (
+            {
+                "chat_template": [
+                    {"name": "tool", "template": "no"},
+                    {"name": "default", "template": "two"},
+                ]
+            },
+            "two",
+        ),
         ({"chat_template": ["one"]}, None),
         ({}, None),
     ):
@@ -302,12 +371,16 @@ def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
     words = tokenizer.encode("Sentence 7")
     assert tokenizer.prompt("Sentence 7") == words and tokenizer.prompt("") == [1]
     assert [tokenizer.ends(token) for token in (0, 1, 2)] == [True, False, True]
-    assert tokenizer.decode([1, *words, 0, 2, -1]) == "Sentence 7" and tokenizer.piece(2) == "<|stop|>"
+    assert (
+        tokenizer.decode([1, *words, 0, 2, -1]) == "Sentence 7" and tokenizer.piece(2) == "<|stop|>"
+    )
     assert tokenizer.piece(-1) == "<none>"
     tokens, lengths = tokenizer.prompts(["Sentence 7", ""])
     assert lengths.tolist() == [len(words), 1] and tokens[1, 0] == 1
     assert not adds_bos(special, 1)
-    special.post_processor = tokenizers.processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
+    special.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", 1)]
+    )
     assert adds_bos(special, 1)
 
 
@@ -319,7 +392,9 @@ def test_controls_of_a_folder(tmp_path):
     assert controls(tmp_path, {"eos_token_id": 2}, 9, first=5) == (5, 2)
     for damaged in ("[]", '{"eos_token_id": [2, 0]'):
         (tmp_path / "generation_config.json").write_text(damaged)
-        with pytest.raises(UserError, match=r"generation_config\.json' (holds no JSON object|cannot be read)"):
+        with pytest.raises(
+            UserError, match=r"generation_config\.json' (holds no JSON object|cannot be read)"
+        ):
             controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, (7, 8))

@@ -10,9 +10,14 @@ import pytest
 
 from spectr_jax.data.corpus import open_sentences
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lm1b")]  # One environment with TensorFlow, made once.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("lm1b"),
+]  # One environment with TensorFlow, made once.
 ROOT = pathlib.Path(__file__).parents[2]
-URL = "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz"
+URL = (
+    "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz"
+)
 TOP = "1-billion-word-language-modeling-benchmark-r13output"
 FILES = {  # As in the release, whose training file 0 became the held-out ones.
     "training-monolingual.tokenized.shuffled": [
@@ -20,7 +25,10 @@ FILES = {  # As in the release, whose training file 0 became the held-out ones.
         "news.en-00002-of-00100",
         "news.en-00099-of-00100",
     ],
-    "heldout-monolingual.tokenized.shuffled": ["news.en.heldout-00000-of-00050", "news.en.heldout-00049-of-00050"],
+    "heldout-monolingual.tokenized.shuffled": [
+        "news.en.heldout-00000-of-00050",
+        "news.en.heldout-00049-of-00050",
+    ],
 }
 
 
@@ -33,7 +41,10 @@ def release(tmp_path_factory):
     for name, files in FILES.items():
         (folder / name).mkdir(parents=True)
         for file in files:
-            lines = [f"{' '.join(rng.choice(words, rng.integers(1, 9)))} {rng.integers(500)} ." for _ in range(800)]
+            lines = [
+                f"{' '.join(rng.choice(words, rng.integers(1, 9)))} {rng.integers(500)} ."
+                for _ in range(800)
+            ]
             (folder / name / file).write_text("\n".join(lines) + "\n")
     return folder
 
@@ -55,7 +66,9 @@ def prepared(release, tmp_path_factory):
     command = ["scripts/prepare_lm1b.sh", f"--data_dir={data_dir}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if not (ROOT / ".venv-lm1b/installed").exists():
-        pytest.skip(f"TensorFlow cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"TensorFlow cannot be installed here: {result.stderr.strip().splitlines()[-1]}"
+        )
     assert result.returncode == 0, result.stderr
     assert "train: 2,400 sentences in 1 files\ntest: 1,600 sentences in 1 files\n" in result.stdout
     return data_dir
@@ -63,16 +76,32 @@ def prepared(release, tmp_path_factory):
 
 def test_tfds_and_the_unpacked_release_have_the_same_sentences(release, prepared):
     for split, folder in zip(("train", "test"), FILES, strict=True):
-        built, unpacked = open_sentences(f"tfds:lm1b:{split}", str(prepared)), open_sentences(str(release / folder))
-        ours, theirs = ([corpus[index] for index in range(len(corpus))] for corpus in (built, unpacked))
+        built, unpacked = (
+            open_sentences(f"tfds:lm1b:{split}", str(prepared)),
+            open_sentences(str(release / folder)),
+        )
+        ours, theirs = (
+            [corpus[index] for index in range(len(corpus))] for corpus in (built, unpacked)
+        )
         assert ours != theirs  # TFDS shuffles.
         assert sorted(ours) == sorted(theirs) and len(set(ours)) < len(ours)
 
 
 def test_a_run_on_it(prepared, tmp_path):
     """The entry point with the ladder's own config, for a few steps of a small shape."""
-    fields = {"steps": 3, "batch_size": 8, "eval_every": 3, "model.width": 16, "model.mlp": 32, "model.vocab_size": 300}
-    fields |= {"data.tfds_dir": prepared, "data.tokenizer": tmp_path / "tokenizer.model", "data.heldout_sentences": 100}
+    fields = {
+        "steps": 3,
+        "batch_size": 8,
+        "eval_every": 3,
+        "model.width": 16,
+        "model.mlp": 32,
+        "model.vocab_size": 300,
+    }
+    fields |= {
+        "data.tfds_dir": prepared,
+        "data.tokenizer": tmp_path / "tokenizer.model",
+        "data.heldout_sentences": 100,
+    }
     given = [f"--config.{name}={value}" for name, value in fields.items()]
     command = [sys.executable, "-m", "spectr_jax.train"]
     result = subprocess.run(

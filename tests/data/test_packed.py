@@ -14,7 +14,7 @@ from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, tra
 from spectr_jax.data.packed import INDEX, PackedRows, open_corpus, pack
 from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, train_tokenizer
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 LENGTH = 48
 
@@ -23,7 +23,9 @@ LENGTH = 48
 def corpus(tmp_path_factory):
     rng = np.random.default_rng(0)
     words = "the a small large model draft target token law plan tree chain of in on emits accepts and or".split()  # noqa: SIM905
-    lines = [" ".join(rng.choice(words, rng.integers(3, 40))) + f" {index}." for index in range(300)]
+    lines = [
+        " ".join(rng.choice(words, rng.integers(3, 40))) + f" {index}." for index in range(300)
+    ]
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train.txt").write_text("\n".join(lines))
     return folder, lines, train_tokenizer(lines, folder / "tokenizer.model", 320)
@@ -35,7 +37,11 @@ def test_rows_are_the_packed_sentences(corpus, tmp_path, monkeypatch, compress):
     monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 50)
     index = pack(lines, tokenizer, tmp_path, LENGTH, compress)
     rows = open_corpus(f"packed:{tmp_path}")
-    assert len(index["rows"]) > 2 and len(rows) == sum(index["rows"].values()) and rows.length == LENGTH
+    assert (
+        len(index["rows"]) > 2
+        and len(rows) == sum(index["rows"].values())
+        and rows.length == LENGTH
+    )
     (whole,) = evaluation_batches(lines, tokenizer, batch=10_000, length=LENGTH)
     np.testing.assert_array_equal([rows[index] for index in range(len(rows))], whole["targets"])
     assert index["tokens"] == np.sum(whole["segments"] > 0) and index["sentences"] == len(lines)
@@ -50,7 +56,9 @@ def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatc
     rows = open_corpus(f"packed:{tmp_path}")
     options = {"batch": 11 * streams, "length": LENGTH, "seed": 1, "streams": streams}
     with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as iterator:
-        taken = np.stack([next(iterator)["targets"] for _ in range(2 * len(rows) // (11 * streams) + 1)])
+        taken = np.stack(
+            [next(iterator)["targets"] for _ in range(2 * len(rows) // (11 * streams) + 1)]
+        )
     for stream in range(streams):
         mine = taken[:, 11 * stream :][:, :11].reshape(-1, LENGTH).tolist()
         wanted = [rows[index].tolist() for index in range(stream, len(rows), streams)]
@@ -68,7 +76,9 @@ def test_a_place_of_any_process_is_found_again(corpus, tmp_path):
     taken = len(rows) // 12 + 2
     places, following = [], []
     for process in range(2):
-        with contextlib.closing(iter(training_batches(rows, tokenizer, **options, process=process, processes=2))) as half:
+        with contextlib.closing(
+            iter(training_batches(rows, tokenizer, **options, process=process, processes=2))
+        ) as half:
             for _ in range(taken):
                 next(half)
             places += json.loads(json.dumps(positions_of(half)))
@@ -76,7 +86,9 @@ def test_a_place_of_any_process_is_found_again(corpus, tmp_path):
     with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as whole:
         go_to(whole, places)
         for name, array in next(whole).items():
-            np.testing.assert_array_equal(array, np.concatenate([batch[name] for batch in following]))
+            np.testing.assert_array_equal(
+                array, np.concatenate([batch[name] for batch in following])
+            )
 
 
 def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
@@ -85,10 +97,16 @@ def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
     pack(lines, tokenizer, tmp_path, LENGTH)
     counts = []
     take = PackedRows.take
-    monkeypatch.setattr(PackedRows, "take", lambda rows, indices: (counts.append(len(indices)), take(rows, indices))[1])
+    monkeypatch.setattr(
+        PackedRows,
+        "take",
+        lambda rows, indices: (counts.append(len(indices)), take(rows, indices))[1],
+    )
     monkeypatch.setattr(PackedRows, "__getitem__", None)
     options = {"batch": 24, "length": LENGTH, "seed": 1, "streams": 4}
-    with contextlib.closing(iter(training_batches(open_corpus(f"packed:{tmp_path}"), tokenizer, **options))) as iterator:
+    with contextlib.closing(
+        iter(training_batches(open_corpus(f"packed:{tmp_path}"), tokenizer, **options))
+    ) as iterator:
         next(iterator)
     assert set(counts) == {6}
 
@@ -98,7 +116,14 @@ def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
-    slow = iter(grain.MapDataset.source(rows)[1::2].seed(5 + 1).shuffle().repeat().to_iter_dataset().batch(9))
+    slow = iter(
+        grain.MapDataset.source(rows)[1::2]
+        .seed(5 + 1)
+        .shuffle()
+        .repeat()
+        .to_iter_dataset()
+        .batch(9)
+    )
     fast = iter(ShuffledRows(rows, count=9, seed=5 + 1, stream=1, streams=2))
     for _ in range(2 * len(rows) // 9):
         np.testing.assert_array_equal(next(fast), next(slow))
@@ -117,7 +142,9 @@ def test_where_sentences_begin_follows_from_the_tokens(corpus):
         inside = batch["segments"][row] == number
         if not inside.any():
             continue
-        targets, inputs, positions = (batch[name][row][inside].tolist() for name in ("targets", "inputs", "positions"))
+        targets, inputs, positions = (
+            batch[name][row][inside].tolist() for name in ("targets", "inputs", "positions")
+        )
         assert inputs == [BOS, *targets[:-1]] and positions == list(range(len(targets)))
         found.append(tuple(targets))
     assert sorted(found) == expected
@@ -125,7 +152,13 @@ def test_where_sentences_begin_follows_from_the_tokens(corpus):
 
 def test_the_entry_point_packs(corpus, tmp_path):
     folder, lines, _ = corpus
-    command = [sys.executable, "-m", "spectr_jax.pack", f"--data={folder}/train.txt", f"--out={tmp_path}/packed"]
+    command = [
+        sys.executable,
+        "-m",
+        "spectr_jax.pack",
+        f"--data={folder}/train.txt",
+        f"--out={tmp_path}/packed",
+    ]
     command += ["--vocab_size=320", f"--length={LENGTH}", "--compress"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -28,13 +28,19 @@ def test_the_host_never_waits_in_a_call(name, monkeypatch):
     monkeypatch.setattr(cpu, "on_cpu", lambda: False)
     jax.clear_caches()
     models = freeze(_transformer(0, 2)), freeze(_transformer(1, 1))
-    run = functools.partial(decode, method=get_method(name), max_new_tokens=20, policy=Policy(0.7, top_k=5))
+    run = functools.partial(
+        decode, method=get_method(name), max_new_tokens=20, policy=Policy(0.7, top_k=5)
+    )
     arguments = jax.random.key(0), *models, np.ones((2, 5), np.int32), np.full(2, 5)
 
     def decoded(key, target, draft, prompts, lengths):
         return run(key, target=target, draft=draft, prompts=prompts, prompt_lengths=lengths)
 
-    outer = [each for each in _loops(jax.make_jaxpr(decoded)(*arguments).jaxpr) if each.primitive.name == "while"]
+    outer = [
+        each
+        for each in _loops(jax.make_jaxpr(decoded)(*arguments).jaxpr)
+        if each.primitive.name == "while"
+    ]
     stops = [sorted(_stops(each.params["body_jaxpr"].jaxpr)) for each in outer]
     assert (max(stops, key=len) != []) == (name in OPEN_LOOPS)
 
@@ -77,6 +83,8 @@ def test_sequences_are_those_of_a_cpu(name, options, rows, monkeypatch):
     for on_cpu in (True, False):
         monkeypatch.setattr(cpu, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
         jax.clear_caches()
-        made = generate(jax.random.key(1), get_method(name, **options), *models, prompts, np.full(rows, 5), 12)
+        made = generate(
+            jax.random.key(1), get_method(name, **options), *models, prompts, np.full(rows, 5), 12
+        )
         tokens.append(np.asarray(made.tokens))
     np.testing.assert_array_equal(*tokens)

@@ -82,24 +82,40 @@ def test_every_level_and_every_call_sees_the_right_text(model, full, case):
                 np.testing.assert_allclose(p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
-    _, cache = jax.jit(lambda: model.extend(text[:, :8], positions, causal(jnp.zeros((3, 8))), model.init_cache(3, 32)))()
-    first = call(jax.random.key(0), text, lengths, Cache(cache.rows, drafting.committed_length(lengths)))
+    _, cache = jax.jit(
+        lambda: model.extend(
+            text[:, :8], positions, causal(jnp.zeros((3, 8))), model.init_cache(3, 32)
+        )
+    )()
+    first = call(
+        jax.random.key(0), text, lengths, Cache(cache.rows, drafting.committed_length(lengths))
+    )
     check(first, text, LENGTHS)
 
     new_lengths = LENGTHS + 1 + np.array([len(nodes) for nodes in accepted])
     for row, nodes in enumerate(accepted):
-        emitted = [int(np.asarray(first.tokens)[row, node]) for node in nodes] + [int(rng.integers(1, 17))]
+        emitted = [int(np.asarray(first.tokens)[row, node]) for node in nodes] + [
+            int(rng.integers(1, 17))
+        ]
         text[row, LENGTHS[row] : new_lengths[row]] = emitted
     commit = jax.jit(functools.partial(drafting.commit, model), static_argnums=1)
     committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
 
 
-PROBS = np.float32([[0.5, 0.3, 0.15, 0.05, 0.0], [0.1, 0.2, 0.3, 0.4, 0.0], [0.0, 0.7, 0.0, 0.3, 0.0]])
+PROBS = np.float32(
+    [[0.5, 0.3, 0.15, 0.05, 0.0], [0.1, 0.2, 0.3, 0.4, 0.0], [0.0, 0.7, 0.0, 0.3, 0.0]]
+)
 
 
 @pytest.mark.parametrize(
-    ("rule", "pmf"), [("without_replacement", "without_replacement"), ("race", "race"), ("greedy", "greedy"), ("iid", "iid")]
+    ("rule", "pmf"),
+    [
+        ("without_replacement", "without_replacement"),
+        ("race", "race"),
+        ("greedy", "greedy"),
+        ("iid", "iid"),
+    ],
 )
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rules_draw_from_their_pmfs(rule, pmf, count):
@@ -107,19 +123,29 @@ def test_rules_draw_from_their_pmfs(rule, pmf, count):
     draws = 40_000
     keys = jax.random.split(jax.random.key(count), draws)
     drawn = np.asarray(
-        jax.jit(jax.vmap(lambda key: drafting.RULES[rule](key, jnp.asarray(PROBS), np.full(len(PROBS), count))))(keys)
+        jax.jit(
+            jax.vmap(
+                lambda key: drafting.RULES[rule](
+                    key, jnp.asarray(PROBS), np.full(len(PROBS), count)
+                )
+            )
+        )(keys)
     )
     assert drawn.min() >= 0 and drawn.max() < PROBS.shape[1]
     for node, p in enumerate(PROBS):
         exact = dict(draft_tuples(p.astype(float), count, pmf))
-        short = min(count, len(next(iter(exact))))  # Behind the support anything goes, but for what is there already.
+        short = min(
+            count, len(next(iter(exact)))
+        )  # Behind the support anything goes, but for what is there already.
         seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
         observed = {tuple(row.tolist()): number for row, number in zip(seen, counts, strict=True)}
         assert observed.keys() <= exact.keys()
         if len(exact) > 1:
             expected = draws * np.array(list(exact.values()))
             assert (
-                scipy.stats.chisquare([observed.get(row, 0) for row in exact], expected / expected.sum() * draws).pvalue
+                scipy.stats.chisquare(
+                    [observed.get(row, 0) for row in exact], expected / expected.sum() * draws
+                ).pvalue
                 > 1e-3
             )
         if rule in ("without_replacement", "race"):
@@ -131,7 +157,13 @@ def test_nodes_of_a_level_race_apart_but_for_ersd():
     for rule in ("without_replacement", "race", "iid"):
         keys = jax.random.split(jax.random.key(0), 1000)
         drawn = np.asarray(
-            jax.jit(jax.vmap(lambda key, rule=rule: drafting.RULES[rule](key, jnp.asarray(PROBS[[0, 0]]), two)))(keys)
+            jax.jit(
+                jax.vmap(
+                    lambda key, rule=rule: drafting.RULES[rule](
+                        key, jnp.asarray(PROBS[[0, 0]]), two
+                    )
+                )
+            )(keys)
         )
         same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
     assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5

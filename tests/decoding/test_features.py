@@ -12,7 +12,6 @@ from flax import nnx
 
 from spectr_jax.decoding import Policy, get_method, stream
 from spectr_jax.decoding.generate import generate
-from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -20,6 +19,7 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import Kept
+from spectr_jax.utils.errors import UserError
 
 WIDTH, VOCABULARY, CONTEXT = 16, 11, 96
 DRAFT = LlamaConfig(
@@ -59,7 +59,9 @@ def llama_target():
 
 
 def our_target():
-    shape = TransformerConfig(layers=1, width=WIDTH, mlp=32, heads=2, vocab_size=VOCABULARY, context=CONTEXT)
+    shape = TransformerConfig(
+        layers=1, width=WIDTH, mlp=32, heads=2, vocab_size=VOCABULARY, context=CONTEXT
+    )
     return Transformer(shape, rngs=nnx.Rngs(0))
 
 
@@ -92,7 +94,9 @@ def expected_pmf(target, draft, drafted, tokens_T, length):
     seen = jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     for back in range(drafted, -1, -1):
         own = on_whole_texts(draft, tokens_T[None], seen)
-        if back:  # The token after `length - 1 - back` is drafted: the draft's own features come with it.
+        if (
+            back
+        ):  # The token after `length - 1 - back` is drafted: the draft's own features come with it.
             seen = seen.at[0, length - back].set(own[0, length - 1 - back])
     return jax.nn.softmax(draft.scored(own)[0, length - 1])
 
@@ -123,7 +127,9 @@ def test_each_node_is_drafted_from_what_a_whole_text_gives(request, kind, sees, 
     models = freeze(target), freeze(draft)
     text = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
     emitted = 0
-    for number, step in enumerate(stream(jax.random.key(prompt), method, *models, text, 12, observe=_seen)):
+    for number, step in enumerate(
+        stream(jax.random.key(prompt), method, *models, text, 12, observe=_seen)
+    ):
         tokens, p, length = (np.asarray(part) for part in step.observed)
         assert length == len(text) and tokens[0] == text[-1]
         for index, node in enumerate(method.tree.inner):
@@ -131,7 +137,9 @@ def test_each_node_is_drafted_from_what_a_whole_text_gives(request, kind, sees, 
             whole = np.zeros(96 if prompt == 70 else 24, np.int32)
             whole[: length + len(path)] = text + path
             pmf = expected_pmf(*models, len(path), whole, length + len(path))
-            np.testing.assert_allclose(p[index], pmf, atol=2e-5, err_msg=f"call {number}, node {node}")
+            np.testing.assert_allclose(
+                p[index], pmf, atol=2e-5, err_msg=f"call {number}, node {node}"
+            )
         text += step.tokens
         emitted += len(step.tokens)
     assert emitted == 12 and number > 1
@@ -164,7 +172,9 @@ def test_outputs_are_the_targets(request, sees):
         whole[:, : lengths[row]] = prompts[row, : lengths[row]]
         whole[:, lengths[row]] = np.arange(VOCABULARY)
         logits = np.asarray(target.scored(on_whole_texts(target, jnp.asarray(whole))), np.float64)
-        first, second = (_top_four(part) for part in (logits[:1, lengths[row] - 1], logits[:, lengths[row]]))
+        first, second = (
+            _top_four(part) for part in (logits[:1, lengths[row] - 1], logits[:, lengths[row]])
+        )
         exact = first[0][:, None] * second
         ends = np.asarray(made.tokens)[rows == row][:, lengths[row] : lengths[row] + 2]
         counts = np.zeros_like(exact)
@@ -183,14 +193,32 @@ def _top_four(logits_BxV):
 def test_greedy_outputs_are_the_targets(deep_draft, quantized):
     """A draft of several layers' features, also in int8."""
     target, draft = our_target(), quantize(deep_draft) if quantized else deep_draft
-    prompts, lengths, greedy = np.array([[3, 1, 4], [2, 7, 0]]), np.array([3, 2]), Policy(temperature=0.0)
-    expected = generate(jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 12, greedy)
-    made = generate(jax.random.key(0), get_method("block", draft_length=3), target, draft, prompts, lengths, 12, greedy)
+    prompts, lengths, greedy = (
+        np.array([[3, 1, 4], [2, 7, 0]]),
+        np.array([3, 2]),
+        Policy(temperature=0.0),
+    )
+    expected = generate(
+        jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 12, greedy
+    )
+    made = generate(
+        jax.random.key(0),
+        get_method("block", draft_length=3),
+        target,
+        draft,
+        prompts,
+        lengths,
+        12,
+        greedy,
+    )
     np.testing.assert_array_equal(made.tokens, expected.tokens)
 
 
 def test_a_new_draft_of_several_layers_begins_as_one_of_the_last_layer():
-    deep, plain = (Llama(dataclasses.replace(DRAFT, feature_layers=layers), rngs=nnx.Rngs(1)) for layers in ((2, 1), ()))
+    deep, plain = (
+        Llama(dataclasses.replace(DRAFT, feature_layers=layers), rngs=nnx.Rngs(1))
+        for layers in ((2, 1), ())
+    )
     common = nnx.state(plain, (nnx.Param, Kept))
     nnx.update(deep, common)
     tokens = jnp.arange(8)[None] % VOCABULARY
@@ -203,7 +231,10 @@ def test_a_new_draft_of_several_layers_begins_as_one_of_the_last_layer():
 @pytest.mark.slow
 def test_rows_do_not_influence_each_other(draft):
     target, method = llama_target(), get_method("otm_block", tree="2,2,1")
-    prompts, lengths = np.random.default_rng(1).integers(0, VOCABULARY, (4, 6)), np.array([1, 6, 3, 2])
+    prompts, lengths = (
+        np.random.default_rng(1).integers(0, VOCABULARY, (4, 6)),
+        np.array([1, 6, 3, 2]),
+    )
     keys = jax.random.split(jax.random.key(0), 4)
     together = generate(keys, method, target, draft, prompts, lengths, 10)
     for row in range(4):
@@ -223,12 +254,24 @@ class Narrow(Transformer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # Of walks, with x64.
+@pytest.mark.filterwarnings(
+    "ignore:scatter inputs have incompatible types:FutureWarning"
+)  # Of walks, with x64.
 def test_dtypes_of_models_and_machine(draft, x64):
-    shape = TransformerConfig(layers=1, width=WIDTH, mlp=32, heads=2, vocab_size=VOCABULARY, context=CONTEXT)
+    shape = TransformerConfig(
+        layers=1, width=WIDTH, mlp=32, heads=2, vocab_size=VOCABULARY, context=CONTEXT
+    )
     target, prompt = Narrow(shape, rngs=nnx.Rngs(0)), np.ones((1, 20), np.int32)
     with jax.enable_x64(x64):
-        made = generate(jax.random.key(0), get_method("speculative", draft_length=2), target, draft, prompt, [20], 6)
+        made = generate(
+            jax.random.key(0),
+            get_method("speculative", draft_length=2),
+            target,
+            draft,
+            prompt,
+            [20],
+            6,
+        )
     assert made.lengths == 26
 
 
@@ -242,25 +285,46 @@ def test_the_head_scores_one_node_of_those_that_are_run_again(draft):
             return super().scored(x)
 
     counting = Counting(DRAFT, rngs=nnx.Rngs(1))
-    generate(jax.random.key(0), get_method("block", draft_length=5), our_target(), counting, [[1, 2]], [2], 4)
+    generate(
+        jax.random.key(0),
+        get_method("block", draft_length=5),
+        our_target(),
+        counting,
+        [[1, 2]],
+        [2],
+        4,
+    )
     assert scored and max(scored[1:]) == 1  # The first is of the prompt, and not computed.
 
 
 def test_what_is_refused(draft):
     method, prompts = get_method("speculative", draft_length=2), ([[1]], [1])
     wider = Llama(LlamaConfig(1, 20, 24, 4, 2, 4, VOCABULARY, CONTEXT), rngs=nnx.Rngs(0))
-    with pytest.raises(UserError, match="the draft sees 16 features of its target, and this target shows 20"):
+    with pytest.raises(
+        UserError, match="the draft sees 16 features of its target, and this target shows 20"
+    ):
         generate(jax.random.key(0), method, wider, draft, *prompts, 2)
-    with pytest.raises(UserError, match="the draft sees layer 5 of its target, and this target has 2"):
+    with pytest.raises(
+        UserError, match="the draft sees layer 5 of its target, and this target has 2"
+    ):
         deep = Llama(dataclasses.replace(DRAFT, feature_layers=(1, 5)), rngs=nnx.Rngs(1))
         generate(jax.random.key(0), method, llama_target(), deep, *prompts, 2)
-    with pytest.raises(UserError, match=r"feature_layers=\(0, 1\): must be layers of the target, from 1"):
+    with pytest.raises(
+        UserError, match=r"feature_layers=\(0, 1\): must be layers of the target, from 1"
+    ):
         dataclasses.replace(DRAFT, feature_layers=[0, 1])
-    with pytest.raises(UserError, match="this model sees the features of a target, and here are none"):
+    with pytest.raises(
+        UserError, match="this model sees the features of a target, and here are none"
+    ):
         generate(jax.random.key(0), get_method("baseline"), draft, None, *prompts, 2)
     with pytest.raises(UserError, match="features=8 is not width=16"):
         LlamaConfig(1, 16, 24, 4, 2, 4, VOCABULARY, CONTEXT, features=8)
     baseline = generate(
-        jax.random.key(0), get_method("baseline"), TableModel(np.full((11,) * 3, 1 / 11)), draft, *prompts, 2
+        jax.random.key(0),
+        get_method("baseline"),
+        TableModel(np.full((11,) * 3, 1 / 11)),
+        draft,
+        *prompts,
+        2,
     )
     assert baseline.lengths == 3, "a target that shows nothing decodes without drafts"

@@ -27,12 +27,17 @@ def _win_probabilities(contests):
     cells [C + 1] and their masses [C] after the move."""
     most = max(kappa for kappa, _, _ in contests)
     # s = U^(kappa / most), of which all distributions are smooth between these points.
-    points = np.unique(np.concatenate([[0.0, 1.0], *(edges ** (kappa / most) for kappa, edges, _ in contests)]))
+    points = np.unique(
+        np.concatenate([[0.0, 1.0], *(edges ** (kappa / most) for kappa, edges, _ in contests)])
+    )
     wins = np.zeros(len(contests))
     for low, high in itertools.pairwise(points):
         half = (NODES + 1) / 2
         power = 6 if low == 0 else 1  # At 0 they are powers of s, and smooth in its sixth root.
-        s, weight = low + (high - low) * half**power, (high - low) * WEIGHTS / 2 * power * half ** (power - 1)
+        s, weight = (
+            low + (high - low) * half**power,
+            (high - low) * WEIGHTS / 2 * power * half ** (power - 1),
+        )
         below, density = [], []
         for kappa, edges, masses in contests:
             place = s ** (most / kappa)
@@ -50,11 +55,16 @@ def _win_probabilities(contests):
 def _outputs(tree, tokens, p_of, q_of):
     """{output of a call: probability} given the tokens of all nodes; `p_of` and `q_of` take the tokens behind the root."""
     spelled = {
-        node: tuple(tokens[above] for above in np.flatnonzero(tree.ancestors[node])[1:]) for node in range(tree.size + 1)
+        node: tuple(tokens[above] for above in np.flatnonzero(tree.ancestors[node])[1:])
+        for node in range(tree.size + 1)
     }
     layers, residual, score = [], {}, {(): 1.0}
     for depth in range(tree.height + 1):
-        at = [path for path in dict.fromkeys(spelled[node] for node in tree.levels[depth]) if score.get(path, 0) > 0]
+        at = [
+            path
+            for path in dict.fromkeys(spelled[node] for node in tree.levels[depth])
+            if score.get(path, 0) > 0
+        ]
         layers.append(at)
         drafts = {path: [] for path in at}
         for child in tree.levels[depth + 1] if depth < tree.height else []:
@@ -136,7 +146,9 @@ def _continued(q_of, path, length):
     if len(path) == length:
         return 1.0
     q = q_of(path)
-    return np.stack([q[token] * _continued(q_of, (*path, token), length) for token in range(len(q))])
+    return np.stack(
+        [q[token] * _continued(q_of, (*path, token), length) for token in range(len(q))]
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -152,11 +164,15 @@ def _walks(method, keys, tokens, p, logits):
 @functools.partial(jax.jit, static_argnums=0)
 def _expected(method, keys, tokens, p, logits):
     """Expected number of emitted tokens, for each key."""
-    return jax.vmap(lambda key: method.verifier.expected(key, _scored(method, tokens, p, logits))[0])(keys)
+    return jax.vmap(
+        lambda key: method.verifier.expected(key, _scored(method, tokens, p, logits))[0]
+    )(keys)
 
 
 def _scored(method, tokens, p, logits):
-    return ScoredTree(tree=method.tree, policy=Policy(), length=jnp.int32(7), tokens=tokens, p=p, logits=logits)
+    return ScoredTree(
+        tree=method.tree, policy=Policy(), length=jnp.int32(7), tokens=tokens, p=p, logits=logits
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,29 +195,40 @@ def test_outputs_given_the_drafts(tree, tokens):
     method = get_method("otm_layer", tree=tree, competitions=128)
     p_of, q_of = _p_and_q(5, V, 1.0)
     tokens = (1, *tokens)
-    spelled = [tuple(tokens[above] for above in np.flatnonzero(tree.ancestors[node])[1:]) for node in range(tree.size + 1)]
+    spelled = [
+        tuple(tokens[above] for above in np.flatnonzero(tree.ancestors[node])[1:])
+        for node in range(tree.size + 1)
+    ]
     p = jnp.float32([p_of(spelled[node]) for node in tree.inner])
     logits = jnp.log(jnp.float32([q_of(path) for path in spelled]))
 
-    chosen = _walks(method, jax.random.split(jax.random.key(3), texts), jnp.int32(tokens), p, logits)
+    chosen = _walks(
+        method, jax.random.split(jax.random.key(3), texts), jnp.int32(tokens), p, logits
+    )
     pmf = _outputs(tree, tokens, p_of, q_of)
     assert sum(pmf.values()) == pytest.approx(1, abs=1e-9)
     numbers = {output: index for index, output in enumerate(pmf)}
     emitted, counts = np.asarray(chosen.emitted), np.zeros(len(pmf))
     for length in range(1, tree.height + 2):
-        rows, number = np.unique(np.asarray(chosen.tokens)[emitted == length, :length], axis=0, return_counts=True)
+        rows, number = np.unique(
+            np.asarray(chosen.tokens)[emitted == length, :length], axis=0, return_counts=True
+        )
         for row, count in zip(rows.tolist(), number, strict=True):
             counts[numbers[tuple(row)]] += count
     assert chi_square.p_value(counts, np.array(list(pmf.values()))) > 1e-4
 
-    expected = _expected(method, jax.random.split(jax.random.key(4), 200), jnp.int32(tokens), p, logits)
+    expected = _expected(
+        method, jax.random.split(jax.random.key(4), 200), jnp.int32(tokens), p, logits
+    )
     mean = sum(len(output) * probability for output, probability in pmf.items())
     assert np.mean(expected) == pytest.approx(mean, abs=0.01)
 
 
 def test_places_in_a_layer():
     """Uniforms of a competition are independent of each other; those of all competitions are spread evenly."""
-    uniforms = jax.vmap(lambda key: lattice.uniforms(key, (4, 3), 64))(jax.random.split(jax.random.key(0), 4_000))
+    uniforms = jax.vmap(lambda key: lattice.uniforms(key, (4, 3), 64))(
+        jax.random.split(jax.random.key(0), 4_000)
+    )
     values = np.asarray(uniforms)
     assert values.shape == (4_000, 4, 3, 64) and values.min() >= 0 and values.max() < 1
     one = values[..., 37].reshape(4_000, -1)

@@ -9,8 +9,8 @@ from flax import nnx
 from spectr_jax.decoding import Policy, get_method, repetition_penalty, stream
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
-from spectr_jax.errors import UserError
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils.errors import UserError
 
 VOCAB, NEW = 13, 12
 LENGTHS = np.array([1, 4, 5, 2])
@@ -19,7 +19,14 @@ POLICY = Policy(temperature=np.array([1.0, 0.0, 0.6, 1.4]), top_k=np.array([0, 0
 
 
 def _transformer(seed, layers):
-    shape = {"vocab_size": VOCAB, "width": 16, "mlp": 32, "heads": 2, "layers": layers, "context": 32}
+    shape = {
+        "vocab_size": VOCAB,
+        "width": 16,
+        "mlp": 32,
+        "heads": 2,
+        "layers": layers,
+        "context": 32,
+    }
     return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
 
 
@@ -30,13 +37,19 @@ def expected(out, policy, process=None):
     """Both log-probabilities [B, T] of a generation, from one forward of each whole sequence."""
     tokens = jnp.asarray(out.tokens)
     B, T = tokens.shape
-    positions, visible = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+    positions, visible = (
+        jnp.broadcast_to(jnp.arange(T), (B, T)),
+        jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)),
+    )
     logits = np.array(TARGET.extend(tokens, positions, visible)[0])
     shaped = logits.copy()
     for row, place in np.ndindex(B, T) if process else ():
         before = jnp.where(jnp.arange(T) <= place, tokens[row], 0)
         shaped[row, place] = process(jnp.asarray(logits[row, place]), before, place + 1)
-    pmf, own = np.asarray(probabilities(jnp.asarray(shaped), policy)), np.asarray(jax.nn.log_softmax(logits))
+    pmf, own = (
+        np.asarray(probabilities(jnp.asarray(shaped), policy)),
+        np.asarray(jax.nn.log_softmax(logits)),
+    )
     index = np.maximum(np.asarray(tokens), 0)[:, 1:, None]
     new = (np.arange(T) >= LENGTHS[:, None]) & (np.arange(T) < np.asarray(out.lengths)[:, None])
     made = []
@@ -67,14 +80,20 @@ def test_logprobs_are_those_of_a_full_forward(name, options):
     policy, model = expected(out, POLICY)
     np.testing.assert_allclose(out.logprobs.policy, policy, atol=2e-5)
     np.testing.assert_allclose(out.logprobs.model, model, atol=2e-5)
-    assert out.logprobs.policy.dtype == np.float32 and np.all(out.logprobs.policy[1] == 0) and np.any(model[1] < 0)
+    assert (
+        out.logprobs.policy.dtype == np.float32
+        and np.all(out.logprobs.policy[1] == 0)
+        and np.any(model[1] < 0)
+    )
     if name != "baseline":  # Whose programs are small.
         return
     plain = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY)
     assert plain.logprobs is None
     np.testing.assert_array_equal(plain.tokens, out.tokens)
     steps = list(stream(jax.random.key(1), *arguments, PROMPTS[2], NEW, Policy(0.6), logprobs=True))
-    whole = generate(jax.random.key(1), *arguments, PROMPTS[2:3], LENGTHS[2:3], NEW, Policy(0.6), logprobs=True)
+    whole = generate(
+        jax.random.key(1), *arguments, PROMPTS[2:3], LENGTHS[2:3], NEW, Policy(0.6), logprobs=True
+    )
     for name in ("policy", "model"):
         streamed = np.concatenate([getattr(step.logprobs, name) for step in steps])
         np.testing.assert_array_equal(streamed, getattr(whole.logprobs, name)[0, 5 : 5 + NEW])
@@ -90,9 +109,13 @@ def test_logprobs_and_greedy_sequences_with_a_process():
     alone = generate(keys, get_method("baseline"), TARGET, None, *rows)
     np.testing.assert_array_equal(alone.tokens[1::2], out.tokens[1::2])
     single = Policy(0.6, process=repetition_penalty(1.5))
-    whole = generate(jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[:1], [5], NEW, single)
+    whole = generate(
+        jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[:1], [5], NEW, single
+    )
     steps = stream(jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[0], NEW, single)
-    assert [token for step in steps for token in step.tokens] == np.asarray(whole.tokens)[0, 5 : 5 + NEW].tolist()
+    assert [token for step in steps for token in step.tokens] == np.asarray(whole.tokens)[
+        0, 5 : 5 + NEW
+    ].tolist()
 
 
 def test_logprobs_is_true_or_false():

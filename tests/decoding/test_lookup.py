@@ -12,9 +12,9 @@ from spectr_jax.decoding import Method, Policy, generate, get_method
 from spectr_jax.decoding.lookup import Lookup
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import FromTarget, TokenByToken
-from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.transport import get
+from spectr_jax.utils.errors import UserError
 
 PADDED = 24
 
@@ -24,11 +24,16 @@ def _by_hand(lookup, tree, tokens):
     length, found = len(tokens), []
     for place in range(1, length):
         match = 0
-        while match < min(lookup.max_ngram, place) and tokens[place - 1 - match] == tokens[length - 1 - match]:
+        while (
+            match < min(lookup.max_ngram, place)
+            and tokens[place - 1 - match] == tokens[length - 1 - match]
+        ):
             match += 1
         if match >= lookup.min_ngram:
             copied = tokens[place:]
-            found.append((match, place, [copied[depth % len(copied)] for depth in range(tree.height)]))
+            found.append(
+                (match, place, [copied[depth % len(copied)] for depth in range(tree.height)])
+            )
     found.sort(reverse=True)
     drafts, spelled = [-1] * (tree.size + 1), [None] * (tree.size + 1)
     spelled[0] = []
@@ -45,7 +50,12 @@ def _by_hand(lookup, tree, tokens):
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [("chain:5", {}), ("3x3", {"max_ngram": 2}), ("3,2,1", {}), ("2,2", {"max_ngram": 4, "min_ngram": 2})],
+    [
+        ("chain:5", {}),
+        ("3x3", {"max_ngram": 2}),
+        ("3,2,1", {}),
+        ("2,2", {"max_ngram": 4, "min_ngram": 2}),
+    ],
 )
 def test_the_tree_holds_what_followed(shape, options):
     """Tokens behind the end, which continue the pattern here, do not count."""
@@ -54,7 +64,10 @@ def test_the_tree_holds_what_followed(shape, options):
     rows = rng.integers(0, 3, (300, PADDED)).astype(np.int32)
     rows[:20] = np.arange(PADDED) % 3
     drafts = jax.jit(jax.vmap(lambda tokens, length: lookup(tree, tokens, length)))(rows, lengths)
-    expected = [_by_hand(lookup, tree, row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+    expected = [
+        _by_hand(lookup, tree, row[:length].tolist())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
     np.testing.assert_array_equal(drafts, expected)
     assert (np.array(expected) >= 0).any() and (np.array(expected) < 0).any()
 
@@ -68,7 +81,10 @@ def test_no_occurrence_and_one_that_reaches_the_end():
         ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # The copy continues with what it has copied.
         ([1, 1], [1, 1, 1, 1]),
         ([2, 5, 9, 9, 2, 6, 2, 5], [9, 9, 2, 6]),
-        ([4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5], [1, 9, 2, 5]),  # Three tokens, before the two that occurred later.
+        (
+            [4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5],
+            [1, 9, 2, 5],
+        ),  # Three tokens, before the two that occurred later.
     ):
         padded = np.pad(np.array(tokens, np.int32), (0, 12 - len(tokens)))
         assert lookup(tree, padded, len(tokens)).tolist() == drafts, tokens
@@ -82,10 +98,20 @@ def test_the_probability_of_acceptance_is_that_of_the_drafted_set():
 
     def first(call):
         start = call.scored.length == len(prompt)
-        return {"first": start & (call.chosen.emitted > 1), "drafts": call.scored.tokens[1:3] * start}
+        return {
+            "first": start & (call.chosen.emitted > 1),
+            "drafts": call.scored.tokens[1:3] * start,
+        }
 
     made = generate(
-        jax.random.key(0), method, TableModel(table), None, [prompt] * rows, [len(prompt)] * rows, 6, observe=first
+        jax.random.key(0),
+        method,
+        TableModel(table),
+        None,
+        [prompt] * rows,
+        [len(prompt)] * rows,
+        6,
+        observe=first,
     )
     np.testing.assert_array_equal(made.observed["drafts"][0], [3, 2])
     assert np.mean(made.observed["first"]) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / rows))
@@ -103,13 +129,22 @@ def test_a_call_without_drafts_scores_the_root_alone():
     def widths(call):
         drafted = call.scored.tokens[1] >= 0
         scored = jnp.any(call.scored.logits[1:] != 0)
-        return {"drafted": drafted, "scored": scored, "other": scored & ~drafted, "counted": call.chosen.drafts[0]}
+        return {
+            "drafted": drafted,
+            "scored": scored,
+            "other": scored & ~drafted,
+            "counted": call.chosen.drafts[0],
+        }
 
-    apart = generate(jax.random.key(0), method, model, None, [[0, 1, 2]] * 2, lengths, 6, policy, widths)
+    apart = generate(
+        jax.random.key(0), method, model, None, [[0, 1, 2]] * 2, lengths, 6, policy, widths
+    )
     np.testing.assert_array_equal(apart.observed["drafted"], apart.observed["scored"])
     np.testing.assert_array_equal(apart.observed["drafted"], apart.observed["counted"])
     assert 0 < apart.observed["drafted"][0] < apart.target_calls[0]
-    both = generate(jax.random.key(0), method, model, None, [[0, 1, 2], [3, 3, 3]], lengths, 6, policy, widths)
+    both = generate(
+        jax.random.key(0), method, model, None, [[0, 1, 2], [3, 3, 3]], lengths, 6, policy, widths
+    )
     assert both.observed["other"][0] > 0
     np.testing.assert_array_equal(both.observed["drafted"], both.observed["counted"])
     np.testing.assert_array_equal(both.tokens[0], apart.tokens[0])
@@ -128,9 +163,27 @@ def test_greedy_repeats_take_few_calls():
 
 def test_which_methods_need_a_draft():
     names = ("baseline", "lookup", "self_speculative", "block", "otm_layer", "gsd")
-    assert [get_method(name).needs_draft for name in names] == [False, False, False, True, True, True]
-    with pytest.raises(UserError, match="method 'block' drafts, but no draft model was given; give one, or use 'lookup'"):
-        generate(jax.random.key(0), get_method("block"), TableModel(random_table(0, 4)), None, [[1]], [1], 2)
+    assert [get_method(name).needs_draft for name in names] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    with pytest.raises(
+        UserError,
+        match="method 'block' drafts, but no draft model was given; give one, or use 'lookup'",
+    ):
+        generate(
+            jax.random.key(0),
+            get_method("block"),
+            TableModel(random_table(0, 4)),
+            None,
+            [[1]],
+            [1],
+            2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -142,8 +195,14 @@ def test_which_methods_need_a_draft():
             lambda: get_method("self_speculative", method="lookup"),
             "the method 'self_speculative' has a drafter",
         ),
-        (lambda: Method("mine", parse("2"), FromTarget()), "method 'mine': drafts of a drafter go with"),
-        (lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Lookup()), "method 'mine': drafts of a dr"),
+        (
+            lambda: Method("mine", parse("2"), FromTarget()),
+            "method 'mine': drafts of a drafter go with",
+        ),
+        (
+            lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Lookup()),
+            "method 'mine': drafts of a dr",
+        ),
     ],
 )
 def test_what_does_not_go_together(make, message):
@@ -154,7 +213,13 @@ def test_what_does_not_go_together(make, message):
 @pytest.mark.slow
 def test_on_the_command_line_without_a_draft(tmp_path):
     prompt, page = "The committee will meet again. The committee", tmp_path / "page.html"
-    flags = ["--target=embedded:2m", "--method=lookup", "--max_new_tokens=8", "--temperature=0", f"--prompt={prompt}"]
+    flags = [
+        "--target=embedded:2m",
+        "--method=lookup",
+        "--max_new_tokens=8",
+        "--temperature=0",
+        f"--prompt={prompt}",
+    ]
     command = [sys.executable, "-m", "spectr_jax.sample", *flags, f"--html={page}"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith(prompt) and "lookup: 8 tokens in " in shown

@@ -11,13 +11,13 @@ from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.request import BUCKET
 from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.decoding.verifiers import base
-from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
 from spectr_jax.testing import methods as checks
 from spectr_jax.testing.methods import DRAFT, EOS, PROMPT, TARGET, VOCAB
 from spectr_jax.transport import otm
+from spectr_jax.utils.errors import UserError
 
 UNEVEN = Tree((0, 0, 1, 1, 2))
 WIDE = Tree((0, 0, 0, 0, 1, 1, 2))
@@ -49,7 +49,11 @@ METHODS = {
 }
 # The tests of a method run in one process: most share one compiled program.
 every_method = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.xdist_group(case), pytest.mark.optimized]) for case in METHODS]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.xdist_group(case), pytest.mark.optimized])
+        for case in METHODS
+    ],
 )
 
 # These see a shaped distribution in all tests, the others the plain one: the policy acts before any method does.
@@ -106,12 +110,23 @@ def test_second_call_compiles_nothing(case):
 PERFECT = [
     case
     for case, (name, _) in METHODS.items()
-    if name not in ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup")  # These may refuse drafts of the target itself.
+    if name
+    not in (
+        "kseq_gamma",
+        "naive",
+        "gbv",
+        "greedy_drafts",
+        "lookup",
+    )  # These may refuse drafts of the target itself.
 ]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.xdist_group(case), pytest.mark.optimized]) for case in PERFECT]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.xdist_group(case), pytest.mark.optimized])
+        for case in PERFECT
+    ],
 )
 def test_a_perfect_draft_is_always_accepted(case):
     """So many calls emit a path from the root to a leaf and a bonus, until the end."""
@@ -120,7 +135,9 @@ def test_a_perfect_draft_is_always_accepted(case):
     result = checks._texts(method, checks._keys(0), prompts, lengths, policy, TARGET, TARGET)
     new, tree = np.asarray(result.lengths) - lengths, method.tree
     leaves = sorted({*range(tree.size + 1)} - {*tree.parent[1:]})
-    least, most = (-(-new // (depth + 1)) for depth in (tree.height, min(tree.depth[leaf] for leaf in leaves)))
+    least, most = (
+        -(-new // (depth + 1)) for depth in (tree.height, min(tree.depth[leaf] for leaf in leaves))
+    )
     assert (least <= result.target_calls).all() and (result.target_calls <= most).all()
 
 
@@ -153,17 +170,30 @@ def test_a_row_alone_is_a_row_of_a_batch():
             np.testing.assert_array_equal(mine[0], theirs[row])
 
 
-@pytest.mark.parametrize("case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"]
+)
 def test_texts_are_the_same_in_turn_and_together(case, monkeypatch):
     """A processor walks down one tree after the other, an accelerator down all at once (`verifiers.base.in_turn`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
     texts, in_turn, lax_map = {}, [], jax.lax.map
-    monkeypatch.setattr(jax.lax, "map", lambda *args, **options: in_turn.append(args) or lax_map(*args, **options))
+    monkeypatch.setattr(
+        jax.lax, "map", lambda *args, **options: in_turn.append(args) or lax_map(*args, **options)
+    )
     for small in (0, VOCAB):
         monkeypatch.setattr(base, "SMALL_VOCABULARY", small)
         in_turn.clear()
         seen = {"observe": lambda call: {}}  # A function that jit has not seen: it traces anew.
-        texts[small] = generate(jax.random.key(3), _method(case), *_models(), prompts, lengths, 9, Policy(eos=EOS), **seen)
+        texts[small] = generate(
+            jax.random.key(3),
+            _method(case),
+            *_models(),
+            prompts,
+            lengths,
+            9,
+            Policy(eos=EOS),
+            **seen,
+        )
         assert bool(in_turn) == (small == 0)
     for one, other in zip(*map(jax.tree.leaves, texts.values()), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -181,11 +211,25 @@ def test_drafts_have_a_policy_of_their_own():
         }
 
     def run(policy, own):
-        made = generate(jax.random.key(3), method, *models, prompts, lengths, 9, policy, observe=drafted, draft_policy=own)
+        made = generate(
+            jax.random.key(3),
+            method,
+            *models,
+            prompts,
+            lengths,
+            9,
+            policy,
+            observe=drafted,
+            draft_policy=own,
+        )
         return made, np.sum(made.observed["entropy"]) / np.sum(made.target_calls)
 
     shaped, sharp = Policy(0.7, top_k=3), Policy(0.05)
-    (first, entropy), (second, _), (_, sharper) = run(shaped, None), run(shaped, shaped), run(shaped, sharp)
+    (first, entropy), (second, _), (_, sharper) = (
+        run(shaped, None),
+        run(shaped, shaped),
+        run(shaped, sharp),
+    )
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(one, other)
     assert sharper < 0.3 < 0.6 < entropy
@@ -194,11 +238,26 @@ def test_drafts_have_a_policy_of_their_own():
 
 
 DRAW_FOR_DRAW = {
-    "spectr, one chain": (("speculative", {"draft_length": 2}), ("spectr", {"num_drafts": 1, "draft_length": 2})),
-    "otm, one chain": (("speculative", {"draft_length": 2}), ("otm", {"num_drafts": 1, "draft_length": 2})),
-    "otm_block, one chain": (("block", {"draft_length": 2}), ("otm_block", {"num_drafts": 1, "draft_length": 2})),
-    "gbv, one chain": (("block", {"draft_length": 2}), ("gbv", {"num_drafts": 1, "draft_length": 2})),
-    "gbv_conditional, one chain": (("block", {"draft_length": 2}), ("gbv_conditional", {"tree": "1,1"})),
+    "spectr, one chain": (
+        ("speculative", {"draft_length": 2}),
+        ("spectr", {"num_drafts": 1, "draft_length": 2}),
+    ),
+    "otm, one chain": (
+        ("speculative", {"draft_length": 2}),
+        ("otm", {"num_drafts": 1, "draft_length": 2}),
+    ),
+    "otm_block, one chain": (
+        ("block", {"draft_length": 2}),
+        ("otm_block", {"num_drafts": 1, "draft_length": 2}),
+    ),
+    "gbv, one chain": (
+        ("block", {"draft_length": 2}),
+        ("gbv", {"num_drafts": 1, "draft_length": 2}),
+    ),
+    "gbv_conditional, one chain": (
+        ("block", {"draft_length": 2}),
+        ("gbv_conditional", {"tree": "1,1"}),
+    ),
     "otm_block, one level": (("otm", {"tree": "3"}), ("otm_block", {"tree": "3"})),
 }
 
@@ -227,10 +286,15 @@ def test_special_cases_draw_for_draw(pair):
 def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
     """Two live nodes spell the same token, and one of them is a leaf: the drafts are distributed as those of the other."""
     V, texts = 3, 40_000
-    target, draft = random_table(0, V, 0.7), np.random.default_rng(5).dirichlet(np.full(V, 0.5), size=(V, V))
+    target, draft = (
+        random_table(0, V, 0.7),
+        np.random.default_rng(5).dirichlet(np.full(V, 0.5), size=(V, V)),
+    )
     draft[1, 2] = target[1, 2] = [0.4, 0.35, 0.25]  # The first draft is always accepted.
     method, models = get_method(name, tree=Tree(tree)), (TableModel(target), TableModel(draft))
-    result = generate(jax.random.key(0), method, *models, np.tile([1, 2], (texts, 1)), np.full(texts, 2), 2)
+    result = generate(
+        jax.random.key(0), method, *models, np.tile([1, 2], (texts, 1)), np.full(texts, 2), 2
+    )
     first, second = np.asarray(result.tokens)[:, 2:4].T
     pmf = np.array([target[1, 2, token] * target[2, token] for token in range(V)])
     assert chi_square.p_value(np.bincount(first * V + second, minlength=V * V), pmf.ravel()) > 1e-4
@@ -247,7 +311,10 @@ def test_iid_drafts_may_have_children_of_one_twin_only(name, tree):
 )
 def test_the_cache_of_the_draft_follows_the_path_where_one_twin_only_has_children(name, tree):
     """A model that drafts for itself: at the root of every call p = q, as it is if the rows in its cache are the path's."""
-    model = Transformer(TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=3, context=32), rngs=nnx.Rngs(0))
+    model = Transformer(
+        TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=3, context=32),
+        rngs=nnx.Rngs(0),
+    )
     method = get_method(name, tree=Tree(tree))
 
     def apart(call):
@@ -274,7 +341,11 @@ NOWHERE = {"at the root": (slice(None), slice(None)), "below it": (2, (1, 3))}
 def test_drafts_of_no_distribution_are_not_used(name, options):
     """Logits that are all -inf make a p that is NaN: what was drawn from it is no draft."""
     V, texts = 5, 40_000
-    method, prompts, lengths = get_method(name, **options), np.tile([1, 2], (texts, 1)), np.full(texts, 2)
+    method, prompts, lengths = (
+        get_method(name, **options),
+        np.tile([1, 2], (texts, 1)),
+        np.full(texts, 2),
+    )
     for where, places in NOWHERE.items():  # One program for both.
         draft = np.tile([0.4, 0.3, 0.15, 0.1, 0.05], (V, V, 1))
         draft[places] = 0
@@ -290,8 +361,13 @@ def test_a_target_without_a_distribution_ends_the_sequence(name):
     """Logits that are all -inf: the token is -1, whatever the walk, and no other follows."""
     target = np.full((3, 3, 3), 1 / 3)
     target[1, 2] = 0
-    method = get_method(name, **({"num_drafts": 2, "draft_length": 2} if name == "gbv" else {"tree": "2,1"}))
-    models, prompts = (TableModel(target), TableModel(np.full((3, 3, 3), 1 / 3))), np.tile([1, 2], (8, 1))
+    method = get_method(
+        name, **({"num_drafts": 2, "draft_length": 2} if name == "gbv" else {"tree": "2,1"})
+    )
+    models, prompts = (
+        (TableModel(target), TableModel(np.full((3, 3, 3), 1 / 3))),
+        np.tile([1, 2], (8, 1)),
+    )
     result = generate(jax.random.key(0), method, *models, prompts, np.full(8, 2), 3, Policy(eos=0))
     assert np.all(np.asarray(result.tokens)[:, 2] == -1)
     np.testing.assert_array_equal(result.lengths, 3)
@@ -305,31 +381,54 @@ def test_sequences_that_come_to_no_distribution_are_as_likely_as_any(name):
     shape = {"block": {"draft_length": 2}, "gbv": {"num_drafts": 2, "draft_length": 2}}
     method = get_method(name, **shape.get(name, {"tree": "2,1"}))
     models = TableModel(target), TableModel(halves)
-    result = generate(jax.random.key(0), method, *models, np.tile([0, 1], (rows, 1)), np.full(rows, 2), 3)
-    new = [tuple(row[2:length].tolist()) for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)]
+    result = generate(
+        jax.random.key(0), method, *models, np.tile([0, 1], (rows, 1)), np.full(rows, 2), 3
+    )
+    new = [
+        tuple(row[2:length].tolist())
+        for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)
+    ]
     expected = {(0, -1): 0.5, (1, 0, -1): 0.25, (1, 1, 0): 0.125, (1, 1, 1): 0.125}
     counts = np.array([new.count(each) for each in expected])
-    assert counts.sum() == rows and chi_square.p_value(counts, np.array(list(expected.values()))) > 1e-4
+    assert (
+        counts.sum() == rows
+        and chi_square.p_value(counts, np.array(list(expected.values()))) > 1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["gsd", "greedy_drafts", "traversal"])
 def test_what_is_left_of_a_confident_draft_may_be_next_to_nothing(name):
     """Behind the likeliest token, at a temperature of 0.053, is a mass of 1e-37, whose products are 0 in float32."""
     V, texts = 5, 20_000
-    models = TableModel(np.full((V, V, V), 0.2)), TableModel(np.tile([1, 0.01, 0.0099, 0.0098, 0.0097], (V, V, 1)))
+    models = (
+        TableModel(np.full((V, V, V), 0.2)),
+        TableModel(np.tile([1, 0.01, 0.0099, 0.0098, 0.0097], (V, V, 1))),
+    )
     prompts, lengths = np.tile([1, 2], (texts, 1)), np.full(texts, 2)
     method, own = get_method(name, tree="3"), Policy(0.053)
     result = generate(jax.random.key(0), method, *models, prompts, lengths, 1, draft_policy=own)
-    assert chi_square.p_value(np.bincount(np.asarray(result.tokens)[:, 2], minlength=V), np.full(V, 0.2)) > 1e-4
+    assert (
+        chi_square.p_value(
+            np.bincount(np.asarray(result.tokens)[:, 2], minlength=V), np.full(V, 0.2)
+        )
+        > 1e-4
+    )
 
 
 def test_races_give_the_same_text_whatever_the_draft_and_the_tree():
     prompts, lengths = _ragged_prompts(8, rows=64)
     other = perturbed(TARGET, 2, 3.0)
     texts, calls = [], []
-    for tree, draft in (("3,1", DRAFT), ("specinfer:8", DRAFT), ("chain:2", other), ("3,1", TARGET)):
+    for tree, draft in (
+        ("3,1", DRAFT),
+        ("specinfer:8", DRAFT),
+        ("chain:2", other),
+        ("3,1", TARGET),
+    ):
         method = get_method("ersd", tree=tree)
-        result = generate(jax.random.key(4), method, TableModel(TARGET), TableModel(draft), prompts, lengths, 20)
+        result = generate(
+            jax.random.key(4), method, TableModel(TARGET), TableModel(draft), prompts, lengths, 20
+        )
         texts.append(np.asarray(result.tokens))
         calls.append(int(np.sum(result.target_calls)))
     for text in texts[1:]:
@@ -348,8 +447,14 @@ def test_expected_accepted_tokens_of_block_verification():
 
     few = {"competitions": 4}  # Any number accepts as many on one chain, and on one level.
     for name in ("speculative", "block", "otm_layer", "traversal"):
-        method = get_method(name, tree=chain(2), **few) if name == "otm_layer" else on_tree(name, chain(2))
-        result = generate(jax.random.key(0), method, *_models(), prompts, lengths, 1, observe=emitted)
+        method = (
+            get_method(name, tree=chain(2), **few)
+            if name == "otm_layer"
+            else on_tree(name, chain(2))
+        )
+        result = generate(
+            jax.random.key(0), method, *_models(), prompts, lengths, 1, observe=emitted
+        )
         seen[name] = float(np.mean(np.asarray(result.observed["emitted"])))
     # On one level it accepts as the plan does.
     method = get_method("otm_layer", tree="3", **few)
@@ -382,8 +487,19 @@ def test_one_call_of_the_target_a_step_whatever_the_tree():
 
     for tree, nodes in (("4,2,1,1", 28), ("specinfer:9", 9)):
         calls.clear()
-        generate(jax.random.key(0), get_method("gsd", tree=tree), Counting(TARGET), TableModel(DRAFT), [[1, 2]], [2], 12)
-        assert calls == [BUCKET, nodes + 1]  # The prompt, and one pass over the tree in the loop's body.
+        generate(
+            jax.random.key(0),
+            get_method("gsd", tree=tree),
+            Counting(TARGET),
+            TableModel(DRAFT),
+            [[1, 2]],
+            [2],
+            12,
+        )
+        assert calls == [
+            BUCKET,
+            nodes + 1,
+        ]  # The prompt, and one pass over the tree in the loop's body.
 
 
 @pytest.mark.parametrize(
@@ -391,9 +507,21 @@ def test_one_call_of_the_target_a_step_whatever_the_tree():
     [
         ("spectre", {}, r"unknown method 'spectre'; did you mean 'spectr'\?"),
         ("spectr", {"num_drafts": 0}, "num_drafts=0 is not a whole number of at least 1"),
-        ("speculative", {"draft_length": -2}, "draft_length=-2 is not a whole number of at least 1"),
-        ("spectr", {"drafts": 2}, "method 'spectr' has no option 'drafts'; it has num_drafts, draft_length"),
-        ("otm", {"tree": "batch:x"}, "tree 'batch:x' is not known; give the children of each level, such as 4,2,1, or one"),
+        (
+            "speculative",
+            {"draft_length": -2},
+            "draft_length=-2 is not a whole number of at least 1",
+        ),
+        (
+            "spectr",
+            {"drafts": 2},
+            "method 'spectr' has no option 'drafts'; it has num_drafts, draft_length",
+        ),
+        (
+            "otm",
+            {"tree": "batch:x"},
+            "tree 'batch:x' is not known; give the children of each level, such as 4,2,1, or one",
+        ),
         ("gsd", {"tree": "2,0"}, "k_2=0 is not a whole number of at least 1"),
         ("self_speculative", {"layers": 0}, "layers=0 is not a whole number of at least 1"),
         ("self_speculative", {"method": "otm", "drafts": 2}, "method 'otm' has no option 'drafts'"),

@@ -37,7 +37,10 @@ def _winner(p, q, beta, chains):
 @pytest.mark.parametrize("chains", [1, 2, 4])
 def test_the_chosen_chain_has_its_pmf(chains):
     paths = list(itertools.product(range(VOCAB), repeat=LENGTH))
-    chance = {path: np.prod([_p_and_q(path[:depth])[0][token] for depth, token in enumerate(path)]) for path in paths}
+    chance = {
+        path: np.prod([_p_and_q(path[:depth])[0][token] for depth, token in enumerate(path)])
+        for path in paths
+    }
     exact = np.zeros((VOCAB, VOCAB))
     for drawn in itertools.product(paths, repeat=chains):
         exact[_chosen(drawn)] += np.prod([chance[path] for path in drawn])
@@ -46,7 +49,9 @@ def test_the_chosen_chain_has_its_pmf(chains):
     first, below, upto = _winner(*map(jnp.float32, _p_and_q(())), jnp.float32(0), chains)
     for token in range(VOCAB):
         beta = below[token] / upto[token]
-        computed[token] = first[token] * _winner(*map(jnp.float32, _p_and_q((token,))), beta, chains)[0]
+        computed[token] = (
+            first[token] * _winner(*map(jnp.float32, _p_and_q((token,))), beta, chains)[0]
+        )
     np.testing.assert_allclose(computed, exact, rtol=1e-5)
 
 

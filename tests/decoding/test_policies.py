@@ -12,12 +12,12 @@ from flax import nnx
 from spectr_jax.decoding import Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
-from spectr_jax.errors import UserError
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
+from spectr_jax.utils.errors import UserError
 
 POLICIES = [
     Policy(),
@@ -32,7 +32,9 @@ VALUES = ("temperature", "top_k", "top_p", "min_p")
 
 def _batch(policies, repeated=1):
     """One policy for a batch whose rows take these in turn."""
-    return Policy(**{name: np.tile([getattr(each, name) for each in policies], repeated) for name in VALUES})
+    return Policy(
+        **{name: np.tile([getattr(each, name) for each in policies], repeated) for name in VALUES}
+    )
 
 
 def _expected(logits, policy):
@@ -65,7 +67,9 @@ def test_limits_are_those_of_a_sort(on_cpu, monkeypatch):
             expected = _expected(logits[row, node], policy)
             np.testing.assert_array_equal(np.asarray(made[row, node]) > 0, expected > 0)
             np.testing.assert_allclose(made[row, node], expected, rtol=1e-5)
-            np.testing.assert_array_equal(made[row, node], probabilities(jnp.asarray(logits[row, node]), policy))
+            np.testing.assert_array_equal(
+                made[row, node], probabilities(jnp.asarray(logits[row, node]), policy)
+            )
 
 
 @pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
@@ -77,12 +81,19 @@ def test_rows_follow_their_own_policies(name):
     counts = {number: np.zeros(4**length) for number in range(len(POLICIES))}
     digits = 4 ** np.arange(length)
     for seed in range(3):
-        keys, models = jax.random.split(jax.random.key(seed), rows), (TableModel(target), TableModel(draft))
+        keys, models = (
+            jax.random.split(jax.random.key(seed), rows),
+            (TableModel(target), TableModel(draft)),
+        )
         prompts, lengths = np.tile([[1, 2]], (rows, 1)), np.full(rows, 2)
-        out = generate(keys, get_method(name, tree="2,1"), *models, prompts, lengths, length, policy)
+        out = generate(
+            keys, get_method(name, tree="2,1"), *models, prompts, lengths, length, policy
+        )
         codes = np.asarray(out.tokens)[:, 2 : 2 + length]
         for number in counts:
-            counts[number] += np.bincount(codes[number :: len(POLICIES)] @ digits, minlength=4**length)
+            counts[number] += np.bincount(
+                codes[number :: len(POLICIES)] @ digits, minlength=4**length
+            )
     for number, each in enumerate(POLICIES):
         shaped = np.array([[_expected(np.log(row), each) for row in rows] for rows in target])
         pmf = exact_pmf(shaped, (1, 2), length)
@@ -115,11 +126,19 @@ def test_a_row_is_what_it_is_alone(on_cpu, monkeypatch):
 
 
 def test_all_policies_share_two_programs(count_compilations):
-    models, method = [TableModel(random_table(seed, 5)) for seed in (0, 1)], get_method("speculative", draft_length=2)
+    models, method = (
+        [TableModel(random_table(seed, 5)) for seed in (0, 1)],
+        get_method("speculative", draft_length=2),
+    )
     arguments = method, *models, [[1], [2]], [1, 1], 6
     generate(jax.random.key(0), *arguments, Policy())
     generate(jax.random.key(0), *arguments, Policy(top_k=2))
-    mixed = [np.array([0.0, 1.5]), 2.0], [0, np.array([0, 4]), 7], [0.2, 1, np.array([1, 0.5])], [0, jnp.float32(0.5)]
+    mixed = (
+        [np.array([0.0, 1.5]), 2.0],
+        [0, np.array([0, 4]), 7],
+        [0.2, 1, np.array([1, 0.5])],
+        [0, jnp.float32(0.5)],
+    )
     with count_compilations() as compiled:
         for values in itertools.product(*mixed):
             policy = Policy(**dict(zip(VALUES, values, strict=True)))
@@ -150,7 +169,15 @@ def test_all_policies_share_two_programs(count_compilations):
 def test_values_are_those_that_the_device_sees(policy, message, owner):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     with pytest.raises(UserError, match=owner + message):
-        generate(jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4, **{f"{owner}policy": policy})
+        generate(
+            jax.random.key(0),
+            get_method("spectr"),
+            *models,
+            [[1], [2]],
+            [1, 1],
+            4,
+            **{f"{owner}policy": policy},
+        )
 
 
 def test_a_traced_policy_may_have_several_ends():
@@ -162,8 +189,12 @@ def test_a_traced_policy_may_have_several_ends():
         return decode(key, get_method("baseline"), target, None, prompts, lengths, 9, policy).tokens
 
     policy = Policy(temperature=[0.8, 0.0], eos=(2, 3))
-    expected = generate(jax.random.key(0), get_method("baseline"), model, None, prompts, lengths, 9, policy).tokens
-    np.testing.assert_array_equal(decoded(jax.random.key(0), target, policy), expected[:, :11])  # Not padded to a bucket.
+    expected = generate(
+        jax.random.key(0), get_method("baseline"), model, None, prompts, lengths, 9, policy
+    ).tokens
+    np.testing.assert_array_equal(
+        decoded(jax.random.key(0), target, policy), expected[:, :11]
+    )  # Not padded to a bucket.
 
 
 @pytest.mark.slow
@@ -173,4 +204,6 @@ def test_a_scalar_of_jax_is_a_number():
     policy = Policy(temperature=0.5, top_k=3, top_p=0.5)
     scalars = {name: jnp.asarray(getattr(policy, name)) for name in VALUES}
     expected = generate(*arguments, policy).tokens
-    np.testing.assert_array_equal(generate(*arguments, dataclasses.replace(policy, **scalars)).tokens, expected)
+    np.testing.assert_array_equal(
+        generate(*arguments, dataclasses.replace(policy, **scalars)).tokens, expected
+    )

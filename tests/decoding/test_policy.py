@@ -27,10 +27,15 @@ def test_probabilities(policy, expected):
 
 
 def test_greedy_breaks_ties_alike():
-    np.testing.assert_array_equal(probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0)), [[1, 0, 0]] * 2)
+    np.testing.assert_array_equal(
+        probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0)), [[1, 0, 0]] * 2
+    )
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)])
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)],
+)
 def test_logits_that_are_no_numbers_have_no_distribution(policy):
     pmfs = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
     assert np.isfinite(pmfs[0]).all()
@@ -38,9 +43,13 @@ def test_logits_that_are_no_numbers_have_no_distribution(policy):
 
 
 def test_each_of_several_temperatures_is_its_own():
-    pmfs = jax.vmap(lambda temperature: probabilities(LOGITS, Policy(temperature=temperature)))(jnp.array([0.0, 0.5, 1.0]))
+    pmfs = jax.vmap(lambda temperature: probabilities(LOGITS, Policy(temperature=temperature)))(
+        jnp.array([0.0, 0.5, 1.0])
+    )
     for pmf, temperature in zip(pmfs, [0.0, 0.5, 1.0], strict=True):
-        np.testing.assert_allclose(pmf, probabilities(LOGITS, Policy(temperature=temperature)), rtol=1e-6)
+        np.testing.assert_allclose(
+            pmf, probabilities(LOGITS, Policy(temperature=temperature)), rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])

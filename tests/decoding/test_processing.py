@@ -9,9 +9,9 @@ import pytest
 
 from spectr_jax.decoding import Policy, bias, get_method, only, repetition_penalty
 from spectr_jax.decoding.generate import generate
-from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.testing import chi_square
+from spectr_jax.utils.errors import UserError
 
 V, LENGTH, PROMPT = 4, 3, (1, 2)
 TABLE = random_table(0, V)
@@ -38,7 +38,10 @@ def _exact(process, temperature):
         for token in tokens:
             if sequence not in cache:
                 padded = jnp.asarray([*sequence, *[0] * (len(PROMPT) + LENGTH - len(sequence))])
-                logits = np.asarray(step(jnp.log(jnp.float32(TABLE[sequence[-2:]])), padded, len(sequence)), np.float64)
+                logits = np.asarray(
+                    step(jnp.log(jnp.float32(TABLE[sequence[-2:]])), padded, len(sequence)),
+                    np.float64,
+                )
                 weights = np.exp((logits - logits.max()) / temperature)
                 cache[sequence] = weights / weights.sum()
             probability *= cache[sequence][token]
@@ -52,14 +55,24 @@ def _exact(process, temperature):
     [
         ("otm_block", no_token_again_within_two, True),
         pytest.param("otm_block", penalised, False, marks=pytest.mark.slow),
-        *(pytest.param(name, penalised, True, marks=pytest.mark.slow) for name in ("gsd", "otm_layer", "traversal", "ersd")),
+        *(
+            pytest.param(name, penalised, True, marks=pytest.mark.slow)
+            for name in ("gsd", "otm_layer", "traversal", "ersd")
+        ),
     ],
 )
 def test_sequences_follow_the_processed_target(name, process, drafts_too):
     rows, policy = 8000, Policy(temperature=0.8, process=process)
     models = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.8))
     own = policy if drafts_too else Policy()
-    arguments = get_method(name, tree="2,1,1"), *models, np.tile(PROMPT, (rows, 1)), np.full(rows, 2), LENGTH, policy
+    arguments = (
+        get_method(name, tree="2,1,1"),
+        *models,
+        np.tile(PROMPT, (rows, 1)),
+        np.full(rows, 2),
+        LENGTH,
+        policy,
+    )
     counts = np.zeros(V**LENGTH)
     for seed in range(3):
         out = generate(jax.random.split(jax.random.key(seed), rows), *arguments, draft_policy=own)
@@ -94,9 +107,15 @@ def _no_tokens(logits, tokens, length):
 def test_a_process_that_leaves_no_distribution_ends_the_sequence(name, process):
     """XLA for CPUs makes any number of the exponential of a NaN that is a constant."""
     policy = Policy(temperature=[1.0, 0.0, 1.0, 0.0], process=process)
-    out = generate(jax.random.key(0), get_method(name), LARGER, None, [[1, 2]] * 4, [2] * 4, 12, policy)
+    out = generate(
+        jax.random.key(0), get_method(name), LARGER, None, [[1, 2]] * 4, [2] * 4, 12, policy
+    )
     tokens = np.asarray(out.tokens)
-    assert np.all(tokens[:, :4] >= 0) and np.all(tokens[:, 4] == -1) and np.all(np.asarray(out.lengths) == 5)
+    assert (
+        np.all(tokens[:, :4] >= 0)
+        and np.all(tokens[:, 4] == -1)
+        and np.all(np.asarray(out.lengths) == 5)
+    )
 
 
 @pytest.mark.parametrize(

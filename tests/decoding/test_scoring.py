@@ -25,7 +25,9 @@ def model():
 @pytest.fixture(scope="module")
 def full(model):
     """Logits [12, V] of twelve tokens [1, 12]."""
-    forward = jax.jit(lambda tokens: model.extend(tokens, np.arange(12)[None], causal(np.zeros((1, 12))))[0][0])
+    forward = jax.jit(
+        lambda tokens: model.extend(tokens, np.arange(12)[None], causal(np.zeros((1, 12))))[0][0]
+    )
     return lambda tokens: np.asarray(forward(tokens))
 
 
@@ -40,8 +42,13 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
 
     @jax.jit
     def packed():
-        _, cache = model.extend(text, positions, causal(np.zeros((3, 6))), model.init_cache(3, 7 + shape.size))
-        tokens, lengths_B = jnp.asarray(np.concatenate([root[:, None], drafts], axis=1)), jnp.asarray(lengths)
+        _, cache = model.extend(
+            text, positions, causal(np.zeros((3, 6))), model.init_cache(3, 7 + shape.size)
+        )
+        tokens, lengths_B = (
+            jnp.asarray(np.concatenate([root[:, None], drafts], axis=1)),
+            jnp.asarray(lengths),
+        )
         return scoring.score(model, shape, tokens, lengths_B, Cache(cache.rows, lengths_B - 1))[0]
 
     logits = np.asarray(packed())
@@ -50,4 +57,6 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
             path = drafts[row, np.flatnonzero(shape.ancestors[node])[1:] - 1]
             spelled = np.zeros(12, np.int32)
             spelled[: lengths[row] + len(path)] = [*text[row, : lengths[row]], *path]
-            np.testing.assert_allclose(logits[row, node], full(spelled[None])[lengths[row] + len(path) - 1], atol=1e-5)
+            np.testing.assert_allclose(
+                logits[row, node], full(spelled[None])[lengths[row] + len(path) - 1], atol=1e-5
+            )

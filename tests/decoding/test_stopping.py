@@ -9,12 +9,12 @@ from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, s
 from spectr_jax.decoding import Policy, decode, get_method, stream
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.stopping import MATCHED, _transitions, before, prepared, settled
-from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained, load
+from spectr_jax.loading.by_name import Trained, load
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.sampling import chat
 from spectr_jax.sampling.session import Session
+from spectr_jax.utils.errors import UserError
 
 VOCAB, NEW = 7, 24
 TARGET, DRAFT = (TableModel(random_table(seed, VOCAB)) for seed in (0, 1))
@@ -50,8 +50,14 @@ def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
     """As if the whole sequence were cut, wherever in a call's tokens; for texts and for tokens, and in a stream."""
     options = {"tree": "2,2"} if name == "otm_block" else {}
     arguments = get_method(name, **options), Trained("letters", TARGET, LETTERS), DRAFT
-    keys, prompts, lengths = jax.random.split(jax.random.key(0), 40), np.full((40, 2), 3), np.full(40, 2)
-    whole = np.asarray(generate(keys, *arguments, prompts, lengths, NEW).tokens)[:, 2 : 2 + NEW].tolist()
+    keys, prompts, lengths = (
+        jax.random.split(jax.random.key(0), 40),
+        np.full((40, 2), 3),
+        np.full(40, 2),
+    )
+    whole = np.asarray(generate(keys, *arguments, prompts, lengths, NEW).tokens)[
+        :, 2 : 2 + NEW
+    ].tolist()
     stops = ("\n\n", "ab\na"), [[3, 3], [1, 2, 5]], "é"
     for stop in stops:
 
@@ -71,7 +77,11 @@ def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
         return
     key, method = jax.random.key(1), arguments
     single = generate(key, *method, prompts[:1], lengths[:1], NEW, stop=stops[0])
-    streamed = [token for step in stream(key, *method, prompts[0], NEW, stop=stops[0]) for token in step.tokens]
+    streamed = [
+        token
+        for step in stream(key, *method, prompts[0], NEW, stop=stops[0])
+        for token in step.tokens
+    ]
     assert streamed == np.asarray(single.tokens)[0, 2 : int(single.lengths[0])].tolist()
 
 
@@ -86,12 +96,24 @@ def test_other_stops_of_similar_lengths_compile_nothing(count_compilations):
 
 
 def test_a_stop_that_was_prepared_inside_jit_serves_other_calls():
-    method, model, prompts, lengths = get_method("baseline"), freeze(TARGET), np.array([[1, 2]]), np.array([2])
+    method, model, prompts, lengths = (
+        get_method("baseline"),
+        freeze(TARGET),
+        np.array([[1, 2]]),
+        np.array([2]),
+    )
 
     @jax.jit
     def decoded(key, model):
         return decode(
-            key, method, model, None, np.array(prompts), np.array(lengths), 9, stop=prepared([[5, 3]], None, VOCAB)
+            key,
+            method,
+            model,
+            None,
+            np.array(prompts),
+            np.array(lengths),
+            9,
+            stop=prepared([[5, 3]], None, VOCAB),
         )
 
     inside = decoded(jax.random.key(0), model)
@@ -102,11 +124,18 @@ def test_a_stop_that_was_prepared_inside_jit_serves_other_calls():
 def test_transitions_find_the_first_of_random_patterns():
     rng = np.random.default_rng(0)
     for _ in range(300):
-        patterns = [tuple(rng.integers(0, 2, rng.integers(1, 6)).tolist()) for _ in range(rng.integers(1, 4))]
+        patterns = [
+            tuple(rng.integers(0, 2, rng.integers(1, 6)).tolist())
+            for _ in range(rng.integers(1, 4))
+        ]
         table, word, state = _transitions(tuple(patterns), 2), rng.integers(0, 2, 12).tolist(), 0
         for count, symbol in enumerate(word, start=1):
             state = table[state, symbol]
-            seen = any(tuple(word[i : i + len(p)]) == p for p in patterns for i in range(count - len(p) + 1))
+            seen = any(
+                tuple(word[i : i + len(p)]) == p
+                for p in patterns
+                for i in range(count - len(p) + 1)
+            )
             assert (state == MATCHED) == seen
 
 
@@ -115,9 +144,14 @@ def test_overlapping_texts():
     stop = prepared(("aab", "abc", "x"), _Bytes(), 256)
     for text in ("aaab", "aabc", "abab", "ab", "cabc", "aac", "ax", "abcdef"):
         states = np.asarray(
-            stop.follow(np.zeros(1, np.int32), np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32))
+            stop.follow(
+                np.zeros(1, np.int32), np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32)
+            )
         )
-        expected = [before(text[:count], ("aab", "abc", "x")) != text[:count] for count in range(1, len(text) + 1)]
+        expected = [
+            before(text[:count], ("aab", "abc", "x")) != text[:count]
+            for count in range(1, len(text) + 1)
+        ]
         assert (states[0] == MATCHED).tolist() == expected
 
 
@@ -131,18 +165,27 @@ def test_pieces_spell_the_text(toy, tmp_path):
     ours = load(toy.folder / "target", "float32").tokenizer
     save_tokenizer(tmp_path, ours, 32)
     made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator([text], vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
-    others = HuggingFaceTokenizer(read_tokenizer(tmp_path), 1, 2), HuggingFaceTokenizer(made._tokenizer, 0, 1)
+    made.train_from_iterator(
+        [text], vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    others = (
+        HuggingFaceTokenizer(read_tokenizer(tmp_path), 1, 2),
+        HuggingFaceTokenizer(made._tokenizer, 0, 1),
+    )
     for tokenizer in (ours, *others):
         tokens = tokenizer.prompt(text)
-        assert b"".join(tokenizer.pieces[token] for token in tokens).decode().lstrip() == tokenizer.decode(tokens)
+        assert b"".join(
+            tokenizer.pieces[token] for token in tokens
+        ).decode().lstrip() == tokenizer.decode(tokens)
     wordpiece = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
     wordpiece.decoder = tokenizers.decoders.WordPiece()
     with pytest.raises(UserError, match="does not say what its tokens spell"):
         prepared("b", HuggingFaceTokenizer(wordpiece, 0, 1), 2)
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""], ["a", [1]], [[]], [[7]], [[-1]], [1, 2], 3, [[1.5]], b"a"])
+@pytest.mark.parametrize(
+    "stop", ["", ["a", ""], ["a", [1]], [[]], [[7]], [[-1]], [1, 2], 3, [[1.5]], b"a"]
+)
 def test_what_is_no_stop(stop):
     with pytest.raises(UserError, match=r"stop=.*: must be texts, or sequences of tokens 0\.\.6"):
         prepared(stop, LETTERS, VOCAB)
@@ -159,7 +202,13 @@ def test_texts_need_a_tokenizer():
 def test_before_and_settled():
     assert before("one\n\ntwo###", ("###", "\n\n")) == "one"
     assert before("one", ()) == before("one", None) == "one"
-    assert [settled(text, ("\n\n", "###")) for text in ("ab", "ab\n", "ab\n\nc", "ab##", "")] == [2, 2, 2, 2, 0]
+    assert [settled(text, ("\n\n", "###")) for text in ("ab", "ab\n", "ab\n\nc", "ab##", "")] == [
+        2,
+        2,
+        2,
+        2,
+        0,
+    ]
 
 
 def test_a_chat_shows_nothing_of_a_stop():

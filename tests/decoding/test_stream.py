@@ -8,16 +8,17 @@ from flax import nnx
 
 from spectr_jax.decoding import Policy, get_method, loop, stream
 from spectr_jax.decoding.generate import generate
-from spectr_jax.errors import UserError
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils.errors import UserError
 
 TARGET, DRAFT = (TableModel(random_table(seed, 11)) for seed in (0, 1))
 LENGTH = 12
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("baseline", {}), ("otm_block", {"tree": "2,2"}), ("lookup", {"tree": "2,1"})]
+    ("name", "options"),
+    [("baseline", {}), ("otm_block", {"tree": "2,2"}), ("lookup", {"tree": "2,1"})],
 )
 def test_steps_are_what_generate_emits_at_once(name, options, count_compilations):
     """Token for token and call for call, whatever ends it: EOS, one of several, or the limit."""
@@ -56,7 +57,10 @@ def test_a_prompt_in_pieces_leaves_the_cache_of_one_run(monkeypatch):
     """Prompts of several lengths in pieces of 4, the last of which is not full."""
     shape = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=32)
     model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
-    prompts, lengths = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11))), jnp.array([11, 5, 8])
+    prompts, lengths = (
+        jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11))),
+        jnp.array([11, 5, 8]),
+    )
     start = jax.jit(lambda: loop.prefill(method, model, model, prompts, lengths, 3))
     whole = start()
     monkeypatch.setattr(loop, "PIECE", 4)
@@ -76,5 +80,11 @@ def test_prompts_of_many_lengths_share_the_program_of_a_stream(count_compilation
     list(stream(jax.random.key(0), method, TARGET, None, [1] * 7, 3))
     with count_compilations() as compiled:
         for length in (1, 90, 120):
-            assert sum(len(step.tokens) for step in stream(jax.random.key(0), method, TARGET, None, [1] * length, 3)) == 3
+            assert (
+                sum(
+                    len(step.tokens)
+                    for step in stream(jax.random.key(0), method, TARGET, None, [1] * length, 3)
+                )
+                == 3
+            )
     assert not compiled

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import tree
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 
 def test_iid_chains():
@@ -29,11 +29,15 @@ def test_prefix_tree():
     assert tree.batch(4) == tree.prefix_tree(4) and tree.iid_chains(3, 2) == tree.prefix_tree(3, 1)
 
 
-@pytest.mark.parametrize(("size", "levels"), [(1, [1, 1]), (2, [1, 1, 1]), (4, [1, 1, 1, 2]), (9, [1, 1, 1, 3, 3, 1])])
+@pytest.mark.parametrize(
+    ("size", "levels"), [(1, [1, 1]), (2, [1, 1, 1]), (4, [1, 1, 1, 2]), (9, [1, 1, 1, 3, 3, 1])]
+)
 def test_specinfer(size, levels):
     shape = tree.specinfer(size)
     assert shape.size == size and [len(level) for level in shape.levels] == levels
-    assert all(np.sum(shape.parent[1:] == node) <= (3 if node == 2 else 1) for node in range(size + 1))
+    assert all(
+        np.sum(shape.parent[1:] == node) <= (3 if node == 2 else 1) for node in range(size + 1)
+    )
 
 
 def test_irregular():
@@ -41,12 +45,18 @@ def test_irregular():
     np.testing.assert_array_equal(shape.inner, [0, 1, 2, 4, 5])
     np.testing.assert_array_equal(shape.inner_rank[shape.inner], range(5))
     np.testing.assert_array_equal(
-        shape.children_table, [[1, 2], [3, -1], [4, 5], [-1, -1], [6, -1], [7, -1], [-1, -1], [-1, -1]]
+        shape.children_table,
+        [[1, 2], [3, -1], [4, 5], [-1, -1], [6, -1], [7, -1], [-1, -1], [-1, -1]],
     )
 
 
 def test_parse():
-    shapes = {"4,2,1": tree.prefix_tree(4, 2, 1), "chain:3": tree.chain(3), "batch:5": tree.batch(5), "3": tree.batch(3)}
+    shapes = {
+        "4,2,1": tree.prefix_tree(4, 2, 1),
+        "chain:3": tree.chain(3),
+        "batch:5": tree.batch(5),
+        "3": tree.batch(3),
+    }
     shapes |= {"4x2": tree.iid_chains(4, 2), "1x3": tree.chain(3)}
     for spec, shape in shapes.items():
         assert tree.parse(spec) == shape
@@ -68,12 +78,19 @@ def test_bad_order(parents):
 
 
 def test_trees_of_other_integers_and_sequences():
-    assert tree.Tree([0, np.int64(0), 1]) == tree.Tree((0, 0, 1)) and hash(tree.Tree([0])) == hash(tree.Tree((0,)))
+    assert tree.Tree([0, np.int64(0), 1]) == tree.Tree((0, 0, 1)) and hash(tree.Tree([0])) == hash(
+        tree.Tree((0,))
+    )
     assert tree.iid_chains(np.int64(2), 3) == tree.iid_chains(2, 3)
     assert tree.Tree(tuple(range(10_000))).sibling_rank.max() == 0  # At once, not in minutes.
 
 
-@pytest.mark.parametrize("spec", ["100000x100000", "3,1000000000000", "chain:1000000000000", "specinfer:1000000000000"])
+@pytest.mark.parametrize(
+    "spec", ["100000x100000", "3,1000000000000", "chain:1000000000000", "specinfer:1000000000000"]
+)
 def test_a_tree_that_fits_no_memory_is_refused_before_it_is_made(spec):
-    with pytest.raises(UserError, match=rf"^tree '{spec}': a tree of [\d,]+ nodes is too large; give at most 10,000$"):
+    with pytest.raises(
+        UserError,
+        match=rf"^tree '{spec}': a tree of [\d,]+ nodes is too large; give at most 10,000$",
+    ):
         tree.parse(spec)

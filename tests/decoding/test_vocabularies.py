@@ -55,8 +55,14 @@ def _p_and_q(V):
         p[context, _kinds(V) == 4] /= 100
         q[context] = ratio * p[context]
         q[context, :HEAD] = head
-        p[context, _kinds(V) == 6], q[context, _kinds(V) == 6] = 0, rng.random(np.sum(_kinds(V) == 6))
-        for pmf in (p[context], q[context]):  # Half of the mass is the tail's, as much for each kind that has any.
+        p[context, _kinds(V) == 6], q[context, _kinds(V) == 6] = (
+            0,
+            rng.random(np.sum(_kinds(V) == 6)),
+        )
+        for pmf in (
+            p[context],
+            q[context],
+        ):  # Half of the mass is the tail's, as much for each kind that has any.
             pmf[:HEAD] /= 2 * pmf[:HEAD].sum()
             pmf[HEAD:] /= 2 * pmf[HEAD:].sum()
     return p, q
@@ -70,11 +76,15 @@ def _emitted(verifier, tree, keys, p, q):
         draft_key, verify_key, last_key = jax.random.split(key, 3)
         tokens = jnp.zeros(1, jnp.int32)
         for nodes in tree.levels[1:]:  # As `drafting.draft` does it.
-            parents = tree.inner_rank[tree.parent[nodes]] - tree.inner_rank[tree.parent[nodes]].min()
+            parents = (
+                tree.inner_rank[tree.parent[nodes]] - tree.inner_rank[tree.parent[nodes]].min()
+            )
             at = tokens[np.unique(tree.parent[nodes])] % CONTEXTS
             depth = int(tree.depth[nodes[0]]) - 1
             rule_key = verify_key if verifier.rule == "race" else draft_key
-            drawn = RULES[verifier.rule](jax.random.fold_in(rule_key, depth), p[at], np.bincount(parents))
+            drawn = RULES[verifier.rule](
+                jax.random.fold_in(rule_key, depth), p[at], np.bincount(parents)
+            )
             tokens = jnp.concatenate([tokens, drawn[parents, tree.sibling_rank[nodes]]])
         scored = ScoredTree(
             tree=tree,
@@ -95,18 +105,26 @@ def _emitted(verifier, tree, keys, p, q):
 @pytest.mark.optimized
 @pytest.mark.parametrize("V", CALLS)
 @pytest.mark.parametrize(
-    "name", [name if name == "otm" else pytest.param(name, marks=pytest.mark.slow) for name in VERIFIERS]
+    "name",
+    [name if name == "otm" else pytest.param(name, marks=pytest.mark.slow) for name in VERIFIERS],
 )
 def test_two_tokens_follow_the_target(name, V):
     verifier, tree = VERIFIERS[name]
     p, q = _p_and_q(V)
     keys = jax.random.split(jax.random.key(7), (FEWER if name in SLOW else CALLS)[V])
-    first, second = np.asarray(_emitted(verifier, parse(tree), keys, jnp.float32(p), jnp.float32(q))).T
+    first, second = np.asarray(
+        _emitted(verifier, parse(tree), keys, jnp.float32(p), jnp.float32(q))
+    ).T
     cell = np.where(np.arange(V) < HEAD, np.arange(V), HEAD + _kinds(V))
     expected = np.stack([np.bincount(cell, pmf) for pmf in q])
-    assert chi_square.p_value(np.bincount(cell[first], minlength=len(expected[0])), expected[0]) > 1e-4
+    assert (
+        chi_square.p_value(np.bincount(cell[first], minlength=len(expected[0])), expected[0]) > 1e-4
+    )
     for context in range(CONTEXTS):
         after = second[first % CONTEXTS == context]
         assert (
-            chi_square.p_value(np.bincount(cell[after], minlength=len(expected[0])), len(after) * expected[context]) > 1e-4
+            chi_square.p_value(
+                np.bincount(cell[after], minlength=len(expected[0])), len(after) * expected[context]
+            )
+            > 1e-4
         )

@@ -8,7 +8,7 @@ from flax import nnx
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.distillation import labels
-from spectr_jax.loading import LOADERS, Trained
+from spectr_jax.loading.by_name import LOADERS, Trained
 from spectr_jax.models.llama import Llama, LlamaConfig
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
@@ -27,10 +27,19 @@ def teacher(sentences):
     """What `load("school:teacher")` returns, where `all_labels` is asked for."""
     made = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    made.train_from_iterator(sentences, vocab_size=300, special_tokens=controls, show_progress=False)
+    made.train_from_iterator(
+        sentences, vocab_size=300, special_tokens=controls, show_progress=False
+    )
     tokenizer = HuggingFaceTokenizer(made._tokenizer, 1, (2, 0), adds_bos=False, template=TEMPLATE)
     shape = LlamaConfig(
-        layers=1, width=24, mlp=32, heads=2, kv_heads=1, head_width=12, vocab_size=tokenizer.vocab_size + 4, context=64
+        layers=1,
+        width=24,
+        mlp=32,
+        heads=2,
+        kv_heads=1,
+        head_width=12,
+        vocab_size=tokenizer.vocab_size + 4,
+        context=64,
     )
     model = Llama(shape, rngs=nnx.Rngs(0))
     model.head.kernel[...] *= 3

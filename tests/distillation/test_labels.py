@@ -10,7 +10,7 @@ import pytest
 from spectr_jax.decoding import Policy
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 from .conftest import LENGTH
 
@@ -18,7 +18,9 @@ from .conftest import LENGTH
 def log_probabilities(model, tokens):
     """[N, V] after each of some tokens, alone in a call."""
     positions, visible = jnp.arange(len(tokens))[None], np.tri(len(tokens), dtype=bool)[None]
-    return np.asarray(jax.nn.log_softmax(model.extend(jnp.asarray([tokens]), positions, visible)[0])[0])
+    return np.asarray(
+        jax.nn.log_softmax(model.extend(jnp.asarray([tokens]), positions, visible)[0])[0]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,11 @@ def short_shards(monkeypatch):
 
 
 def label(folder, teacher, texts, count):
-    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    about = {
+        "vocabulary": teacher.tokenizer.vocabulary,
+        "vocab_size": teacher.model.vocab_size,
+        "context": 64,
+    }
     labels.claim_folder(folder, {**about, "length": LENGTH})
     row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
     return teaching.write_labels(folder, texts, count, teaching.labeller(teacher), row_type)
@@ -82,62 +88,103 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
     for name in after:
         assert (folder / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes()
     with pytest.raises(UserError, match="has labels of length=24, this command makes length=12"):
-        about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+        about = {
+            "vocabulary": teacher.tokenizer.vocabulary,
+            "vocab_size": teacher.model.vocab_size,
+            "context": 64,
+        }
         labels.claim_folder(folder, {**about, "length": 12})
     (folder / "labels-00002.npy").write_bytes((folder / "labels-00002.npy").read_bytes()[:-7])
-    with pytest.raises(UserError, match=r"labels-00002.npy' cannot be read .*; remove it, and label again"):
+    with pytest.raises(
+        UserError, match=r"labels-00002.npy' cannot be read .*; remove it, and label again"
+    ):
         labels.open_labels(str(folder))
     (folder / "labels-00002.npy").unlink()
     (folder / "labels-00000.npy").rename(folder / "labels-00002.npy")
-    with pytest.raises(UserError, match=r"has labels-00001.npy and no labels-00000.npy; run `label` there again"):
+    with pytest.raises(
+        UserError, match=r"has labels-00001.npy and no labels-00000.npy; run `label` there again"
+    ):
         labels.open_labels(str(folder))
     (folder / "labels-00002.npy").rename(folder / "labels-00000.npy")
     index = json.loads((folder / labels.INDEX).read_text())
-    (folder / labels.INDEX).write_text(json.dumps({name: index[name] for name in index if name != "context"}))
-    for place, message in ((folder, "labels.json does not say context"), (tmp_path / "none", "No such file")):
+    (folder / labels.INDEX).write_text(
+        json.dumps({name: index[name] for name in index if name != "context"})
+    )
+    for place, message in (
+        (folder, "labels.json does not say context"),
+        (tmp_path / "none", "No such file"),
+    ):
         with pytest.raises(UserError, match=f"has no labels that can be read .*{message}"):
             labels.open_labels(str(place))
 
 
 def test_whose_labels_they_are(teacher, sentences, tmp_path):
     """An index without shards does not bind, one of an older version can be read, and teachers are told apart."""
-    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    about = {
+        "vocabulary": teacher.tokenizer.vocabulary,
+        "vocab_size": teacher.model.vocab_size,
+        "context": 64,
+    }
     about |= {"length": LENGTH, "teacher": "school:teacher", "dtype": "int8", "weights": "aaa"}
     row_type, fill = labels.row_type(teacher.model.vocab_size, LENGTH), teaching.labeller(teacher)
     texts = teaching.read_texts(sentences, teacher.tokenizer)
     folders = [tmp_path / name for name in ("one", "two", "three", "old")]
-    for folder, changed in zip(folders, ({}, {"weights": "bbb"}, {"dtype": "float32", "weights": "ccc"}, {}), strict=True):
+    for folder, changed in zip(
+        folders, ({}, {"weights": "bbb"}, {"dtype": "float32", "weights": "ccc"}, {}), strict=True
+    ):
         labels.claim_folder(folder, {**about, "length": 12})
         labels.claim_folder(folder, {**about, **changed})
         teaching.write_labels(folder, texts, 10, fill, row_type)
     one, two, three, old = map(str, folders)
-    with pytest.raises(UserError, match=r"of 'school:teacher' .bbb. and .* of 'school:teacher' .aaa., another teacher"):
-        labels.open_labels(f"{one},{two}")
-    assert len(labels.open_labels(f"{one},{three}").counts) == 2, "another dtype of the model of that name"
     with pytest.raises(
-        UserError, match="has labels of weights='aaa', dtype='int8', this command makes weights='bbb', dtype="
+        UserError,
+        match=r"of 'school:teacher' .bbb. and .* of 'school:teacher' .aaa., another teacher",
+    ):
+        labels.open_labels(f"{one},{two}")
+    assert len(labels.open_labels(f"{one},{three}").counts) == 2, (
+        "another dtype of the model of that name"
+    )
+    with pytest.raises(
+        UserError,
+        match="has labels of weights='aaa', dtype='int8', this command makes weights='bbb', dtype=",
     ):
         labels.claim_folder(folders[0], {**about, "weights": "bbb"})
     index = json.loads((folders[3] / labels.INDEX).read_text())
-    (folders[3] / labels.INDEX).write_text(json.dumps({name: index[name] for name in index if name not in labels.OLDER}))
+    (folders[3] / labels.INDEX).write_text(
+        json.dumps({name: index[name] for name in index if name not in labels.OLDER})
+    )
     narrow = np.dtype([(name, row_type[name]) for name in row_type.names if name != "drafted"])
     rows = np.load(folders[3] / "labels-00000.npy")
-    np.save(folders[3] / "labels-00000.npy", np.array([tuple(row[name] for name in narrow.names) for row in rows], narrow))
+    np.save(
+        folders[3] / "labels-00000.npy",
+        np.array([tuple(row[name] for name in narrow.names) for row in rows], narrow),
+    )
     batch = labels.batch_of(labels.open_labels(old).take(np.arange(2)))
     np.testing.assert_array_equal(batch["drafted"], batch["segments"] > 0)
-    with pytest.raises(UserError, match=r"has labels of drafted=False and .* of True; give folders that agree"):
+    with pytest.raises(
+        UserError, match=r"has labels of drafted=False and .* of True; give folders that agree"
+    ):
         labels.open_labels(f"{one},{old}")
 
 
 def test_which_text_they_are_of(tmp_path):
     """The text itself counts, not the name or the order in which differences are found."""
-    about = {"teacher": "school:teacher", "vocabulary": "abc", "vocab_size": 300, "context": 64, "length": LENGTH}
+    about = {
+        "teacher": "school:teacher",
+        "vocabulary": "abc",
+        "vocab_size": 300,
+        "context": 64,
+        "length": LENGTH,
+    }
     about |= {"text": "text/*", "sentences": 5, "corpus": "aaa"}
     labels.claim_folder(tmp_path / "labels", about)
     labels.shard_path(tmp_path / "labels", 0).write_bytes(b"")
     labels.claim_folder(tmp_path / "labels", {**about, "text": "/home/me/text/*"})
     for changed, told in (
-        ({"corpus": "bbb"}, r"corpus='aaa', text='text/\*', sentences=5, this command makes corpus='bbb', text="),
+        (
+            {"corpus": "bbb"},
+            r"corpus='aaa', text='text/\*', sentences=5, this command makes corpus='bbb', text=",
+        ),
         (
             {"corpus": "bbb", "context": 7, "teacher": "other"},
             "teacher='school:teacher', this command makes teacher='other';",
@@ -149,12 +196,18 @@ def test_which_text_they_are_of(tmp_path):
     del index["corpus"]  # As before there was one.
     (tmp_path / "labels" / labels.INDEX).write_text(json.dumps(index))
     labels.claim_folder(tmp_path / "labels", about)
-    with pytest.raises(UserError, match="has labels of sentences=5, this command makes sentences=6"):
+    with pytest.raises(
+        UserError, match="has labels of sentences=5, this command makes sentences=6"
+    ):
         labels.claim_folder(tmp_path / "labels", {**about, "sentences": 6})
-    labels.shard_path(tmp_path / "labels", 0).rename(tmp_path / "labels/labels-00000.npy.123.partial")
+    labels.shard_path(tmp_path / "labels", 0).rename(
+        tmp_path / "labels/labels-00000.npy.123.partial"
+    )
     labels.claim_folder(tmp_path / "labels", about)  # Killed in its first shard.
     (tmp_path / "labels/text.txt").write_text("A user's own.")
-    with pytest.raises(UserError, match=r"has other files, such as 'text.txt'; give --out a folder of its own"):
+    with pytest.raises(
+        UserError, match=r"has other files, such as 'text.txt'; give --out a folder of its own"
+    ):
         labels.claim_folder(tmp_path / "labels", about)
 
 
@@ -162,7 +215,10 @@ def test_a_corpus_ends(teacher, sentences):
     """Its last shard has the texts that are left."""
     texts = teaching.read_texts(sentences[:13], teacher.tokenizer)
     assert len(texts(0, 10)) == 10 and len(texts(10, 20)) == 3
-    assert len(teaching.continued_texts(teacher, sentences[:13], LENGTH, Policy(), seed=0)(10, 14)) == 4
+    assert (
+        len(teaching.continued_texts(teacher, sentences[:13], LENGTH, Policy(), seed=0)(10, 14))
+        == 4
+    )
 
 
 def test_the_first_rows_of_each_folder(teacher, sentences, tmp_path):
@@ -176,12 +232,16 @@ def test_the_first_rows_of_each_folder(teacher, sentences, tmp_path):
     kept = [*range(one - 2), *range(one, one + 3)]
     assert some.counts == (one - 2, 3) and len(some) == len(kept)
     np.testing.assert_array_equal(some.take(np.arange(len(some))), whole.take(np.array(kept)))
-    with pytest.raises(UserError, match=f"two' has {two} rows, and had {two + 1} before; restore its shards"):
+    with pytest.raises(
+        UserError, match=f"two' has {two} rows, and had {two + 1} before; restore its shards"
+    ):
         labels.open_labels(both, (one, two + 1))
 
 
 def test_the_teacher_continues_sentences(teacher, sentences):
-    texts = teaching.continued_texts(teacher, sentences, LENGTH, Policy(eos=teacher.tokenizer.eos), seed=0)
+    texts = teaching.continued_texts(
+        teacher, sentences, LENGTH, Policy(eos=teacher.tokenizer.eos), seed=0
+    )
     made = texts(5, 15)
     assert made == texts(5, 15) != texts(15, 25)
     for (tokens, prompt, ended), sentence in zip(made, sentences[5:15], strict=True):
@@ -191,7 +251,9 @@ def test_the_teacher_continues_sentences(teacher, sentences):
         ends = [teacher.tokenizer.ends(token) for token in tokens]
         assert not any(ends[:-1]) and (ends[-1] or len(tokens) == LENGTH)
     assert len({tuple(text.tokens) for text in made}) == 10
-    cold = teaching.continued_texts(teacher, sentences, LENGTH, Policy(temperature=0.0, eos=teacher.tokenizer.eos), seed=0)
+    cold = teaching.continued_texts(
+        teacher, sentences, LENGTH, Policy(temperature=0.0, eos=teacher.tokenizer.eos), seed=0
+    )
     for tokens, *_ in cold(0, 3):
         likeliest = log_probabilities(teacher.model, tokens).argmax(1)
         assert (likeliest[len(tokens) // 2 + 6 : -1] == tokens[len(tokens) // 2 + 7 :]).all()
@@ -212,7 +274,9 @@ def test_later_texts_compile_nothing(teacher, sentences, count_compilations):
 def test_the_teacher_writes_both_sides_of_a_chat(teacher):
     opening, closing = teaching.chat_frame(teacher.tokenizer)
     said = teacher.tokenizer.encode("token tree")
-    assert [*opening, *said, *closing] == teacher.tokenizer.chat([{"role": "user", "content": "token tree"}])
+    assert [*opening, *said, *closing] == teacher.tokenizer.chat(
+        [{"role": "user", "content": "token tree"}]
+    )
     texts = teaching.conversations(teacher, 40, Policy(eos=teacher.tokenizer.eos), seed=3)
     for text in texts(0, 6):
         tokens = text.tokens
@@ -220,12 +284,17 @@ def test_the_teacher_writes_both_sides_of_a_chat(teacher):
         assert tokens[text.prompt - len(closing) : text.prompt] == closing
         answered = np.flatnonzero(text.drafted)
         assert answered[0] == text.prompt - 1, "the answer's first token is the first to draft"
-        assert answered[-1] == len(tokens) - (2 if teacher.tokenizer.ends(tokens[-1]) else 1), "nothing follows an end"
+        assert answered[-1] == len(tokens) - (2 if teacher.tokenizer.ends(tokens[-1]) else 1), (
+            "nothing follows an end"
+        )
         assert len(answered) == answered[-1] - answered[0] + 1
     longest = 2 * (64 + len(opening)) // 3
     written = teaching.conversations(teacher, longest, Policy(), seed=3)(0, 6)
     assert max(len(text.tokens) for text in written) == longest
-    with pytest.raises(UserError, match=f"--length={longest + 1} leaves .* in its context of 64; give at most {longest}"):
+    with pytest.raises(
+        UserError,
+        match=f"--length={longest + 1} leaves .* in its context of 64; give at most {longest}",
+    ):
         teaching.conversations(teacher, longest + 1, Policy(), seed=3)
     with pytest.raises(UserError, match="the chat template alone takes"):
         teaching.conversations(teacher, 12, Policy(), seed=0)

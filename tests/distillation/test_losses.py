@@ -21,7 +21,9 @@ def distributions(seed, kept=V):
 def place(p, q, target=0):
     """What the losses see: labels of the first `KNOWN` tokens."""
     with np.errstate(divide="ignore"):
-        return Place(*(jnp.asarray(np.log(part), jnp.float32) for part in (p[:KNOWN], q[:KNOWN], p[target])))
+        return Place(
+            *(jnp.asarray(np.log(part), jnp.float32) for part in (p[:KNOWN], q[:KNOWN], p[target]))
+        )
 
 
 def merged(p, q):
@@ -84,9 +86,9 @@ def test_where_a_student_lacks_a_token_or_a_text_ends():
     p, q = distributions(0, kept=3)
     assert float(LOSSES["cross_entropy"](place(p, q, target=5))) == 0
     for name, loss in LOSSES.items():
-        value, gradient = jax.value_and_grad(lambda log_p, loss=loss: loss(place(p, q)._replace(log_p=log_p)))(
-            place(p, q).log_p
-        )
+        value, gradient = jax.value_and_grad(
+            lambda log_p, loss=loss: loss(place(p, q)._replace(log_p=log_p))
+        )(place(p, q).log_p)
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
 
 
@@ -95,10 +97,16 @@ def test_a_vocabulary_smaller_than_the_labels(kept):
     """Labels that no token has, token 0 with probability 0, change nothing."""
     p, q = distributions(2, kept)
     seen = place(p, q)
-    padded = seen._replace(log_p=jnp.append(seen.log_p, seen.log_p[:1]), log_q=jnp.append(seen.log_q, -jnp.inf))
-    assert float(optimal_acceptance(padded, 4)) == pytest.approx(float(optimal_acceptance(seen, 4)), rel=1e-6)
+    padded = seen._replace(
+        log_p=jnp.append(seen.log_p, seen.log_p[:1]), log_q=jnp.append(seen.log_q, -jnp.inf)
+    )
+    assert float(optimal_acceptance(padded, 4)) == pytest.approx(
+        float(optimal_acceptance(seen, 4)), rel=1e-6
+    )
     for name, loss in LOSSES.items():
-        value, gradient = jax.value_and_grad(lambda log_p, loss=loss: loss(padded._replace(log_p=log_p)))(padded.log_p)
+        value, gradient = jax.value_and_grad(
+            lambda log_p, loss=loss: loss(padded._replace(log_p=log_p))
+        )(padded.log_p)
         assert float(value) == pytest.approx(float(loss(seen)), rel=1e-6), name
         assert np.isfinite(gradient).all(), name
 

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax import Policy, generate, get_method, load, runs
-from spectr_jax.config import online_config
+from spectr_jax import Policy, generate, get_method, load
 from spectr_jax.distillation import labels, online, students, training
 from spectr_jax.distillation import teacher as teaching
-from spectr_jax.errors import Interrupted, UserError
+from spectr_jax.distillation.config import online_config
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.vocabulary import Kept
 from spectr_jax.models.weights import save_weights
-from spectr_jax.training import loop
+from spectr_jax.training import loop, runs
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.optimizer import learning_rate
+from spectr_jax.utils.errors import Interrupted, UserError
 
 from .conftest import LENGTH
 
@@ -30,7 +30,11 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
     (tmp_path / "train.txt").write_text("\n".join(sentences[:150]))
     (tmp_path / "heldout.txt").write_text("\n".join(sentences[150:]))
-    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    about = {
+        "vocabulary": teacher.tokenizer.vocabulary,
+        "vocab_size": teacher.model.vocab_size,
+        "context": 64,
+    }
     labels.claim_folder(tmp_path / "chats", {**about, "length": LENGTH})
     row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
     texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 100)
@@ -39,11 +43,28 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
 
     def make(**changes):
         made = online_config()
-        model = {"layers": 1, "width": 24, "mlp": 32, "heads": 2, "kv_heads": 1, "head_tokens": KEPT, "embed_rank": 6}
+        model = {
+            "layers": 1,
+            "width": 24,
+            "mlp": 32,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_tokens": KEPT,
+            "embed_rank": 6,
+        }
         made.model.update(model, features=24, feature_layers=(1,), dtype="float32")
-        made.data.update(train=f"{tmp_path / 'train.txt'},{tmp_path / 'chats'}", shares=(3, 1), streams=4, length=LENGTH)
-        made.data.update(heldout=(str(tmp_path / "heldout.txt"), str(tmp_path / "chats")), heldout_rows=9)
-        made.update(teacher="school:teacher", teacher_dtype="float32", steps=12, batch_size=16, depth=2)
+        made.data.update(
+            train=f"{tmp_path / 'train.txt'},{tmp_path / 'chats'}",
+            shares=(3, 1),
+            streams=4,
+            length=LENGTH,
+        )
+        made.data.update(
+            heldout=(str(tmp_path / "heldout.txt"), str(tmp_path / "chats")), heldout_rows=9
+        )
+        made.update(
+            teacher="school:teacher", teacher_dtype="float32", steps=12, batch_size=16, depth=2
+        )
         made.update(log_every=4, eval_every=6, checkpoint_every=4)
         made.optimizer.update(warmup_steps=2, learning_rate=0.02)
         made.update_from_flattened_dict(changes)
@@ -56,14 +77,25 @@ def lessons(config, teacher):
     return online.Lessons(config, teacher)
 
 
-def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(config, teacher, sentences):
+def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
+    config, teacher, sentences
+):
     made = lessons(config(), teacher)
-    assert made.streams(8) == 4 and made.counts == (150, len(labels.open_labels(config().data.train.split(",")[1])))
+    assert made.streams(8) == 4 and made.counts == (
+        150,
+        len(labels.open_labels(config().data.train.split(",")[1])),
+    )
     data = iter(made.batches(0, 4))
     batch = next(data)
     data.close()
-    assert set(batch) == {"inputs", "segments", "positions", "targets", "drafted"} and len(batch["inputs"]) == 16
-    known = {tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]): index for index, sentence in enumerate(sentences)}
+    assert (
+        set(batch) == {"inputs", "segments", "positions", "targets", "drafted"}
+        and len(batch["inputs"]) == 16
+    )
+    known = {
+        tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]): index
+        for index, sentence in enumerate(sentences)
+    }
     from_chats = np.zeros(16, bool)
     for row in range(16):
         for number in range(1, batch["segments"][row].max() + 1):
@@ -77,8 +109,12 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(con
     teaching.labeller(teacher)(rows)
     real = batch["segments"] > 0
     np.testing.assert_array_equal(np.asarray(found["top"])[real][:, 0], rows["top"][real][:, 0])
-    np.testing.assert_allclose(np.asarray(found["log_probabilities"])[real], rows["log_probabilities"][real], atol=6e-3)
-    np.testing.assert_allclose(np.asarray(found["features"])[real][:, :24], rows["features"][real], atol=4e-3)
+    np.testing.assert_allclose(
+        np.asarray(found["log_probabilities"])[real], rows["log_probabilities"][real], atol=6e-3
+    )
+    np.testing.assert_allclose(
+        np.asarray(found["features"])[real][:, :24], rows["features"][real], atol=4e-3
+    )
     assert found["features"].shape[-1] == 48
 
 
@@ -89,11 +125,23 @@ def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
     shape = training.student_config(config().model, made.vocab_size, 64)
     deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
     deep.fuse.kernel[...] = jax.random.normal(jax.random.key(0), deep.fuse.kernel.shape)
-    plain = students.build(dataclasses.replace(shape, feature_layers=()), np.arange(KEPT, dtype=np.int32), nnx.Rngs(0))
+    plain = students.build(
+        dataclasses.replace(shape, feature_layers=()), np.arange(KEPT, dtype=np.int32), nnx.Rngs(0)
+    )
     kept = nnx.state(plain).flat_state()
-    nnx.update(plain, nnx.State.from_flat_path({path: dict(nnx.state(deep).flat_state())[path] for path, _ in kept}))
+    nnx.update(
+        plain,
+        nnx.State.from_flat_path(
+            {path: dict(nnx.state(deep).flat_state())[path] for path, _ in kept}
+        ),
+    )
     last, output = np.split(np.asarray(batch["features"]), 2, axis=-1)
-    summed = last + output / np.sqrt((output**2).mean(-1, keepdims=True) + shape.norm_epsilon) @ deep.fuse.kernel[...]
+    summed = (
+        last
+        + output
+        / np.sqrt((output**2).mean(-1, keepdims=True) + shape.norm_epsilon)
+        @ deep.fuse.kernel[...]
+    )
     found = students.levels(deep, batch, 3)
     wanted = students.levels(plain, {**batch, "features": summed}, 3)
     np.testing.assert_allclose(found, wanted, atol=2e-4)
@@ -102,66 +150,111 @@ def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
 
 def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
     whole = training.distil(config(), tmp_path / "whole")
-    found = [record for record in read_metrics(tmp_path / "whole/metrics.jsonl") if runs.REJECTION in record][-1]
-    assert {"eval_alpha_1_heldout", "eval_alpha_4_heldout_level_2", "eval_alpha_1_chats"} <= set(found)
+    found = [
+        record
+        for record in read_metrics(tmp_path / "whole/metrics.jsonl")
+        if runs.REJECTION in record
+    ][-1]
+    assert {"eval_alpha_1_heldout", "eval_alpha_4_heldout_level_2", "eval_alpha_1_chats"} <= set(
+        found
+    )
     stop = iter([False] * 6 + [True] * 99)
     with monkeypatch.context() as patched:
-        patched.setattr("spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop))
+        patched.setattr(
+            "spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop)
+        )
         with pytest.raises(Interrupted, match="stopped and saved at step 7 of 12"):
             training.distil(config(), tmp_path / "run")
     resumed = training.distil(config(), tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     jax.tree.map(np.testing.assert_array_equal, resumed.opt_state, whole.opt_state)
     (tmp_path / "train.txt").write_text("one sentence\n" * 30)
-    with pytest.raises(UserError, match=r"train.txt' has 30 sentences, and had 150 before; restore the corpus"):
+    with pytest.raises(
+        UserError, match=r"train.txt' has 30 sentences, and had 150 before; restore the corpus"
+    ):
         training.distil(config(), tmp_path / "run")
 
 
-def test_a_draft_of_one_layers_features_is_continued_with_more(config, teacher, sentences, tmp_path):
+def test_a_draft_of_one_layers_features_is_continued_with_more(
+    config, teacher, sentences, tmp_path
+):
     """It begins exactly where the draft was, learns to use the other layer, and decodes exactly."""
     tokens = np.arange(KEPT, dtype=np.int32)
-    shape = LlamaConfig(1, 24, 32, 2, 1, 12, teacher.model.vocab_size, 64, embed_rank=6, head_tokens=KEPT, features=24)
+    shape = LlamaConfig(
+        1,
+        24,
+        32,
+        2,
+        1,
+        12,
+        teacher.model.vocab_size,
+        64,
+        embed_rank=6,
+        head_tokens=KEPT,
+        features=24,
+    )
     draft = students.build(shape, tokens, nnx.Rngs(5))
     save_weights(tmp_path / "one", draft, teacher.tokenizer.vocabulary, {})
-    state = training.distil(config(init=str(tmp_path / "one"), steps=1, **{"optimizer.learning_rate": 0.0}), tmp_path / "as")
+    state = training.distil(
+        config(init=str(tmp_path / "one"), steps=1, **{"optimizer.learning_rate": 0.0}),
+        tmp_path / "as",
+    )
     stored = load(str(tmp_path / "one")).model
     assert not np.asarray(state.params["fuse"]["kernel"][...]).any()
     np.testing.assert_array_equal(state.params["join"]["kernel"][...], stored.join.kernel[...])
     training.distil(config(init=str(tmp_path / "one")), tmp_path / "run")
     learnt = load(str(tmp_path / "run"))
     assert learnt.model.feature_layers == (1,) and np.asarray(learnt.model.fuse.kernel[...]).any()
-    np.testing.assert_array_equal(learnt.model.head.tokens[...], nnx.state(draft, Kept)["head"]["tokens"][...])
+    np.testing.assert_array_equal(
+        learnt.model.head.tokens[...], nnx.state(draft, Kept)["head"]["tokens"][...]
+    )
     prompts, lengths = teacher.tokenizer.prompts(sentences[:3])
     greedy, key = Policy(temperature=0.0), jax.random.key(0)
     expected = generate(key, get_method("baseline"), teacher, None, prompts, lengths, 8, greedy)
-    made = generate(key, get_method("block", draft_length=2), teacher, learnt, prompts, lengths, 8, greedy)
+    made = generate(
+        key, get_method("block", draft_length=2), teacher, learnt, prompts, lengths, 8, greedy
+    )
     np.testing.assert_array_equal(made.tokens, expected.tokens)
 
 
 def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
     """`label --labels=false` writes them; without `online` they are refused."""
-    about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": teacher.model.vocab_size, "context": 64}
+    about = {
+        "vocabulary": teacher.tokenizer.vocabulary,
+        "vocab_size": teacher.model.vocab_size,
+        "context": 64,
+    }
     texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 150)
-    for name, labelled, fill in (("bare", False, lambda rows: None), ("full", True, teaching.labeller(teacher))):
+    for name, labelled, fill in (
+        ("bare", False, lambda rows: None),
+        ("full", True, teaching.labeller(teacher)),
+    ):
         labels.claim_folder(tmp_path / name, {**about, "length": LENGTH, "labelled": labelled})
         row_type = labels.row_type(teacher.model.vocab_size, LENGTH, labelled=labelled)
         teaching.write_labels(tmp_path / name, texts, 10, fill, row_type)
     bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
     assert not bare.labelled and bare[0].nbytes < 0.01 * full[0].nbytes
     made = [
-        online.Lessons(config(**{"data.train": str(tmp_path / name), "data.shares": (1,), "data.streams": 1}), teacher)
+        online.Lessons(
+            config(**{"data.train": str(tmp_path / name), "data.shares": (1,), "data.streams": 1}),
+            teacher,
+        )
         for name in ("bare", "full")
     ]
     first, second = (next(iter(each.batches(0, 1))) for each in made)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     changes = {"data.train": str(tmp_path / "bare"), "data.shares": (1,)}
-    with pytest.raises(UserError, match="must have labels, which `label --labels=false` leaves out"):
+    with pytest.raises(
+        UserError, match="must have labels, which `label --labels=false` leaves out"
+    ):
         training.distil(config(online=False, **changes), tmp_path / "labels")
 
 
 def test_what_is_refused(config, tmp_path):
     cases = {
-        r"data.shares=\(1, 2\): must divide batch_size=16 among the 2 sources": {"data.shares": (1, 2)},
+        r"data.shares=\(1, 2\): must divide batch_size=16 among the 2 sources": {
+            "data.shares": (1, 2)
+        },
         "needs 30; label again with the teacher": {"data.length": 30},
         r"teacher='': must be the name of a model": {"teacher": ""},
         "no text file matches": {"data.train": str(tmp_path / "none"), "data.shares": (1,)},
@@ -177,10 +270,15 @@ def test_a_constant_rate_ends_when_the_run_does():
     options = online_config().optimizer
     options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
     long, short = (learning_rate(options, steps) for steps in (200, 100))
-    assert [float(long(step)) for step in (5, 10, 160)] == [0.25, 0.5, 0.5] and float(long(200)) == 0.0
+    assert [float(long(step)) for step in (5, 10, 160)] == [0.25, 0.5, 0.5] and float(
+        long(200)
+    ) == 0.0
     assert [round(float(short(step)), 6) for step in (10, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.0]
 
 
 def test_names_in_metrics():
-    found = map(online.short_name, ("a/heldout-00000-of-00001.txt.xz", "my/held*", "tfds:lm1b:test", "labels/chats"))
+    found = map(
+        online.short_name,
+        ("a/heldout-00000-of-00001.txt.xz", "my/held*", "tfds:lm1b:test", "labels/chats"),
+    )
     assert list(found) == ["heldout_00000_of_00001", "held", "tfds_lm1b_test", "chats"]

@@ -15,18 +15,18 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 
-from spectr_jax import Policy, export, generate, get_method, load, runs
-from spectr_jax.config import distil_config
+from spectr_jax import Policy, export, generate, get_method, load
 from spectr_jax.distillation import labels, students, training
 from spectr_jax.distillation import teacher as teaching
-from spectr_jax.errors import Interrupted, UserError
-from spectr_jax.loading import LOADERS
+from spectr_jax.distillation.config import distil_config
+from spectr_jax.loading.by_name import LOADERS
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama
-from spectr_jax.pairs import load_pair
-from spectr_jax.training import loop
+from spectr_jax.training import loop, runs
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.transport import otm
+from spectr_jax.utils.errors import Interrupted, UserError
 
 from .conftest import LENGTH
 
@@ -48,7 +48,12 @@ def _write_labels(folder, teacher, sentences):
     fill = teaching.labeller(teacher)
     V, F = teacher.model.vocab_size, teacher.model.config.width
     for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
-        about = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": V, "context": 64, "features": F}
+        about = {
+            "vocabulary": teacher.tokenizer.vocabulary,
+            "vocab_size": V,
+            "context": 64,
+            "features": F,
+        }
         labels.claim_folder(folder / name, {**about, "length": LENGTH})
         texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
         teaching.write_labels(folder / name, texts, count, fill, labels.row_type(V, LENGTH, F))
@@ -67,10 +72,30 @@ def config(folder):
 
     def make(**changes):
         made = distil_config("2m")
-        model = {"layers": 1, "width": 16, "mlp": 32, "heads": 2, "kv_heads": 1, "head_tokens": KEPT, "embed_rank": 6}
+        model = {
+            "layers": 1,
+            "width": 16,
+            "mlp": 32,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_tokens": KEPT,
+            "embed_rank": 6,
+        }
         made.model.update(model, dtype="float32")
-        made.data.update(train=str(folder / "train"), heldout=(str(folder / "heldout"),), heldout_rows=100, streams=4)
-        made.update(teacher="school:teacher", steps=30, batch_size=8, log_every=10, eval_every=30, checkpoint_every=10)
+        made.data.update(
+            train=str(folder / "train"),
+            heldout=(str(folder / "heldout"),),
+            heldout_rows=100,
+            streams=4,
+        )
+        made.update(
+            teacher="school:teacher",
+            steps=30,
+            batch_size=8,
+            log_every=10,
+            eval_every=30,
+            checkpoint_every=10,
+        )
         made.optimizer.update(warmup_steps=3)
         made.update_from_flattened_dict(changes)
         return made
@@ -83,7 +108,9 @@ SEES = {"model.width": 24, "model.features": 24}
 
 
 def scores(workdir):
-    return [record for record in read_metrics(workdir / "metrics.jsonl") if runs.REJECTION in record][-1]
+    return [
+        record for record in read_metrics(workdir / "metrics.jsonl") if runs.REJECTION in record
+    ][-1]
 
 
 @pytest.mark.slow
@@ -93,7 +120,9 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     for path in (folder / "heldout").glob("*.npy"):
         rows = np.load(path)
         likeliest = rows["log_probabilities"][..., 0]
-        rows["drafted"] &= likeliest > np.median(likeliest[rows["segments"] > 0])  # Where it is easiest to agree.
+        rows["drafted"] &= likeliest > np.median(
+            likeliest[rows["segments"] > 0]
+        )  # Where it is easiest to agree.
         np.save(path, rows)
     training.distil(config(loss="lk", cross_entropy=0.1), folder / "run")
     student, found = load(str(folder / "run")), scores(folder / "run")
@@ -102,14 +131,21 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
     call = batch["inputs"], batch["positions"], causal(batch["segments"])
     real = batch["drafted"]
     assert 0 < real.sum() < 0.7 * (batch["segments"] > 0).sum()
-    p, q = (np.asarray(jax.nn.softmax(each.model.extend(*call)[0]), np.float64)[real] for each in (student, teacher))
+    p, q = (
+        np.asarray(jax.nn.softmax(each.model.extend(*call)[0]), np.float64)[real]
+        for each in (student, teacher)
+    )
     assert ((p > 0).sum(axis=1) <= KEPT).all()
     known = p > 0
     drafted = q * known / (q * known).sum(1, keepdims=True)
     nats = (drafted * np.log(np.where(known, drafted, 1) / np.where(known, p, 1))).sum(1)
     best = [otm.acceptance(*each, 4) for each in zip(p, q, strict=True)]
     sums = [np.minimum(p, q).sum(), sum(best), nats.sum(), len(p)]
-    assert found["eval_alpha_1_heldout"] == pytest.approx(sums[0] / sums[3], abs=2e-3) == 1 - found[runs.REJECTION]
+    assert (
+        found["eval_alpha_1_heldout"]
+        == pytest.approx(sums[0] / sums[3], abs=2e-3)
+        == 1 - found[runs.REJECTION]
+    )
     assert found["eval_alpha_4_heldout"] == pytest.approx(sums[1] / sums[3], abs=4e-3)
     assert found["eval_kl_heldout"] == pytest.approx(sums[2] / sums[3], rel=0.01)
     assert sums[0] < sums[1] < sums[3]
@@ -118,8 +154,14 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
 def test_a_student_learns_to_agree(config, folder, loss):
-    training.distil(config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run")
-    logged = [record["alpha_1"] for record in read_metrics(folder / "run/metrics.jsonl") if "alpha_1" in record]
+    training.distil(
+        config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run"
+    )
+    logged = [
+        record["alpha_1"]
+        for record in read_metrics(folder / "run/metrics.jsonl")
+        if "alpha_1" in record
+    ]
     assert logged[-1] > logged[0] + 0.1
 
 
@@ -127,10 +169,14 @@ def test_a_student_learns_to_agree(config, folder, loss):
 def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
     whole = training.distil(config(), folder / "whole")
     found = f"alpha_4_heldout {scores(folder / 'whole')['eval_alpha_4_heldout']:.4g},"
-    assert re.search(f"^step 30, held out: rejection .*{re.escape(found)}", capsys.readouterr().out, re.M)
+    assert re.search(
+        f"^step 30, held out: rejection .*{re.escape(found)}", capsys.readouterr().out, re.M
+    )
     stop = iter([False] * 14 + [True] * 99)
     with monkeypatch.context() as patched:
-        patched.setattr("spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop))
+        patched.setattr(
+            "spectr_jax.training.loop.Interruption.requested", lambda self, step: next(stop)
+        )
         with pytest.raises(Interrupted, match="stopped and saved at step 15 of 30"):
             training.distil(config(), folder / "run")
     last, more = (labels.shard_path(folder / "train", number) for number in (14, 15))
@@ -141,7 +187,9 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
         training.distil(config(loss="tv"), folder / "run")
     for path in (more, last):
         path.unlink()
-    with pytest.raises(UserError, match=r"rows, and had \d+ before; restore its shards, or label again"):
+    with pytest.raises(
+        UserError, match=r"rows, and had \d+ before; restore its shards, or label again"
+    ):
         training.distil(config(), folder / "run")
 
 
@@ -158,26 +206,42 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
     with flagsaver.flagsaver(model=".", out=str(folder / "here"), dtype=None):
         export.main()
     assert (folder / "here/run.safetensors").exists() and load(".@best").name == "run"
-    target, drafts = load_pair("school:teacher", (str(folder / "int8/run"), str(folder / "run@best")), "float32")
+    target, drafts = load_pair(
+        "school:teacher", (str(folder / "int8/run"), str(folder / "run@best")), "float32"
+    )
     stored, best = drafts
     assert stored.model.config == best.model.config and stored.name == best.name == "run"
     np.testing.assert_array_equal(stored.model.head.tokens[...], best.model.head.tokens[...])
     prompts, lengths = target.tokenizer.prompts(sentences[:3])
     key, method = jax.random.key(0), get_method("otm_layer", tree="2,1")
     whole = generate(key, get_method("baseline"), target, None, prompts, lengths, 8)
-    assert whole.tokens.shape == generate(key, method, target, stored, prompts, lengths, 8).tokens.shape
+    assert (
+        whole.tokens.shape
+        == generate(key, method, target, stored, prompts, lengths, 8).tokens.shape
+    )
     with pytest.raises(UserError, match="'run' is a draft and has no tokenizer of its own"):
         stored.tokenizer.encode("draft")
-    monkeypatch.setattr(training, "frequent_tokens", lambda rows, count: np.arange(count, dtype=np.int32))
+    monkeypatch.setattr(
+        training, "frequent_tokens", lambda rows, count: np.arange(count, dtype=np.int32)
+    )
     kept = training.distil(config(steps=1, init=str(folder / "bfloat16/run")), folder / "further")
     further = load(str(folder / "further")).model.head.tokens[...]
-    np.testing.assert_array_equal(further, stored.model.head.tokens[...], "a head keeps its own tokens")
+    np.testing.assert_array_equal(
+        further, stored.model.head.tokens[...], "a head keeps its own tokens"
+    )
     near = training.distil(config(steps=1), folder / "anew")
     first = np.asarray(stored.model.head.linear.kernel[...])
-    moved = [np.abs(np.asarray(each.params["head"]["linear"]["kernel"][...]) - first).max() for each in (kept, near)]
+    moved = [
+        np.abs(np.asarray(each.params["head"]["linear"]["kernel"][...]) - first).max()
+        for each in (kept, near)
+    ]
     assert moved[0] < 0.1 < moved[1]
-    with pytest.raises(UserError, match=r"has mlp=\d+, the config has 16; take the config of its size"):
-        training.distil(config(init=str(folder / "bfloat16/run"), **{"model.mlp": 16}), folder / "wider")
+    with pytest.raises(
+        UserError, match=r"has mlp=\d+, the config has 16; take the config of its size"
+    ):
+        training.distil(
+            config(init=str(folder / "bfloat16/run"), **{"model.mlp": 16}), folder / "wider"
+        )
 
 
 def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
@@ -189,8 +253,14 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
     batch = labels.batch_of(rows)
     found = np.asarray(jax.jit(students.levels, static_argnums=2)(student, batch, 3))
     for row, level in itertools.product(range(3), range(3)):
-        place = batch["inputs"][row : row + 1], batch["positions"][row : row + 1], causal(batch["segments"][row : row + 1])
-        for at in np.flatnonzero((batch["segments"][row] > 0) & (batch["positions"][row] >= level))[::5]:
+        place = (
+            batch["inputs"][row : row + 1],
+            batch["positions"][row : row + 1],
+            causal(batch["segments"][row : row + 1]),
+        )
+        for at in np.flatnonzero((batch["segments"][row] > 0) & (batch["positions"][row] >= level))[
+            ::5
+        ]:
             seen = np.roll(batch["features"][row].astype(np.float32), 1, axis=0)
             seen[batch["positions"][row] == 0] = 0
             for back in range(level, -1, -1):
@@ -205,7 +275,9 @@ def test_what_counts_at_each_level(config, folder, teacher):
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
-    number_of = jnp.where(jnp.arange(teacher.model.vocab_size) < KEPT, jnp.arange(teacher.model.vocab_size), -1)
+    number_of = jnp.where(
+        jnp.arange(teacher.model.vocab_size) < KEPT, jnp.arange(teacher.model.vocab_size), -1
+    )
     rows = labels.open_labels(str(folder / "train")).take(np.arange(3))
     rows["drafted"] &= np.random.default_rng(1).random(rows["drafted"].shape) < 0.5
     see = functools.partial(training.places, lambda params: params, number_of, 3)
@@ -226,7 +298,9 @@ def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
         made = config(**SEES, **{"model.dtype": dtype})
         shape = training.student_config(made.model, teacher.model.vocab_size, 64)
         student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
-        found = nnx.grad(lambda model: jnp.sum(jnp.square(students.levels(model, batch, 2)[1])))(student)
+        found = nnx.grad(lambda model: jnp.sum(jnp.square(students.levels(model, batch, 2)[1])))(
+            student
+        )
         return np.asarray(found["blocks"][0]["qkv"]["kernel"][...], np.float32)
 
     wide, narrow = gradient("float32"), gradient("bfloat16")
@@ -236,11 +310,17 @@ def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
 
 
 @pytest.mark.slow
-def test_a_student_that_sees_features_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
+def test_a_student_that_sees_features_drafts_for_its_teacher(
+    config, folder, teacher, sentences, monkeypatch
+):
     """It learns at both levels, and is exported, loaded and decoded with."""
-    other = teacher._replace(model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0)))
+    other = teacher._replace(
+        model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0))
+    )
     monkeypatch.setitem(LOADERS, "other", lambda name, dtype: other)
-    with pytest.raises(UserError, match="teacher='other:teacher' is not the one that made the labels"):
+    with pytest.raises(
+        UserError, match="teacher='other:teacher' is not the one that made the labels"
+    ):
         training.distil(config(teacher="other:teacher", **SEES), folder / "other")
     with pytest.raises(UserError, match=r"model\.features=16 is not the teacher's 24"):
         training.distil(config(**{"model.features": 16}), folder / "narrow")
@@ -254,7 +334,9 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(config, folder, tea
     target, (draft,) = load_pair("school:teacher", (str(folder / "int8/run"),), "int8")
     prompts, lengths = target.tokenizer.prompts(sentences[:3])
     method, greedy = get_method("otm_layer", tree="2,1"), Policy(temperature=0.0)
-    expected = generate(jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 8, greedy)
+    expected = generate(
+        jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 8, greedy
+    )
     made = generate(jax.random.key(0), method, target, draft, prompts, lengths, 8, greedy)
     np.testing.assert_array_equal(made.tokens, expected.tokens)
     assert made.target_calls.sum() < expected.target_calls.sum()
@@ -289,7 +371,11 @@ def test_what_is_refused(config, folder, teacher):
         training.distil(config(), folder / "run")
     for name, weights in (("heldout", "aaa"), ("train", "bbb")):
         index = json.loads((folder / name / labels.INDEX).read_text())
-        index.update(vocabulary=teacher.tokenizer.vocabulary, teacher="school:teacher", weights=weights)
+        index.update(
+            vocabulary=teacher.tokenizer.vocabulary, teacher="school:teacher", weights=weights
+        )
         (folder / name / labels.INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"/heldout' has labels of 'school:teacher' \(aaa\) and .* another teacher"):
+    with pytest.raises(
+        UserError, match=r"/heldout' has labels of 'school:teacher' \(aaa\) and .* another teacher"
+    ):
         training.distil(config(), folder / "run")

@@ -7,22 +7,39 @@ import types
 import numpy as np
 import pytest
 
-from spectr_jax.config import auto_config
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import Tree, chain, prefix_tree
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import auto, call_parts
-from spectr_jax.measure import bench, measurement
-from spectr_jax.measure.journal import Journal
-from spectr_jax.measure.measurement import Measurement
-from spectr_jax.planning import tree_search
+from spectr_jax.experiments.config import auto_config
+from spectr_jax.experiments.measure import bench, measurement
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.measure.measurement import Measurement
+from spectr_jax.experiments.planning import tree_search
+from spectr_jax.utils.errors import UserError
 
 
 def _config(folder, **changes):
     config = auto_config()
-    config.update({"target": str(folder / "target.safetensors"), "draft": str(folder / "draft.safetensors")})
-    config.update({"prompts": str(folder / "prompts.txt"), "num_prompts": 4, "batch_size": 2, "max_new_tokens": 5})
-    config.update({"methods": ("block", "gsd"), "num_drafts": (2,), "draft_lengths": (2,), "size": 2, "tries": 1})
+    config.update(
+        {"target": str(folder / "target.safetensors"), "draft": str(folder / "draft.safetensors")}
+    )
+    config.update(
+        {
+            "prompts": str(folder / "prompts.txt"),
+            "num_prompts": 4,
+            "batch_size": 2,
+            "max_new_tokens": 5,
+        }
+    )
+    config.update(
+        {
+            "methods": ("block", "gsd"),
+            "num_drafts": (2,),
+            "draft_lengths": (2,),
+            "size": 2,
+            "tries": 1,
+        }
+    )
     config.update({"prompt_tokens": 4, **changes})
     return config
 
@@ -45,7 +62,9 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
     until then is said to have taken an hour."""
     calls, phases, tokens, decoded = [], [], [], []
     measure = _stopping(measurement.measure, decoded, 1, 8)  # The eighth is the last try of all.
-    monkeypatch.setattr(bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure}))
+    monkeypatch.setattr(
+        bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure})
+    )
     monkeypatch.setattr(call_parts, "call_seconds", _stopping(call_parts.call_seconds, calls))
     monkeypatch.setattr(call_parts, "phase_timers", _stopping(call_parts.phase_timers, phases))
     monkeypatch.setattr(call_parts, "token_timer", _stopping(call_parts.token_timer, tokens, 1))
@@ -67,8 +86,13 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "auto.json").read_text()) == result
     methods = [row["method"] for row in result["rows"]]
     assert methods[0] == "baseline" and set(methods[1:]) == {"block"}
-    assert all(row["measured_per_second"] > 0 and row["tokens_per_second"] > 0 for row in result["rows"])
-    assert result["answer"].startswith("Use ") and result["answer"] in (tmp_path / "auto.md").read_text()
+    assert all(
+        row["measured_per_second"] > 0 and row["tokens_per_second"] > 0 for row in result["rows"]
+    )
+    assert (
+        result["answer"].startswith("Use ")
+        and result["answer"] in (tmp_path / "auto.md").read_text()
+    )
     speeds = [row["tokens_per_second"] for row in result["predicted"]]
     assert speeds == sorted(speeds, reverse=True)
     assert len(speeds) == 1 + 2  # Chains of 1 and 2.
@@ -78,13 +102,24 @@ def _given(target, accepted=0.8, level=1.0):
     """Acceptance `accepted` of one draft, and of two no more; a machine where a call on n tokens takes `target(n)`."""
     carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
     acceptance = auto.Acceptance({"speculative": carriers}, 60.0, {})
-    times = call_parts.Times(target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {"speculative": lambda _: 0.0})
+    times = call_parts.Times(
+        target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {"speculative": lambda _: 0.0}
+    )
     return acceptance, times
 
 
 def _found(target, tmp_path, **given):
-    config = _config(tmp_path, methods=("speculative",), draft_lengths=(1, 2, 4), num_drafts=(1,), size=8, batch_size=1)
-    return sorted(auto.candidates(config, *_given(target, **given)), key=lambda each: -each.tokens_per_second)
+    config = _config(
+        tmp_path,
+        methods=("speculative",),
+        draft_lengths=(1, 2, 4),
+        num_drafts=(1,),
+        size=8,
+        batch_size=1,
+    )
+    return sorted(
+        auto.candidates(config, *_given(target, **given)), key=lambda each: -each.tokens_per_second
+    )
 
 
 def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path):
@@ -99,14 +134,26 @@ def test_where_scoring_is_free_long_drafts_win_and_where_it_costs_none(tmp_path)
 
 @pytest.mark.slow
 def test_methods_without_a_table_are_replayed(toy, tmp_path):
-    config = _config(toy.folder, methods=("otm_layer", "traversal"), draft_lengths=(1, 2, 3), num_drafts=(1, 2), size=4)
+    config = _config(
+        toy.folder,
+        methods=("otm_layer", "traversal"),
+        draft_lengths=(1, 2, 3),
+        num_drafts=(1, 2),
+        size=4,
+    )
     target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))
     table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config, []))
     acceptance = auto.measure_acceptance(table)
     shapes = ["2", "2,1"]  # Two chains of three have more than four nodes.
-    assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(config.methods, shapes)
+    assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(
+        config.methods, shapes
+    )
     times = call_parts.Times(
-        lambda _: 100.0, 1.0, (0.0, 0.0), *[lambda _: 0.0] * 2, dict.fromkeys(config.methods, lambda _: 0.0)
+        lambda _: 100.0,
+        1.0,
+        (0.0, 0.0),
+        *[lambda _: 0.0] * 2,
+        dict.fromkeys(config.methods, lambda _: 0.0),
     )
     found = {(each.name, each.shape): each for each in auto.candidates(config, acceptance, times)}
     assert len(found) == 1 + 2 * len(shapes)
@@ -129,15 +176,25 @@ def test_the_answer_can_be_pasted():
 
     def tried(name, shape, tree):
         method = on_tree(name, tree)
-        return {**row, "method": name, "options": auto._options(auto.Candidate(name, shape, method, 1.0, 1.0))}
+        return {
+            **row,
+            "method": name,
+            "options": auto._options(auto.Candidate(name, shape, method, 1.0, 1.0)),
+        }
 
     assert (
         auto.answer([*rows, tried("otm_block", "2,1", prefix_tree(2, 1))])
         == 'Use `get_method("otm_block", tree="2,1")`: 25.0 tokens/s, 2.50 x the baseline.'
     )
-    assert auto.answer([*rows, tried("block", "1,1", chain(2))]).startswith('Use `get_method("block", draft_length=2)`')
-    assert "tree=Tree((0, 0, 1, 2))" in auto.answer([*rows, tried("gsd", "optimal of 4", Tree((0, 0, 1, 2)))])
-    assert auto.answer([*rows, {**row, "method": "gsd", "options": "", "speedup": 0.5}]).startswith("Use the baseline")
+    assert auto.answer([*rows, tried("block", "1,1", chain(2))]).startswith(
+        'Use `get_method("block", draft_length=2)`'
+    )
+    assert "tree=Tree((0, 0, 1, 2))" in auto.answer(
+        [*rows, tried("gsd", "optimal of 4", Tree((0, 0, 1, 2)))]
+    )
+    assert auto.answer([*rows, {**row, "method": "gsd", "options": "", "speedup": 0.5}]).startswith(
+        "Use the baseline"
+    )
 
 
 def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):

@@ -9,17 +9,26 @@ import types
 import jax
 import pytest
 
-from spectr_jax.config import latency_config
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import latency, paper
-from spectr_jax.measure import profile
-from spectr_jax.measure.journal import Journal
+from spectr_jax.experiments.config import latency_config
+from spectr_jax.experiments.measure import profile
+from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.utils.errors import UserError
 
 
 def _config(folder, **changes):
     config = latency_config()
     toy = str(folder / "target.safetensors")
-    config.update({"models": (toy,), "draft": toy, "context": 16, "lengths": (2,), "batch_sizes": (1, 2), "runs": 4})
+    config.update(
+        {
+            "models": (toy,),
+            "draft": toy,
+            "context": 16,
+            "lengths": (2,),
+            "batch_sizes": (1, 2),
+            "runs": 4,
+        }
+    )
     config.update({"methods": ("spectr",), "num_drafts": 2, "phase_batch_sizes": (2,), **changes})
     return config
 
@@ -44,7 +53,9 @@ def test_the_tables_are_written(toy, tmp_path, monkeypatch):
     make = _stopping(latency.call_runs, made, 0)
     monkeypatch.setattr(latency, "call_runs", lambda *args: _stopping(make(*args), calls, 6))
     monkeypatch.setattr(latency, "phase_timers", _stopping(latency.phase_timers, phases, 0))
-    monkeypatch.setattr(profile, "generation_profile", _stopping(profile.generation_profile, profiles, 1))
+    monkeypatch.setattr(
+        profile, "generation_profile", _stopping(profile.generation_profile, profiles, 1)
+    )
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             latency.run(_config(toy.folder), tmp_path)
@@ -55,17 +66,28 @@ def test_the_tables_are_written(toy, tmp_path, monkeypatch):
     assert result["seconds"] >= (4 + 1) * 3600 and not journal.exists()
     assert json.loads((tmp_path / "latency.json").read_text()) == result
     assert [(cell["length"], cell["batch"]) for cell in result["cells"]] == [(2, 1), (2, 2)]
-    assert result["cells"][0]["mean"] == pytest.approx(1) and all(cell["std"] > 0 for cell in result["cells"])
+    assert result["cells"][0]["mean"] == pytest.approx(1) and all(
+        cell["std"] > 0 for cell in result["cells"]
+    )
     (row,) = result["phases"]
-    assert sum(row["share"].values()) == pytest.approx(1) and set(row["ms"]) == {*latency.PHASES, "call"}
+    assert sum(row["share"].values()) == pytest.approx(1) and set(row["ms"]) == {
+        *latency.PHASES,
+        "call",
+    }
     seen = {row["phase"]: row["operations"] for row in result["profile"]}
     assert {"draft", "score", "select", "commit"} <= set(seen)
     assert sum(row["share"] for row in result["profile"]) == pytest.approx(1)
-    assert "`target`" in (tmp_path / "latency.md").read_text() and (tmp_path / "latency.png").stat().st_size > 5_000
+    assert (
+        "`target`" in (tmp_path / "latency.md").read_text()
+        and (tmp_path / "latency.png").stat().st_size > 5_000
+    )
 
 
 def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
-    config, any_model = _config(tmp_path, methods=("spectr", "otm_block")), types.SimpleNamespace(model=None)
+    config, any_model = (
+        _config(tmp_path, methods=("spectr", "otm_block")),
+        types.SimpleNamespace(model=None),
+    )
     made, calls = [], []
     timer = _stopping(lambda: 1.0, calls, 7)  # Each method has five.
 
@@ -75,8 +97,12 @@ def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(latency, "phase_timers", timers)
     with pytest.raises(KeyboardInterrupt):
-        latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config, []))
-    rows = latency.measure_phases(config, any_model, any_model, Journal(tmp_path, "latency", config, []))
+        latency.measure_phases(
+            config, any_model, any_model, Journal(tmp_path, "latency", config, [])
+        )
+    rows = latency.measure_phases(
+        config, any_model, any_model, Journal(tmp_path, "latency", config, [])
+    )
     assert [row["method"] for row in rows] == ["spectr", "otm_block"] and len(calls) == 7 + 5
     assert sorted(made) == ["otm_block", "otm_block", "spectr"]
 
@@ -84,18 +110,25 @@ def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
 def test_a_draft_without_a_tokenizer_can_be_timed(toy, tmp_path, monkeypatch):
     """Only one that sees the features of a target cannot be called by itself."""
     timed, smollm2 = [], pathlib.Path(__file__).parents[2] / "results/smollm2"
-    monkeypatch.setattr(latency, "measure_cells", lambda config, models, journal: timed.extend(models) or 1 / 0)
+    monkeypatch.setattr(
+        latency, "measure_cells", lambda config, models, journal: timed.extend(models) or 1 / 0
+    )
     models = str(toy.folder / "target.safetensors"), str(smollm2 / "students/smollm2_2m")
     with pytest.raises(ZeroDivisionError):
         latency.run(_config(toy.folder, models=models), tmp_path)
     assert [model.name for model in timed] == ["target", "smollm2_2m"]
     with pytest.raises(UserError, match="sees the features of a target, and can only draft for it"):
-        latency.run(_config(toy.folder, models=(models[0], str(smollm2 / "eagle/smollm2_eagle"))), tmp_path / "other")
+        latency.run(
+            _config(toy.folder, models=(models[0], str(smollm2 / "eagle/smollm2_eagle"))),
+            tmp_path / "other",
+        )
 
 
 @pytest.mark.slow
 def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(latency, "measure_cells", lambda *_: [{"model": "target", "median_ms": 1.0}])
+    monkeypatch.setattr(
+        latency, "measure_cells", lambda *_: [{"model": "target", "median_ms": 1.0}]
+    )
     monkeypatch.setattr(latency, "_cell_table", lambda *_: "")
     monkeypatch.setattr(latency, "measure_phases", lambda *_: [])
     monkeypatch.setattr(latency, "plot", lambda *_: None)
@@ -106,7 +139,10 @@ def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch)
 
 def test_the_paper_has_every_cell_of_its_tables():
     assert {key: len(paper.LATENCY[key]) for key in paper.LATENCY} == {
-        (model, length, batch): 2 for model in ("97M", "6M") for length in (4, 8) for batch in (1, 2, 4, 8)
+        (model, length, batch): 2
+        for model in ("97M", "6M")
+        for length in (4, 8)
+        for batch in (1, 2, 4, 8)
     }
 
 
@@ -118,26 +154,56 @@ def test_operations_are_told_by_their_scope():
 """
     phases = profile.scopes(program)
     assert phases == {"fusion.1": "draft", "dot.7": "score"}
-    rows = profile.summary({"fusion.1": (4, 0.002), "dot.7": (2, 0.006), "copy.3": (2, 0.002)}, phases, 2)
-    assert [(row["phase"], row["kind"]) for row in rows] == [("score", "dot"), ("draft", "fusion"), ("other", "copy")]
-    assert [row["ms"] for row in rows] == pytest.approx([3, 1, 1]) and [row["operations"] for row in rows] == [1, 2, 1]
+    rows = profile.summary(
+        {"fusion.1": (4, 0.002), "dot.7": (2, 0.006), "copy.3": (2, 0.002)}, phases, 2
+    )
+    assert [(row["phase"], row["kind"]) for row in rows] == [
+        ("score", "dot"),
+        ("draft", "fusion"),
+        ("other", "copy"),
+    ]
+    assert [row["ms"] for row in rows] == pytest.approx([3, 1, 1]) and [
+        row["operations"] for row in rows
+    ] == [1, 2, 1]
     assert [row["share"] for row in rows] == pytest.approx([0.6, 0.2, 0.2])
 
 
 def test_operations_are_told_by_the_names_that_a_gpu_gives_them():
-    phases = {"loop_add_fusion.12": "draft", "custom-call.3": "score", "dynamic-update-slice.4": "commit"}
-    seen = {"loop_add_fusion_12": (2, 0.003), "custom_call_3": (1, 0.002), "dynamic_update_slice_4": (1, 0.001)}
+    phases = {
+        "loop_add_fusion.12": "draft",
+        "custom-call.3": "score",
+        "dynamic-update-slice.4": "commit",
+    }
+    seen = {
+        "loop_add_fusion_12": (2, 0.003),
+        "custom_call_3": (1, 0.002),
+        "dynamic_update_slice_4": (1, 0.001),
+    }
     told = [(row["phase"], row["kind"]) for row in profile.summary(seen, phases, 1)]
-    assert told == [("draft", "fusion"), ("score", "custom-call"), ("commit", "dynamic-update-slice")]
+    assert told == [
+        ("draft", "fusion"),
+        ("score", "custom-call"),
+        ("commit", "dynamic-update-slice"),
+    ]
 
 
 def test_operations_that_only_contain_others_are_no_work():
     def event(name):
         return types.SimpleNamespace(stats=[("hlo_op", name)], duration_ns=1e9)
 
-    containers = ("while.3", "while_3", "cond.9.clone.1", "cond_9_clone_1", "conditional.2", "call.5", "call_5")
+    containers = (
+        "while.3",
+        "while_3",
+        "cond.9.clone.1",
+        "cond_9_clone_1",
+        "conditional.2",
+        "call.5",
+        "call_5",
+    )
     work = ("fusion.7.clone", "custom-call.1", "custom_call_1")
-    line = types.SimpleNamespace(events=[event(name) for name in (*containers, *work, "fusion.7.clone")])
+    line = types.SimpleNamespace(
+        events=[event(name) for name in (*containers, *work, "fusion.7.clone")]
+    )
     data = types.SimpleNamespace(planes=[types.SimpleNamespace(lines=[line])])
     seen = {"fusion.7.clone": (2, 2.0), "custom-call.1": (1, 1.0), "custom_call_1": (1, 1.0)}
     assert profile.operation_times(data) == seen
@@ -150,7 +216,10 @@ def test_operations_that_only_contain_others_are_no_work():
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"context": 30}, "context=30 and a call of 3 tokens exceed the context 32 of 'target'"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
-        ({"models": ("random:draft_2m", "random:draft_2m")}, "models has 2 named 'random:draft_2m'"),
+        (
+            {"models": ("random:draft_2m", "random:draft_2m")},
+            "models has 2 named 'random:draft_2m'",
+        ),
         ({"methods": ("baseline",)}, "has 'baseline', which drafts no chains of"),
     ],
 )

@@ -10,21 +10,29 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from spectr_jax.config import quality_config
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, save_tokenizer
 from spectr_jax.data.tokenizer import BOS, EOS
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import quality
+from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.quality import run, scored
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.hf_llama import save_llama
 from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.utils.errors import UserError
 
 
 def _config(toy, **changes):
     config = quality_config()
     given = {"models": (str(toy.folder / "target"),)}
-    config.update({**given, "heldout": str(toy.folder / "prompts.txt"), "sentences": 7, "batch_size": 4, **changes})
+    config.update(
+        {
+            **given,
+            "heldout": str(toy.folder / "prompts.txt"),
+            "sentences": 7,
+            "batch_size": 4,
+            **changes,
+        }
+    )
     return config
 
 
@@ -53,19 +61,32 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
         for line in toy.prompts[:7]:
             pieces = [BOS, *tokenizer.encode(line), EOS]
             count = len(pieces) - 1
-            logits, _ = model.extend(np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None])
-            nats -= float(np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]]))
+            logits, _ = model.extend(
+                np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None]
+            )
+            nats -= float(
+                np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]])
+            )
             tokens += count
         scores = row["scores"]["float32"]
         characters = sum(len(line) + 1 for line in toy.prompts[:7])
         assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
-        assert scores["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
+        assert scores["eval_bits_per_character"] == pytest.approx(
+            nats / math.log(2) / characters, rel=1e-5
+        )
         for dtype in ("bfloat16", "int8"):
             other = row["scores"][dtype]["eval_bits_per_character"]
             assert other != scores["eval_bits_per_character"]
             assert other == pytest.approx(scores["eval_bits_per_character"], rel=0.01)
-    table = [line.split("|") for line in (tmp_path / "quality.md").read_text().splitlines() if line[:1] == "|"]
-    assert table[2][4].strip() == f"{result['rows'][0]['scores']['float32']['eval_bits_per_character']:.4f}"
+    table = [
+        line.split("|")
+        for line in (tmp_path / "quality.md").read_text().splitlines()
+        if line[:1] == "|"
+    ]
+    assert (
+        table[2][4].strip()
+        == f"{result['rows'][0]['scores']['float32']['eval_bits_per_character']:.4f}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +95,21 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     pairs = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    pairs.train_from_iterator(["draft target token law"] * 9, vocab_size=280, special_tokens=controls, show_progress=False)
-    tokenizer = HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(pairs.to_str()), 0, 1, adds_bos=False)
+    pairs.train_from_iterator(
+        ["draft target token law"] * 9, vocab_size=280, special_tokens=controls, show_progress=False
+    )
+    tokenizer = HuggingFaceTokenizer(
+        tokenizers.Tokenizer.from_str(pairs.to_str()), 0, 1, adds_bos=False
+    )
     shape = LlamaConfig(
-        layers=1, width=16, mlp=32, heads=2, kv_heads=1, head_width=8, vocab_size=tokenizer.vocab_size, context=24
+        layers=1,
+        width=16,
+        mlp=32,
+        heads=2,
+        kv_heads=1,
+        head_width=8,
+        vocab_size=tokenizer.vocab_size,
+        context=24,
     )
     save_llama(folder, Llama(shape, rngs=nnx.Rngs(0)), 0, 1)
     tokenizer.save(folder, shape.context)
@@ -88,11 +120,22 @@ def llama(tmp_path_factory):
 def test_another_programs_model_beside_ours(toy, llama, tmp_path):
     """On the sentences that fit both, with what stands before and after them; of each, nats by hand."""
     fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]
-    too_long = ["x" * 24, "draft " * 18]  # 25 tokens with the newline, where one less is the context; more than 32 of ours.
-    (tmp_path / "heldout.txt").write_text("\n".join([too_long[0], *fitting, too_long[1], "not among the first"]))
+    too_long = [
+        "x" * 24,
+        "draft " * 18,
+    ]  # 25 tokens with the newline, where one less is the context; more than 32 of ours.
+    (tmp_path / "heldout.txt").write_text(
+        "\n".join([too_long[0], *fitting, too_long[1], "not among the first"])
+    )
     own, other = str(toy.folder / "target"), f"hf:{llama}"
     heldout = str(tmp_path / "heldout.txt")
-    changes = {"models": (own, other), "dtypes": ("float32",), "sentences": 8, "batch_size": 2, "heldout": heldout}
+    changes = {
+        "models": (own, other),
+        "dtypes": ("float32",),
+        "sentences": 8,
+        "batch_size": 2,
+        "heldout": heldout,
+    }
     result = run(_config(toy, **changes), tmp_path / "run")
     assert result["sentences"] == len(fitting)
     characters = sum(len(line) + 1 for line in fitting)
@@ -100,18 +143,30 @@ def test_another_programs_model_beside_ours(toy, llama, tmp_path):
         _, model, tokenizer = load(spec)
         nats = tokens = 0
         for line in fitting:
-            pieces = [2, *tokenizer.encode(line), *tokenizer.encode("\n")] if spec == other else None
+            pieces = (
+                [2, *tokenizer.encode(line), *tokenizer.encode("\n")] if spec == other else None
+            )
             pieces = pieces or [BOS, *tokenizer.encode(line), EOS]
             count = len(pieces) - 1
-            logits, _ = model.extend(np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None])
-            nats -= float(np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]]))
+            logits, _ = model.extend(
+                np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None]
+            )
+            nats -= float(
+                np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]])
+            )
             tokens += count
         scores = row["scores"]["float32"]
         assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
-        assert scores["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
+        assert scores["eval_bits_per_character"] == pytest.approx(
+            nats / math.log(2) / characters, rel=1e-5
+        )
         assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    assert "the 6 that fit the context of every model" in (tmp_path / "run" / "quality.md").read_text()
-    with pytest.raises(UserError, match=r"fits all models; leave out that of the shortest context, 'hf:.*llama"):
+    assert (
+        "the 6 that fit the context of every model" in (tmp_path / "run" / "quality.md").read_text()
+    )
+    with pytest.raises(
+        UserError, match=r"fits all models; leave out that of the shortest context, 'hf:.*llama"
+    ):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
 

@@ -8,16 +8,16 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from spectr_jax import loading
-from spectr_jax.config import spec_bench_config
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.data.questions import Question, read_questions, spread
 from spectr_jax.decoding import Policy, generate, get_method
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import spec_bench
+from spectr_jax.experiments.config import spec_bench_config
 from spectr_jax.experiments.spec_bench import run
-from spectr_jax.loading import Trained
+from spectr_jax.loading import by_name
+from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.utils.errors import UserError
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
 QUESTIONS = [
@@ -32,24 +32,34 @@ NEW = 10
 def models():
     made = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    made.train_from_iterator(["Why and why not"], vocab_size=270, special_tokens=controls, show_progress=False)
+    made.train_from_iterator(
+        ["Why and why not"], vocab_size=270, special_tokens=controls, show_progress=False
+    )
     tokenizer = HuggingFaceTokenizer(made._tokenizer, 1, (2, 0), adds_bos=False, template=TEMPLATE)
     shape = {"layers": 1, "width": 16, "mlp": 32, "heads": 2, "kv_heads": 1, "head_width": 8}
     shape = LlamaConfig(**shape, vocab_size=tokenizer.vocab_size, context=300)
     return {
-        name: Trained(name, Llama(shape, rngs=nnx.Rngs(seed)), tokenizer) for seed, name in enumerate(("large", "small"))
+        name: Trained(name, Llama(shape, rngs=nnx.Rngs(seed)), tokenizer)
+        for seed, name in enumerate(("large", "small"))
     }
 
 
 @pytest.fixture
 def config(models, tmp_path, monkeypatch):
     """All prompts are padded to 128 tokens, for one program a method."""
-    monkeypatch.setitem(loading.LOADERS, "mine", lambda name, dtype: models[name])
+    monkeypatch.setitem(by_name.LOADERS, "mine", lambda name, dtype: models[name])
     monkeypatch.setattr(spec_bench, "LONG", 128)
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n")
     config = spec_bench_config()
-    config.update(target="mine:large", draft="mine:small", dtype="float32", questions=str(path), max_new_tokens=NEW, runs=2)
+    config.update(
+        target="mine:large",
+        draft="mine:small",
+        dtype="float32",
+        questions=str(path),
+        max_new_tokens=NEW,
+        runs=2,
+    )
     config.methods, config.temperatures = ("lookup chain:3", "block chain:1"), (0.0, 1.0)
     return config
 
@@ -72,26 +82,47 @@ def test_the_table_is_that_of_the_conversations(config, models, tmp_path, monkey
     assert asked.count(("1", 0.0, "block chain:1")) == 2 and asked.count(("2", 0.0, "baseline")) > 2
     rows = {(row["temperature"], row["task"], row["method"]): row for row in result["rows"]}
     tasks = ("multi-turn conversation", "question answering", "overall")
-    assert set(rows) == {(t, task, m) for t in (0.0, 1.0) for task in tasks for m in ("baseline", *config.methods)}
+    assert set(rows) == {
+        (t, task, m) for t in (0.0, 1.0) for task in tasks for m in ("baseline", *config.methods)
+    }
     first, second = (_greedy(models["large"], question["turns"]) for question in QUESTIONS[:2])
     third = _greedy(models["large"], QUESTIONS[2]["turns"])
     for method in ("baseline", *config.methods):
         row = rows[0.0, "overall", method]
-        per_second = [np.mean([len(answer) for answer in answers]) for answers in (first, second, third)]
-        assert row["tokens_per_second"] == pytest.approx(np.mean(per_second)) and row["speedup"] == pytest.approx(1)
-        assert rows[0.0, tasks[0], method]["tokens_per_second"] == pytest.approx((per_second[0] + per_second[2]) / 2)
+        per_second = [
+            np.mean([len(answer) for answer in answers]) for answers in (first, second, third)
+        ]
+        assert row["tokens_per_second"] == pytest.approx(np.mean(per_second)) and row[
+            "speedup"
+        ] == pytest.approx(1)
+        assert rows[0.0, tasks[0], method]["tokens_per_second"] == pytest.approx(
+            (per_second[0] + per_second[2]) / 2
+        )
         assert rows[0.0, tasks[1], method]["questions"] == 1
     for row in rows.values():
-        emitted = 1 + (sum(row["accepted_at"]) / sum(row["calls"]) if row["method"] != "baseline" else 0)
+        emitted = 1 + (
+            sum(row["accepted_at"]) / sum(row["calls"]) if row["method"] != "baseline" else 0
+        )
         assert row["tokens_per_call"] <= emitted + 1e-9
-        assert sum(row["accepted"]) == sum(row["accepted_at"]) and sum(row["reached"]) == sum(row["chosen_at"])
-        assert len(row["reached"]) == {"baseline": 0, "lookup chain:3": 3, "block chain:1": 1}[row["method"]]
+        assert sum(row["accepted"]) == sum(row["accepted_at"]) and sum(row["reached"]) == sum(
+            row["chosen_at"]
+        )
+        assert (
+            len(row["reached"])
+            == {"baseline": 0, "lookup chain:3": 3, "block chain:1": 1}[row["method"]]
+        )
     assert sum(rows[0.0, "overall", "lookup chain:3"]["accepted"]) > 0
     written = json.loads((tmp_path / "run" / "spec_bench.json").read_text())
     assert written == result and (tmp_path / "run" / "spec_bench.png").exists()
     assert not (tmp_path / "run" / "spec_bench.part.jsonl").exists()
-    lines = [line.split("|") for line in (tmp_path / "run" / "spec_bench.md").read_text().splitlines() if line[:1] == "|"]
-    cell = next(line for line in lines if line[1].strip() == "overall" and line[2].strip() == "3")[4].strip()
+    lines = [
+        line.split("|")
+        for line in (tmp_path / "run" / "spec_bench.md").read_text().splitlines()
+        if line[:1] == "|"
+    ]
+    cell = next(line for line in lines if line[1].strip() == "overall" and line[2].strip() == "3")[
+        4
+    ].strip()
     assert cell == f"{rows[0.0, 'overall', 'lookup chain:3']['tokens_per_call']:.2f}"
 
 
@@ -102,23 +133,46 @@ def _greedy(target, turns):
         messages.append({"role": "user", "content": turn})
         prompt = target.tokenizer.chat(messages)
         policy = Policy(0.0, eos=target.tokenizer.eos)
-        out = generate(jax.random.key(0), get_method("baseline"), target, None, [prompt], [len(prompt)], NEW, policy)
+        out = generate(
+            jax.random.key(0),
+            get_method("baseline"),
+            target,
+            None,
+            [prompt],
+            [len(prompt)],
+            NEW,
+            policy,
+        )
         answers.append(np.asarray(out.tokens)[0, len(prompt) : int(out.lengths[0])].tolist())
         messages.append({"role": "assistant", "content": target.tokenizer.decode(answers[-1])})
     return answers
 
 
 def test_questions_are_taken_at_equal_distances():
-    questions = [Question(str(number), "one" if number < 8 else "two", ("?",)) for number in range(11)]
+    questions = [
+        Question(str(number), "one" if number < 8 else "two", ("?",)) for number in range(11)
+    ]
     assert [question.identity for question in spread(questions, 2)] == ["0", "4", "8", "9"]
     assert spread(questions, 0) == questions and len(spread(questions, 5)) == 8
 
 
 def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
     path = tmp_path / "questions.jsonl"
-    categories = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
+    categories = [
+        "writing",
+        "roleplay",
+        "reasoning",
+        "math",
+        "coding",
+        "extraction",
+        "stem",
+        "humanities",
+    ]
     categories += ["translation", "summarization", "qa", "math_reasoning", "rag"]
-    lines = [{"question_id": number, "category": name, "turns": ["?"]} for number, name in enumerate(categories)]
+    lines = [
+        {"question_id": number, "category": name, "turns": ["?"]}
+        for number, name in enumerate(categories)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     assert len({question.task for question in read_questions(str(path))}) == 6
 
@@ -133,7 +187,10 @@ def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
         ({"methods": ("baseline",)}, "methods='baseline': drafts nothing"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"questions_per_task": -1}, "questions_per_task=-1: is negative"),
-        ({"max_new_tokens": 200}, "max_new_tokens=200: question 1 can exceed the context 300 of 'large'"),
+        (
+            {"max_new_tokens": 200},
+            "max_new_tokens=200: question 1 can exceed the context 300 of 'large'",
+        ),
     ],
 )
 def test_bad_configs(config, tmp_path, changes, message):
@@ -149,7 +206,10 @@ def test_bad_configs(config, tmp_path, changes, message):
         ("{", "line 1 lacks question_id"),
         ('{"question_id": 1, "category": "qa"}', "line 1 lacks question_id"),
         ('{"question_id": 1, "category": "qa", "turns": []}', "line 1 has turns"),
-        ('{"question_id": 1, "category": "qa", "turns": ["?"]}\n' * 2, "line 2 repeats question_id 1"),
+        (
+            '{"question_id": 1, "category": "qa", "turns": ["?"]}\n' * 2,
+            "line 2 repeats question_id 1",
+        ),
         ("\n", "has no questions"),
     ],
 )
@@ -162,6 +222,8 @@ def test_bad_questions(tmp_path, line, message):
 
 def test_a_target_without_a_chat_template_is_refused(config, models, tmp_path, monkeypatch):
     tokenizer = HuggingFaceTokenizer(models["large"].tokenizer._tokenizer, 1, 2)
-    monkeypatch.setitem(loading.LOADERS, "mine", lambda name, dtype: models[name]._replace(tokenizer=tokenizer))
+    monkeypatch.setitem(
+        by_name.LOADERS, "mine", lambda name, dtype: models[name]._replace(tokenizer=tokenizer)
+    )
     with pytest.raises(UserError, match="target='mine:large': has no chat template"):
         run(config, tmp_path / "run")

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.config import eval_config
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.distillation.students import parameters
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import tokens_per_call
+from spectr_jax.experiments.config import eval_config
+from spectr_jax.experiments.measure import acceptance, report
+from spectr_jax.experiments.measure.bench import Bench
+from spectr_jax.experiments.measure.compilation import CORES_OF_A_PROGRAM
+from spectr_jax.experiments.measure.measurement import Measurement, Program, measure, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
-from spectr_jax.loading import EMBEDDED, Trained, load, shape_name
-from spectr_jax.measure import acceptance, report
-from spectr_jax.measure.bench import Bench
-from spectr_jax.measure.compilation import CORES_OF_A_PROGRAM
-from spectr_jax.measure.measurement import Measurement, Program, measure, read_prompts
+from spectr_jax.loading.by_name import EMBEDDED, Trained, load, shape_name
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
-from spectr_jax.pairs import load_pair
+from spectr_jax.utils.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -61,7 +61,9 @@ def whole(toy, tmp_path_factory):
 @pytest.mark.xdist_group("table")  # They share programs, and this table.
 def test_table_is_written(whole):
     folder, first = whole
-    assert [(row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]] == [
+    assert [
+        (row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]
+    ] == [
         ("baseline", 0, 0),
         ("speculative", 1, 2),
         ("otm_block", 2, 2),
@@ -77,7 +79,11 @@ def test_table_is_written(whole):
             assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
     assert json.loads((folder / "tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
-    table = [line.split("|") for line in (folder / "tokens_per_call.md").read_text().splitlines() if line[:1] == "|"]
+    table = [
+        line.split("|")
+        for line in (folder / "tokens_per_call.md").read_text().splitlines()
+        if line[:1] == "|"
+    ]
     assert [cells[2].strip() for cells in table[2:]] == ["baseline", "speculative", "otm_block"]
     for cells, row in zip(table[2:], first["rows"], strict=True):
         assert cells[5].strip().startswith(f"{row['tokens_per_call']:.2f} ±")
@@ -86,8 +92,12 @@ def test_table_is_written(whole):
 
 def test_the_paper_is_cited_at_its_temperature():
     draft = types.SimpleNamespace(model=types.SimpleNamespace(config=LADDER["draft_2m"]))
-    row = tokens_per_call.Row(draft, "spectr", 4, 8, get_method("spectr", num_drafts=4, draft_length=8))
-    one = Measurement(tokens=12, calls=5, seconds=1.0, observed={"accepted": 1, "optimum": 1, "nodes": 2})
+    row = tokens_per_call.Row(
+        draft, "spectr", 4, 8, get_method("spectr", num_drafts=4, draft_length=8)
+    )
+    one = Measurement(
+        tokens=12, calls=5, seconds=1.0, observed={"accepted": 1, "optimum": 1, "nodes": 2}
+    )
     assert tokens_per_call._summary(row, [one], one, [one], 1.0)["paper"] == 2.41
     assert tokens_per_call._summary(row, [one], one, [one], 0.0)["paper"] is None
 
@@ -120,7 +130,9 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
     """One program a row without alpha*; although the table is stopped and goes on, the bar ends at its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
-    config = _config(toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block"))
+    config = _config(
+        toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block")
+    )
     calls = itertools.count(1)
 
     def stopped(*args, **kwargs):
@@ -128,18 +140,26 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return measure(*args, **kwargs)
 
-    monkeypatch.setattr("spectr_jax.measure.measurement.measure", stopped)
+    monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path)
     rows = run(config, tmp_path)["rows"]
     assert [row["algorithm"] for row in rows] == ["baseline", "speculative", "block", "otm_block"]
-    assert all("alpha*" not in line for line in (tmp_path / "tokens_per_call.md").read_text().splitlines())
+    assert all(
+        "alpha*" not in line for line in (tmp_path / "tokens_per_call.md").read_text().splitlines()
+    )
     assert all(0 < row["acceptance"] < 1 and row["optimal_acceptance"] is None for row in rows[1:])
     first, second = _Bar.bars
-    assert first.total == second.total == 4 * (1 + 1 + 2 * 2)  # A program, a batch to warm up, two batches on two seeds.
+    assert (
+        first.total == second.total == 4 * (1 + 1 + 2 * 2)
+    )  # A program, a batch to warm up, two batches on two seeds.
     assert first.at == 4 + 4 + 3 * 2 and second.at == second.total
     words = dict(first.said)
-    assert words[0] == "compiling baseline" and words[3] == "compiling otm_block K=2 L=2" and "seed 0" in words[8]
+    assert (
+        words[0] == "compiling baseline"
+        and words[3] == "compiling otm_block K=2 L=2"
+        and "seed 0" in words[8]
+    )
     assert [at for at, _ in second.said[-8:]] == list(range(second.total - 16, second.total, 2))
 
 
@@ -147,10 +167,21 @@ def test_what_tables_say_of_seeds_and_changed_trees():
     assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
     assert report.over_seeds((0, 1)) == "mean ± standard deviation over 2 seeds (0, 1)"
     assert report.over_seeds([3]) == "seed 3"
-    made = {"command": "python x.py", "commit": "0123456789abcdef-dirty", "jax": "1", "hardware": "a lamp"}
-    assert report.made_by(made) == "Made by `python x.py` (commit 0123456789ab-dirty, jax 1) on a lamp."
+    made = {
+        "command": "python x.py",
+        "commit": "0123456789abcdef-dirty",
+        "jax": "1",
+        "hardware": "a lamp",
+    }
+    assert (
+        report.made_by(made)
+        == "Made by `python x.py` (commit 0123456789ab-dirty, jax 1) on a lamp."
+    )
     made |= {"commit": "unknown", "config_hash": "ff", "seconds": 2.4}
-    assert report.made_by(made) == "Made by `python x.py` (config ff, commit unknown, jax 1) on a lamp in 2 s."
+    assert (
+        report.made_by(made)
+        == "Made by `python x.py` (config ff, commit unknown, jax 1) on a lamp in 2 s."
+    )
 
 
 @pytest.mark.slow
@@ -162,10 +193,14 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
     def measured(method, observe):
         measure(method, target, draft, prompts, config, 0, observe=observe)
 
-    measured(get_method("speculative", draft_length=1), None)  # What is around a program is small, and does not count.
+    measured(
+        get_method("speculative", draft_length=1), None
+    )  # What is around a program is small, and does not count.
     programs = {
         "block": Program(get_method("block", draft_length=1), draft),
-        "block, observed": Program(get_method("block", draft_length=1), draft, acceptance.observe_optimum),
+        "block, observed": Program(
+            get_method("block", draft_length=1), draft, acceptance.observe_optimum
+        ),
     }
     with count_compilations() as compiled:
         Bench(config, target, [draft], prompts, None).compile(programs)
@@ -191,7 +226,7 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
             measured.append((args[0].name, args[5], observe.__name__))
         return measure(*args, batches=batches, observe=observe, **kwargs)
 
-    monkeypatch.setattr("spectr_jax.measure.measurement.measure", stopped)
+    monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(config, tmp_path / "parts")
@@ -200,7 +235,9 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
         file.write('{"name": "draft, otm')  # Killed while it wrote.
     parts = run(config, tmp_path / "parts")
     taken = [each for each in measured if each]
-    assert len(taken) == len(set(taken)) == 3 * len(config.seeds) + 2  # And alpha* of those that draft.
+    assert (
+        len(taken) == len(set(taken)) == 3 * len(config.seeds) + 2
+    )  # And alpha* of those that draft.
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
         f"tokens_per_call.{kind}" for kind in ("json", "md", "png")
     ]
@@ -234,7 +271,9 @@ def test_drafts_of_one_name_are_measured_each(toy, tmp_path):
     (tmp_path / "draft.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     (tmp_path / "tokenizer.model").write_bytes((toy.folder / "tokenizer.model").read_bytes())
     drafts = tuple(str(folder / "draft.safetensors") for folder in (toy.folder, tmp_path))
-    _, other, itself = run(_config(toy.folder, drafts=drafts, num_drafts=(1,)), tmp_path / "run")["rows"]
+    _, other, itself = run(_config(toy.folder, drafts=drafts, num_drafts=(1,)), tmp_path / "run")[
+        "rows"
+    ]
     assert itself["tokens_per_call"] > other["tokens_per_call"] and itself["acceptance"] == 1.0
 
 
@@ -247,9 +286,14 @@ def test_batch_size_does_not_change_the_figures(toy):
     results = []
     for config.batch_size in (4, 7):
         prompts = read_prompts(config, target.tokenizer)
-        results.append([measure(method, target, draft, prompts, config, seed) for seed in config.seeds])
+        results.append(
+            [measure(method, target, draft, prompts, config, seed) for seed in config.seeds]
+        )
     for ours, theirs in zip(*results, strict=True):
-        assert (ours.tokens, ours.calls) == (theirs.tokens, theirs.calls) and ours.tokens > ours.calls
+        assert (ours.tokens, ours.calls) == (
+            theirs.tokens,
+            theirs.calls,
+        ) and ours.tokens > ours.calls
 
 
 def test_prompts_are_cut_and_padded(toy):
@@ -281,7 +325,9 @@ def test_models_of_different_vocabularies(toy, tmp_path):
 def test_a_tokenizer_that_was_swapped(toy, tmp_path):
     train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283)
     (tmp_path / "m.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
-    with pytest.raises(UserError, match="was trained with another tokenizer than the one beside it"):
+    with pytest.raises(
+        UserError, match="was trained with another tokenizer than the one beside it"
+    ):
         load(str(tmp_path / "m.safetensors"))
 
 
@@ -291,8 +337,14 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
         ({"max_new_tokens": 30}, "exceed the context 32 of 'target'; shorten one of them"),
         ({"methods": ("speck",)}, "unknown method 'speck'"),
-        ({"methods": ("baseline",)}, "'baseline', which does not draft chains of 2 tokens; leave it out"),
-        ({"methods": ("block",), "num_drafts": (2,)}, "'block', which drafts one chain only; add 1 to num_drafts"),
+        (
+            {"methods": ("baseline",)},
+            "'baseline', which does not draft chains of 2 tokens; leave it out",
+        ),
+        (
+            {"methods": ("block",), "num_drafts": (2,)},
+            "'block', which drafts one chain only; add 1 to num_drafts",
+        ),
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"target": "embedded:none"}, "unknown embedded model 'none'"),
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
@@ -317,7 +369,10 @@ def test_the_ladder_of_the_papers_sizes(monkeypatch):
     config = runpy.run_path("configs/ladder.py")["get_config"]("97m")
     tokens_per_call.check_eval_config(config)
     target = load(config.target, config.dtype)
-    assert dataclasses.replace(target.model.config, dropout=0.0, dtype="float32") == LADDER["target_97m"]
+    assert (
+        dataclasses.replace(target.model.config, dropout=0.0, dtype="float32")
+        == LADDER["target_97m"]
+    )
     assert target.tokenizer.proto == load(config.drafts[0]).tokenizer.proto
 
 
@@ -336,9 +391,13 @@ def test_the_ladder_of_smollm2(monkeypatch):
 
 
 def test_shape_names_match_the_paper_table():
-    ladder = [Trained(name, types.SimpleNamespace(config=shape), None) for name, shape in LADDER.items()]
+    ladder = [
+        Trained(name, types.SimpleNamespace(config=shape), None) for name, shape in LADDER.items()
+    ]
     assert [shape_name(trained) for trained in ladder] == [*TOKENS_PER_CALL, "97M"]
-    assert shape_name(Trained("mine", object(), None)) == "mine"  # It need not be a transformer of ours.
+    assert (
+        shape_name(Trained("mine", object(), None)) == "mine"
+    )  # It need not be a transformer of ours.
 
 
 def test_markdown_table_is_aligned():

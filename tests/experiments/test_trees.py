@@ -9,20 +9,27 @@ import numpy as np
 import pytest
 
 from spectr_jax import transport
-from spectr_jax.config import trees_config
 from spectr_jax.decoding import generate, get_method
 from spectr_jax.decoding.methods import METHODS
 from spectr_jax.decoding.tree import batch, chain, parse
-from spectr_jax.errors import UserError
 from spectr_jax.experiments import trees
-from spectr_jax.figures import ersd
-from spectr_jax.measure import bench, measurement
-from spectr_jax.measure.acceptance import Nodes, PairAcceptance, observe_drafts, observe_nodes
+from spectr_jax.experiments.config import trees_config
+from spectr_jax.experiments.figures import ersd
+from spectr_jax.experiments.measure import bench, measurement
+from spectr_jax.experiments.measure.acceptance import (
+    Nodes,
+    PairAcceptance,
+    observe_drafts,
+    observe_nodes,
+)
+from spectr_jax.experiments.planning import prediction, tree_search
 from spectr_jax.models.table import TableModel, perturbed, random_table
-from spectr_jax.planning import prediction, tree_search
 from spectr_jax.transport import race
+from spectr_jax.utils.errors import UserError
 
-IID = [name for name in METHODS if prediction.statistic(get_method(name)) in ("carriers", "winners")]
+IID = [
+    name for name in METHODS if prediction.statistic(get_method(name)) in ("carriers", "winners")
+]
 TABLE = random_table(0, 4)
 DRAFT = perturbed(TABLE, 1, 0.8)
 MEASURED = ("speculative", "otm_block", "otm_layer", "gsd", "ersd", "greedy_drafts")
@@ -61,7 +68,9 @@ def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return measurement.measure(*args, **kwargs)
 
-    monkeypatch.setattr(bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": stopped}))
+    monkeypatch.setattr(
+        bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": stopped})
+    )
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trees.run(config, tmp_path)
@@ -78,7 +87,12 @@ def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
     table = [line.split("|") for line in lines if line[:1] == "|"][2:]
     assert [cells[2].strip() for cells in table] == methods
     assert f"**Which should I use?** {result['answer']}" in lines
-    for name in ("ersd_figure_3.png", "ersd_figure_4.png", "optimal_tree_gsd.png", "optimal_tree_ersd.png"):
+    for name in (
+        "ersd_figure_3.png",
+        "ersd_figure_4.png",
+        "optimal_tree_gsd.png",
+        "optimal_tree_ersd.png",
+    ):
         assert (tmp_path / name).stat().st_size > 5_000
 
 
@@ -89,7 +103,9 @@ def test_every_method_is_compared():
 
 def _synthetic(size):
     """R and carriers that are geometric; each node accepted as R says, on two seeds."""
-    R = {name: [a * 0.3**rank for rank in range(size)] for name, a in (("gsd", 0.65), ("ersd", 0.6))}
+    R = {
+        name: [a * 0.3**rank for rank in range(size)] for name, a in (("gsd", 0.65), ("ersd", 0.6))
+    }
     nodes = {}
     for name, pmf in R.items():
         for shape in ersd.STRATEGIES:
@@ -106,7 +122,9 @@ def _synthetic(size):
 
 
 def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
-    config = _config(toy.folder, sizes=(16, 8), draft_length=4, extra_trees=("2,1,1,1", "4,2"), exit_layer=1)
+    config = _config(
+        toy.folder, sizes=(16, 8), draft_length=4, extra_trees=("2,1,1,1", "4,2"), exit_layer=1
+    )
     acceptance = _synthetic(16)
     rows = trees.table_rows(config, acceptance)
     assert [row.size for row in rows] == sorted(row.size for row in rows)
@@ -115,11 +133,18 @@ def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
         if row.method.name in ("speculative", "block", "gsd", "ersd"):
             assert row.method.tree.size == row.size
         if row.method.name in ("gsd", "ersd"):
-            best = next(r for r in rows if r[:2] == (row.size, "optimal") and r.method.name == row.method.name)
+            best = next(
+                r
+                for r in rows
+                if r[:2] == (row.size, "optimal") and r.method.name == row.method.name
+            )
             assert row.theory <= best.theory + 1e-12
     assert {row.size for row in rows if row.shape.startswith("(4,2)")} == {16}  # It has 12 nodes.
     named = [row for row in rows if row.shape.startswith("(")]  # As commands take them.
-    assert named and all(parse(row.shape[1 : row.shape.index(")")]).parents == row.method.tree.parents for row in named)
+    assert named and all(
+        parse(row.shape[1 : row.shape.index(")")]).parents == row.method.tree.parents
+        for row in named
+    )
     assert len({(row.size, row.method) for row in rows}) == len(rows)
 
 
@@ -127,13 +152,21 @@ def test_figures_of_known_acceptance_lie_on_their_curves():
     acceptance = _synthetic(12)
     for figure in (ersd.figure_3(acceptance, 100), ersd.figure_4(acceptance, 100)):
         for panel in range(2):
-            curves = {each.label: each for each in figure.series if each.error is None and each.panel == panel}
-            points = [each for each in figure.series if each.error is not None and each.panel == panel]
+            curves = {
+                each.label: each
+                for each in figure.series
+                if each.error is None and each.panel == panel
+            }
+            points = [
+                each for each in figure.series if each.error is not None and each.panel == panel
+            ]
             assert len(points) >= 3
             for series in points:
                 curve = dict(zip(curves[series.like].x, curves[series.like].y, strict=True))
                 np.testing.assert_allclose(series.y, [curve[x] for x in series.x], atol=1e-12)
-    bounds = [each for each in ersd.figure_3(acceptance, 100).series if each.label.startswith("Lemma")]
+    bounds = [
+        each for each in ersd.figure_3(acceptance, 100).series if each.label.startswith("Lemma")
+    ]
     best = [each for each in ersd.figure_3(acceptance, 100).series if each.label == "optimal tree"]
     for bound in bounds:
         assert np.all(np.array(bound.y) >= np.array(best[bound.panel].y) - 1e-9)
@@ -143,8 +176,12 @@ def _observed(method, tree, observe, max_new_tokens=1):
     models = TableModel(TABLE), TableModel(DRAFT)
     prompts, lengths = np.tile([1, 2], (TEXTS, 1)), np.full(TEXTS, 2)
     method = get_method(method, tree=tree)
-    result = generate(jax.random.key(0), method, *models, prompts, lengths, max_new_tokens, observe=observe)
-    return {name: np.sum(np.asarray(values, float), axis=0) for name, values in result.observed.items()}
+    result = generate(
+        jax.random.key(0), method, *models, prompts, lengths, max_new_tokens, observe=observe
+    )
+    return {
+        name: np.sum(np.asarray(values, float), axis=0) for name, values in result.observed.items()
+    }
 
 
 def test_acceptance_by_child_index_is_that_of_the_race():
@@ -158,8 +195,13 @@ def test_acceptance_by_child_index_is_that_of_the_race():
 def test_acceptance_along_a_chain_is_a_product():
     seen = _observed("gsd", chain(2), observe_nodes)
     first = 1 - transport.total_variation(P, Q)
-    second = sum(min(P[x], Q[x]) * (1 - transport.total_variation(DRAFT[2, x], TABLE[2, x])) for x in range(4))
-    np.testing.assert_allclose(seen["nodes"][1:] / TEXTS, [first, second], atol=4 * np.sqrt(0.25 / TEXTS))
+    second = sum(
+        min(P[x], Q[x]) * (1 - transport.total_variation(DRAFT[2, x], TABLE[2, x]))
+        for x in range(4)
+    )
+    np.testing.assert_allclose(
+        seen["nodes"][1:] / TEXTS, [first, second], atol=4 * np.sqrt(0.25 / TEXTS)
+    )
 
 
 @pytest.mark.slow
@@ -184,7 +226,10 @@ def test_carriers_of_iid_drafts():
         ({"sizes": (0,)}, "config field 'sizes' is 0; give at least 1"),
         ({"extra_trees": ("star:3",)}, "tree 'star:3' is not known"),
         ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "is no prefix tree"),
-        ({"extra_trees": ("4,4",)}, r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(1,\)"),
+        (
+            {"extra_trees": ("4,4",)},
+            r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(1,\)",
+        ),
         (
             {"methods": ("baseline",)},
             "methods has 'baseline', which has no draft model, or no tree of N=1; leave it out",
@@ -192,7 +237,10 @@ def test_carriers_of_iid_drafts():
         ({"temperature": 0.0}, "temperature=0.0 has no acceptance to measure; give a positive one"),
         ({"exit_layer": 1}, "exit_layer=1 of a target of 1 layers; give fewer, or 0"),
         ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
-        ({"sizes": (400,)}, "N=400 children a node exceed the vocabulary of 283 tokens; lower sizes"),
+        (
+            {"sizes": (400,)},
+            "N=400 children a node exceed the vocabulary of 283 tokens; lower sizes",
+        ),
     ],
 )
 def test_bad_configs(toy, tmp_path, changes, message):

@@ -35,7 +35,9 @@ def test_gradients_are_those_of_jax(kv_heads):
     mask = jnp.tril(jnp.ones((2, 50, 50), bool))
 
     def gradients(form):
-        return jax.grad(lambda *qkv: jnp.sum(direction * form(*qkv, mask)), argnums=(0, 1, 2))(q, k, v)
+        return jax.grad(lambda *qkv: jnp.sum(direction * form(*qkv, mask)), argnums=(0, 1, 2))(
+            q, k, v
+        )
 
     for expected, made in zip(gradients(of_jax), gradients(attention), strict=True):
         np.testing.assert_allclose(made, expected, atol=1e-5)

@@ -21,17 +21,23 @@ def test_integers_of_a_model_of_its_own_are_written_as_they_are():
 
 
 @pytest.mark.optimized
-@pytest.mark.skipif(not cpu.kernels(), reason="XLA's products by head copy keys and values on a CPU")
+@pytest.mark.skipif(
+    not cpu.kernels(), reason="XLA's products by head copy keys and values on a CPU"
+)
 def test_a_call_on_one_token_copies_no_cache():
     """All that it needs beside its arguments is smaller than one layer's keys."""
-    shape = LlamaConfig(layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=4096)
+    shape = LlamaConfig(
+        layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=4096
+    )
     model = Llama(shape, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)
     cache = model.init_cache(1, 4096)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(state, cache, token):
-        logits, cache = nnx.merge(graph, state).extend(token, cache.lengths[:, None], np.ones((1, 1, 1), bool), cache)
+        logits, cache = nnx.merge(graph, state).extend(
+            token, cache.lengths[:, None], np.ones((1, 1, 1), bool), cache
+        )
         return logits, dataclasses.replace(cache, lengths=cache.lengths + 1)
 
     program = step.lower(state, cache, jnp.zeros((1, 1), jnp.int32)).compile()
@@ -59,7 +65,9 @@ def test_one_row_is_written_in_its_place(start):
     buffer, row = np.arange(10.0, dtype=np.float32).reshape(1, 5, 2), np.array([[[-1.0, -2.0]]])
     expected = buffer.copy()
     expected[0, min(start, 4)] = row[0, 0]
-    np.testing.assert_array_equal(write(jnp.asarray(buffer), jnp.asarray(row), jnp.array([start])), expected)
+    np.testing.assert_array_equal(
+        write(jnp.asarray(buffer), jnp.asarray(row), jnp.array([start])), expected
+    )
 
 
 @pytest.mark.optimized

@@ -51,9 +51,15 @@ def test_int8_products_equal_float64(level, inputs, outputs, rows):
     units = np.abs(x).max(1, keepdims=True) / 32767
     exact = np.round(x.astype(np.float64) / units) * units @ kernel.T.astype(np.float64) * scale
     unrounded = x.astype(np.float64) @ kernel.T.astype(np.float64) * scale
-    size = np.linalg.norm(x, axis=1, keepdims=True) * np.maximum(np.linalg.norm(kernel * 1.0, axis=1), 1) * scale
+    size = (
+        np.linalg.norm(x, axis=1, keepdims=True)
+        * np.maximum(np.linalg.norm(kernel * 1.0, axis=1), 1)
+        * scale
+    )
     assert np.max(np.abs(made - unrounded) / size) < 2e-4  # Activations have 16 bits.
-    assert np.max(np.abs(made - exact) / size) < 2e-6 + 4e-5 * (inputs < 50)  # Ties round either way.
+    assert np.max(np.abs(made - exact) / size) < 2e-6 + 4e-5 * (
+        inputs < 50
+    )  # Ties round either way.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,18 +75,30 @@ def test_float_products_equal_float64(level, inputs, outputs, rows, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("tokens", "slots", "heads", "kv_heads", "width"), [(1, 130, 9, 3, 64), (5, 19, 4, 4, 6), (16, 40, 6, 1, 33)]
+    ("tokens", "slots", "heads", "kv_heads", "width"),
+    [(1, 130, 9, 3, 64), (5, 19, 4, 4, 6), (16, 40, 6, 1, 33)],
 )
 def test_attention_equals_that_of_jax(level, tokens, slots, heads, kv_heads, width, dtype):
     rng = np.random.default_rng(slots)
     sizes = ((2, tokens, heads, width), (2, slots, kv_heads, width), (2, slots, kv_heads, width))
     q, k, v = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
-    mask = jnp.asarray(rng.random((2, tokens, slots)) < 0.6).at[:, :, 0].set(True).at[0, 0, 1:].set(False)
+    mask = (
+        jnp.asarray(rng.random((2, tokens, slots)) < 0.6)
+        .at[:, :, 0]
+        .set(True)
+        .at[0, 0, 1:]
+        .set(False)
+    )
     assert "ffi_call" in str(jax.make_jaxpr(attention)(q, k, v, mask))
-    made, expected = attention(q, k, v, mask), jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    made, expected = (
+        attention(q, k, v, mask),
+        jax.nn.dot_product_attention(q, k, v, mask=mask[:, None]),
+    )
     assert made.dtype == expected.dtype
     tolerance = 2e-6 if dtype == "float32" else 3e-2
-    np.testing.assert_allclose(made.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance)
+    np.testing.assert_allclose(
+        made.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -101,17 +119,26 @@ def test_norms_equal_float64(level, norm, width, rows):
     exact = exact + layer.bias[...] if norm is LayerNorm else exact
     made = np.asarray(layer(x))
     np.testing.assert_allclose(made, exact, atol=3e-6)
-    np.testing.assert_array_equal(layer(x[1, -1:]), made[1, -1:])  # The bits of a row do not depend on the others.
+    np.testing.assert_array_equal(
+        layer(x[1, -1:]), made[1, -1:]
+    )  # The bits of a row do not depend on the others.
 
 
 def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(level):
     x, kernel, scale = _int8(19, 577, 65)
     weights = jnp.asarray(kernel, jnp.float32)
-    for product, *rest in ((cpu.int8_rows, kernel, scale), (cpu.float_rows, weights), (cpu.float_columns, weights.T)):
+    for product, *rest in (
+        (cpu.int8_rows, kernel, scale),
+        (cpu.float_rows, weights),
+        (cpu.float_columns, weights.T),
+    ):
         alone = np.concatenate([product(row[None], *rest) for row in x])
         for rows in (2, 3, 4, 5, 8, 19):
             np.testing.assert_array_equal(product(x[:rows], *rest), alone[:rows])
-    q, k = (jnp.asarray(part, jnp.float32) for part in (x.reshape(1, 19, 1, 577), weights.reshape(1, 65, 1, 577)))
+    q, k = (
+        jnp.asarray(part, jnp.float32)
+        for part in (x.reshape(1, 19, 1, 577), weights.reshape(1, 65, 1, 577))
+    )
     mask = jnp.ones((1, 16, 65), bool)
     alone = np.concatenate([attention(q[:, [n]], k, k, mask[:, [n]]) for n in range(16)], axis=1)
     np.testing.assert_array_equal(attention(q[:, :16], k, k, mask), alone)
@@ -123,7 +150,9 @@ def test_gradients_are_those_of_the_plain_functions():
     made = jax.grad(lambda x: jnp.sum(cpu.int8_rows(x, kernel, scale) * g))(x)
     np.testing.assert_allclose(made, (g * scale) @ kernel.astype(np.float32), rtol=1e-5, atol=1e-4)
     weights = jnp.asarray(kernel, jnp.float32)
-    by_x, by_kernel = jax.grad(lambda x, kernel: jnp.sum(cpu.float_columns(x, kernel) * g), (0, 1))(x, weights.T)
+    by_x, by_kernel = jax.grad(lambda x, kernel: jnp.sum(cpu.float_columns(x, kernel) * g), (0, 1))(
+        x, weights.T
+    )
     np.testing.assert_allclose(by_x, g @ weights, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(by_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
     by_rows = jax.grad(lambda kernel: jnp.sum(cpu.float_rows(x, kernel) * g))(weights)
@@ -155,18 +184,26 @@ def test_operands_that_do_not_fit_are_refused():
         ("norm", (x, scale, scale), {"epsilon": np.float32(1), "centered": False}),
         (
             "attention",
-            (np.zeros((1, 2, 1, 4), np.float32), *np.zeros((2, 1, 3, 1, 4), np.float32), np.ones((1, 1, 3), bool)),
+            (
+                np.zeros((1, 2, 1, 4), np.float32),
+                *np.zeros((2, 1, 3, 1, 4), np.float32),
+                np.ones((1, 1, 3), bool),
+            ),
         ),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
-            jax.block_until_ready(cpu._call(target, operands[0].shape, *operands, **dict(*attributes)))
+            jax.block_until_ready(
+                cpu._call(target, operands[0].shape, *operands, **dict(*attributes))
+            )
 
 
 def test_one_mask_serves_all_sequences():
     q = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 2, 8)), jnp.float32)
     mask = jnp.tril(jnp.ones((1, 4, 4), bool))
     np.testing.assert_allclose(
-        attention(q, q, q, mask), jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]), atol=1e-6
+        attention(q, q, q, mask),
+        jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]),
+        atol=1e-6,
     )
 
 
@@ -174,7 +211,9 @@ def test_other_dtypes_are_left_to_xla():
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 8)), jnp.float16)
     mask = jnp.ones((1, 3, 3), bool)
     np.testing.assert_allclose(
-        attention(q, q, q, mask), jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]), atol=1e-2
+        attention(q, q, q, mask),
+        jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]),
+        atol=1e-2,
     )
     layer = dense_layer(8, 4, dtype=jnp.float16, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(layer(q[0, 0]), layer(jnp.tile(q[0, 0], (20, 1)))[:2], rtol=1e-2)
@@ -184,7 +223,9 @@ def test_scores_that_overflow_are_those_of_xla():
     q = jnp.full((1, 1, 1, 4), 1e20)
     k = jnp.full((1, 3, 1, 4), -1e20)
     v = jnp.arange(12.0).reshape(1, 3, 1, 4)
-    np.testing.assert_allclose(attention(q, k, v, jnp.array([[[True, False, True]]]))[0, 0, 0], v[0, [0, 2], 0].mean(0))
+    np.testing.assert_allclose(
+        attention(q, k, v, jnp.array([[[True, False, True]]]))[0, 0, 0], v[0, [0, 2], 0].mean(0)
+    )
 
 
 def test_non_finite_activations_stay_so():
@@ -212,7 +253,9 @@ print(*(float(np.sum(np.asarray(each, np.float64) ** 2)) for each in made))
 def test_the_number_of_threads_changes_no_bit():
     def with_threads(count):
         environment = os.environ | {"NPROC": str(count)}
-        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -247,7 +290,9 @@ def test_kernels_that_cannot_be_loaded_are_one_line(_library_of, capsys, found):
 
 def test_kernels_of_a_newer_jaxlib_are_one_line(monkeypatch, capsys):
     def refuse(*_, **__):
-        raise RuntimeError("INVALID_ARGUMENT: the handler's API version (0.9) is incompatible\nmore")
+        raise RuntimeError(
+            "INVALID_ARGUMENT: the handler's API version (0.9) is incompatible\nmore"
+        )
 
     cpu.library.cache_clear()
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)

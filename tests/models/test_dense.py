@@ -22,11 +22,17 @@ def test_products_and_gradients(rows):
         for key, width in zip(jax.random.split(jax.random.key(0)), (512, 1024), strict=True)
     )
     kernel = np.asarray(linear.kernel[...], np.float64)
-    np.testing.assert_allclose(jax.jit(linear)(x), np.asarray(x, np.float64) @ kernel, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(linear)(x), np.asarray(x, np.float64) @ kernel, rtol=1e-4, atol=1e-5
+    )
     graphdef, state = nnx.split(linear)
-    by_kernel, by_x = jax.grad(lambda state, x: jnp.sum(nnx.merge(graphdef, state)(x) * g), argnums=(0, 1))(state, x)
+    by_kernel, by_x = jax.grad(
+        lambda state, x: jnp.sum(nnx.merge(graphdef, state)(x) * g), argnums=(0, 1)
+    )(state, x)
     np.testing.assert_allclose(by_x, np.asarray(g, np.float64) @ kernel.T, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(by_kernel["kernel"][...], np.asarray(x, np.float64).T @ np.asarray(g), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        by_kernel["kernel"][...], np.asarray(x, np.float64).T @ np.asarray(g), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.skipif(not kernels(), reason="the CPU kernels are not in use")
@@ -52,5 +58,9 @@ def test_exact_kernels_are_halved_and_give_the_same_result(rows):
     x = jax.random.normal(jax.random.key(2), (rows, 512))
     before = linear(x)
     model = with_halved_kernels(nnx.List([linear, _linear(3, 5)]))
-    assert [layer.kernel[...].dtype for layer in (*model, linear)] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    assert [layer.kernel[...].dtype for layer in (*model, linear)] == [
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.float32,
+    ]
     np.testing.assert_array_equal(model[0](x), before)

@@ -9,12 +9,14 @@ import pytest
 from flax import nnx
 
 from spectr_jax import check_model
-from spectr_jax.errors import UserError
 from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors, rotary_frequencies
 from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
+from spectr_jax.utils.errors import UserError
 
-SHAPE = LlamaConfig(layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=64)
+SHAPE = LlamaConfig(
+    layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=64
+)
 STRETCHED = llama3_divisors(10_000.0, 8, factor=8.0, low=1.0, high=4.0, context=32)
 SHAPES = {
     "llama": SHAPE,
@@ -30,7 +32,11 @@ def random_model(config: LlamaConfig, seed: int = 0) -> Llama:
     rng = np.random.default_rng(seed)
 
     def noisy(leaf):
-        return leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype) if leaf.ndim == 1 else leaf
+        return (
+            leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype)
+            if leaf.ndim == 1
+            else leaf
+        )
 
     nnx.update(model, jax.tree.map(noisy, nnx.state(model)))
     if config.tied:
@@ -57,14 +63,18 @@ def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
 
     def turned(x, position):  # One head's [D], as complex numbers.
         half = config.head_width // 2
-        frequencies = config.rope_theta ** (-np.arange(half) / half) / np.array(config.rope_divisors or 1.0)
+        frequencies = config.rope_theta ** (-np.arange(half) / half) / np.array(
+            config.rope_divisors or 1.0
+        )
         made = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies)
         return np.concatenate([made.real, made.imag])
 
     x = array(model.embed.embedding)[tokens]
     for block in model.blocks:
         bias = 0.0 if block.qkv.bias is None else array(block.qkv.bias)
-        heads = (norm(x, block.norm_attention) @ array(block.qkv.kernel) + bias).reshape(len(tokens), -1, config.head_width)
+        heads = (norm(x, block.norm_attention) @ array(block.qkv.kernel) + bias).reshape(
+            len(tokens), -1, config.head_width
+        )
         q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
         if config.qk_norm:
             q, k = norm(q, block.norm_q), norm(k, block.norm_k)
@@ -73,7 +83,9 @@ def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
             served = head // (config.heads // config.kv_heads)
             keys = [turned(k[n, served], n) for n in range(len(tokens))]
             for n in range(len(tokens)):
-                scores = np.array([turned(q[n, head], n) @ keys[m] for m in range(n + 1)]) / np.sqrt(config.head_width)
+                scores = np.array(
+                    [turned(q[n, head], n) @ keys[m] for m in range(n + 1)]
+                ) / np.sqrt(config.head_width)
                 weights = np.exp(scores - scores.max())
                 mixed[n, head] = weights / weights.sum() @ v[: n + 1, served]
         x = x + mixed.reshape(len(tokens), -1) @ array(block.out.kernel)
@@ -108,7 +120,9 @@ def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
     tokens = np.random.default_rng(1).integers(0, SHAPE.vocab_size, (1, 12))
     exact, rounded = logits(model, tokens), logits(small, tokens)
     assert 0 < np.abs(rounded - exact).max() < 0.1 * np.ptp(exact)
-    assert isinstance(small.embed, Int8Embed) == SHAPES[kind].tied and isinstance(small.blocks[0].gate_up, Int8Linear)
+    assert isinstance(small.embed, Int8Embed) == SHAPES[kind].tied and isinstance(
+        small.blocks[0].gate_up, Int8Linear
+    )
     assert jnp.int8 not in {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))}
     with pytest.raises(UserError, match="quantized already"):
         quantize(small)
@@ -142,11 +156,16 @@ def test_int8_of_the_family_keeps_what_a_large_channel_hides():
 def test_int8_of_zeros_and_of_tiny_numbers():
     """A token of zeros gives zeros; the second row is of the size of the first."""
     linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32) * jnp.array([0, 1e-30, 1])[:, None]
+    x = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32)
+        * jnp.array([0, 1e-30, 1])[:, None]
+    )
     made, exact = Int8Linear(linear)(x), linear(x)
     assert np.all(made[0] == 0) and np.all(np.isfinite(made))
     for row in (1, 2):
-        np.testing.assert_allclose(made[row], exact[row], atol=0.02 * float(jnp.abs(exact[row]).max()))
+        np.testing.assert_allclose(
+            made[row], exact[row], atol=0.02 * float(jnp.abs(exact[row]).max())
+        )
 
 
 def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
@@ -154,14 +173,18 @@ def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
     theta, width, context = 500_000.0, 64, 8192
     plain = theta ** (-np.arange(0, width, 2) / width)
     wavelength = 2 * np.pi / plain
-    divisors = np.array(llama3_divisors(theta, width, factor=8.0, low=1.0, high=4.0, context=context))
+    divisors = np.array(
+        llama3_divisors(theta, width, factor=8.0, low=1.0, high=4.0, context=context)
+    )
     np.testing.assert_allclose(divisors[wavelength < context / 4], 1)
     np.testing.assert_allclose(divisors[wavelength > context], 8)
     between = (wavelength >= context / 4) & (wavelength <= context)
     smooth = (context / wavelength[between] - 1) / 3
     np.testing.assert_allclose(1 / divisors[between], (1 - smooth) / 8 + smooth)
     assert between.any()
-    config = dataclasses.replace(SHAPE, head_width=width, rope_theta=theta, rope_divisors=tuple(divisors))
+    config = dataclasses.replace(
+        SHAPE, head_width=width, rope_theta=theta, rope_divisors=tuple(divisors)
+    )
     np.testing.assert_allclose(rotary_frequencies(config), plain / divisors, rtol=1e-6)
 
 

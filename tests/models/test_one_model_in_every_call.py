@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax import Policy, generate, get_method, load
-from spectr_jax.loading import EMBEDDED, SMOLLM2_PACKAGE
+from spectr_jax.loading.by_name import EMBEDDED, SMOLLM2_PACKAGE
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.quantized import quantize
@@ -64,7 +64,11 @@ def _load(name):
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [("small", True), ("small", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in PAIRS)],
+    [
+        ("small", True),
+        ("small", False),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in PAIRS),
+    ],
 )
 def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch):
     """A text in one call, in calls on nine tokens and token by token, alone and beside another."""
@@ -77,11 +81,16 @@ def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch)
     frozen, tokens = freeze(model), np.random.default_rng(2).integers(0, model.vocab_size, (2, 36))
     whole = _logits_in_calls_of(36, frozen, tokens)
     for width in (9, 1):
-        for found in (_logits_in_calls_of(width, frozen, tokens), _logits_in_calls_of(width, frozen, tokens[1:])):
+        for found in (
+            _logits_in_calls_of(width, frozen, tokens),
+            _logits_in_calls_of(width, frozen, tokens[1:]),
+        ):
             same = whole[-len(found) :]
             if kernels:
                 np.testing.assert_array_equal(found, same)
-            assert np.max(np.abs(jax.nn.softmax(found) - jax.nn.softmax(same)).sum(-1) / 2) < 1e-4  # In total variation.
+            assert (
+                np.max(np.abs(jax.nn.softmax(found) - jax.nn.softmax(same)).sum(-1) / 2) < 1e-4
+            )  # In total variation.
     jax.clear_caches()
 
 
@@ -94,12 +103,19 @@ def test_greedy_decoding_in_int8_equals_the_baseline(pair):
     target, draft = (load(name, "int8") for name in PAIRS[pair])
     models = freeze(target.model), freeze(draft.model)
     sequences, most = (8, 100) if pair == "embedded" else (4, 40)
-    prompts, lengths = target.tokenizer.prompts((EMBEDDED / "prompts.txt").read_text().splitlines()[:sequences])
+    prompts, lengths = target.tokenizer.prompts(
+        (EMBEDDED / "prompts.txt").read_text().splitlines()[:sequences]
+    )
     new_tokens = min(most, target.model.context - prompts.shape[1])
 
     def tokens(method, *pair):
-        out = generate(jax.random.key(0), method, *pair, prompts, lengths, new_tokens, Policy(temperature=0.0))
-        return [row[:length].tolist() for row, length in zip(np.asarray(out.tokens), out.lengths, strict=True)]
+        out = generate(
+            jax.random.key(0), method, *pair, prompts, lengths, new_tokens, Policy(temperature=0.0)
+        )
+        return [
+            row[:length].tolist()
+            for row, length in zip(np.asarray(out.tokens), out.lengths, strict=True)
+        ]
 
     expected = tokens(get_method("baseline"), models[0], None)
     names = METHODS if pair == "embedded" else ("block", "otm_layer")

@@ -10,13 +10,13 @@ from flax import nnx
 
 from spectr_jax import check_model
 from spectr_jax.decoding import Policy, generate, get_method
-from spectr_jax.errors import UserError
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils.errors import UserError
 
 SHAPE = TransformerConfig(layers=1, width=64, mlp=256, heads=4, vocab_size=29, context=48)
 
@@ -47,19 +47,26 @@ def kernels(request, monkeypatch):
 def test_a_layer_rounds_weights_by_output(kernels):
     linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     linear.bias[...] = jnp.arange(8.0)
-    x = np.random.default_rng(0).normal(size=(2, 3, 16)).astype(np.float32) * np.array([1, 100, 0])[:, None]
+    x = (
+        np.random.default_rng(0).normal(size=(2, 3, 16)).astype(np.float32)
+        * np.array([1, 100, 0])[:, None]
+    )
     kernel = np.asarray(linear.kernel[...], np.float64)
     scale = np.abs(kernel).max(0) / 127
     expected = x @ (np.round(kernel / scale) * scale) + np.arange(8)
     layer = Int8Linear(linear)
-    assert layer.kernel[...].dtype == (jnp.int8 if kernels else jnp.float32)  # XLA would widen int8 at every call.
+    assert layer.kernel[...].dtype == (
+        jnp.int8 if kernels else jnp.float32
+    )  # XLA would widen int8 at every call.
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=2e-3)
     np.testing.assert_allclose(layer(jnp.asarray(x[0, :1])), expected[0, :1], rtol=1e-4, atol=2e-3)
 
 
 def test_logits_stay_close_and_tokens_do_not_meet(model):
     tokens = np.random.default_rng(1).integers(0, 29, (4, 20))
-    exact, rounded = (np.asarray(_logits(freeze(each), tokens)) for each in (model, quantize(model)))
+    exact, rounded = (
+        np.asarray(_logits(freeze(each), tokens)) for each in (model, quantize(model))
+    )
     assert 0 < np.std(rounded - exact) < 0.03 * np.std(exact)
     check_model(quantize(model), tolerance=1e-5)
     assert model.head.kernel[...].dtype == jnp.float32  # The original is as it was.
@@ -75,7 +82,16 @@ def test_greedy_equals_the_baseline(model):
     target, draft = quantize(model), quantize(Transformer(SHAPE, rngs=nnx.Rngs(1)))
     prompts, policy = np.random.default_rng(0).integers(0, 29, (3, 4)), Policy(temperature=0.0)
     first, second = (
-        generate(jax.random.key(0), get_method(name, **options), target, draft, prompts, [4, 2, 3], 16, policy).tokens
+        generate(
+            jax.random.key(0),
+            get_method(name, **options),
+            target,
+            draft,
+            prompts,
+            [4, 2, 3],
+            16,
+            policy,
+        ).tokens
         for name, options in (("baseline", {}), ("otm_block", {"tree": "2,1"}))
     )
     np.testing.assert_array_equal(first[:, :20], second[:, :20])
@@ -89,4 +105,7 @@ def test_a_model_in_bfloat16_can_be_quantized(kernels):
 
 def test_models_load_in_int8():
     model = load("embedded:draft_2m", "int8").model
-    assert isinstance(model.blocks[0].up, Int8Linear) and model.head.kernel[...].shape == (8192, 128)
+    assert isinstance(model.blocks[0].up, Int8Linear) and model.head.kernel[...].shape == (
+        8192,
+        128,
+    )

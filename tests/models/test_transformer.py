@@ -10,7 +10,6 @@ from flax import nnx
 from spectr_jax import check_model
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
-from spectr_jax.errors import UserError
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.layers.attention import causal
@@ -24,6 +23,7 @@ from spectr_jax.models.transformer import (
     parameter_count,
     sinusoidal_table,
 )
+from spectr_jax.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16")
 SHAPE = TransformerConfig(layers=3, width=32, mlp=64, heads=4, vocab_size=29, context=24)
@@ -51,7 +51,8 @@ def _full(model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("draft_2m", 2.3), ("draft_6m", 5.8), ("draft_20m", 21.0), ("target_97m", 97.6)]
+    ("name", "millions"),
+    [("draft_2m", 2.3), ("draft_6m", 5.8), ("draft_20m", 21.0), ("target_97m", 97.6)],
 )
 def test_parameter_counts(name, millions):
     assert parameter_count(LADDER[name]) / 1e6 == pytest.approx(millions, abs=0.06)
@@ -64,7 +65,9 @@ def test_no_token_sees_the_future(model):
 
     def logits_at(embedding_NxE):
         table = jnp.concatenate([embedding_NxE, jnp.zeros((SHAPE.vocab_size - N, SHAPE.width))])
-        changed = jax.tree.map_with_path(lambda path, leaf: table if "embed" in str(path[0]) else leaf, state)
+        changed = jax.tree.map_with_path(
+            lambda path, leaf: table if "embed" in str(path[0]) else leaf, state
+        )
         return _full(nnx.merge(graphdef, changed), np.arange(N)[None])[0].sum(-1)
 
     moved = jnp.abs(jax.jacobian(logits_at)(model.embed.embedding[...][:N])).max(-1)
@@ -83,13 +86,16 @@ def test_packed_sentences_do_not_meet(model):
 MODELS = {
     "transformer": lambda: Transformer(SHAPE, rngs=nnx.Rngs(0)),
     "learned positions": lambda: Transformer(
-        dataclasses.replace(SHAPE, layers=2, attention_bias=True, learned_positions=True), rngs=nnx.Rngs(0)
+        dataclasses.replace(SHAPE, layers=2, attention_bias=True, learned_positions=True),
+        rngs=nnx.Rngs(0),
     ),
     "table": lambda: TableModel(random_table(0, 29)),
 }
 
 
-@pytest.mark.parametrize(("name", "layers"), [*((name, None) for name in MODELS), ("transformer", 2)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [*((name, None) for name in MODELS), ("transformer", 2)]
+)
 def test_cache_trees_and_rows(name, layers):
     """Whole, and the first layers only: what self-speculation drafts with."""
     check_model(MODELS[name](), layers=layers, tolerance=1e-5)
@@ -99,7 +105,9 @@ def test_an_early_exit_is_the_first_layers(model):
     """On the whole model's cache, of whose other layers it leaves the rows as they are."""
     tokens, positions, visible = np.arange(5)[None], np.arange(5)[None], np.tri(5, dtype=bool)[None]
     cache = jax.tree.map(lambda leaf: leaf + 1, model.init_cache(1, 8).rows)
-    logits, after = EarlyExit(model, 2).extend(tokens, positions, visible, Cache(cache, jnp.zeros(1, jnp.int32)))
+    logits, after = EarlyExit(model, 2).extend(
+        tokens, positions, visible, Cache(cache, jnp.zeros(1, jnp.int32))
+    )
     (exit_logits,) = model.exits(tokens, positions, visible, after=(2,))
     np.testing.assert_allclose(logits, exit_logits, atol=1e-5)
     assert not np.array_equal(after.rows[1][0], cache[1][0])
@@ -111,7 +119,10 @@ def test_dropout_needs_a_key_and_uses_it():
     model = Transformer(shape, rngs=nnx.Rngs(0))
     arguments = np.arange(5)[None], np.arange(5)[None], causal(jnp.zeros((1, 5)))
     plain = [model.exits(*arguments, after=(1,))[0] for _ in range(2)]
-    dropped = [model.exits(*arguments, after=(1,), dropout_key=jax.random.key(seed))[0] for seed in range(2)]
+    dropped = [
+        model.exits(*arguments, after=(1,), dropout_key=jax.random.key(seed))[0]
+        for seed in range(2)
+    ]
     np.testing.assert_array_equal(*plain)
     np.testing.assert_allclose(_logits(model, *arguments), plain[0], atol=1e-5)
     assert not np.allclose(*dropped) and not np.allclose(dropped[0], plain[0])
@@ -135,23 +146,34 @@ def test_sinusoids():
 def test_bfloat16_rounds_the_factors_of_products_only():
     """Its logits are those of float32 up to the rounding of factors, and a lone row's are a row's of two."""
     shape = dataclasses.replace(SHAPE, width=64, mlp=256)
-    wide, narrow = (Transformer(dataclasses.replace(shape, dtype=dtype), rngs=nnx.Rngs(0)) for dtype in DTYPES)
+    wide, narrow = (
+        Transformer(dataclasses.replace(shape, dtype=dtype), rngs=nnx.Rngs(0)) for dtype in DTYPES
+    )
     tokens = np.random.default_rng(2).integers(0, 29, (4, 20))
     exact = np.asarray(_full(wide, tokens))
     # 0.0048 of their deviation; with residuals and norms in bfloat16 too 0.0070.
     assert np.std(_full(narrow, tokens) - exact) < 0.006 * np.std(exact)
-    np.testing.assert_allclose(_full(narrow, tokens[:1, :1])[0, 0], _full(narrow, tokens)[0, 0], atol=1e-5)
+    np.testing.assert_allclose(
+        _full(narrow, tokens[:1, :1])[0, 0], _full(narrow, tokens)[0, 0], atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("change", [{}, {"dtype": "bfloat16"}, {"attention_bias": True, "learned_positions": True}])
+@pytest.mark.parametrize(
+    "change", [{}, {"dtype": "bfloat16"}, {"attention_bias": True, "learned_positions": True}]
+)
 def test_models_of_one_shape_have_equal_graphdefs(change):
     """The key of a program: with functions of their own in their layers, each would be compiled for anew."""
     shape = dataclasses.replace(SHAPE, layers=1, **change)
     models = [Transformer(shape, rngs=nnx.Rngs(seed)) for seed in range(2)]
-    for first, second in (map(nnx.graphdef, models), (nnx.graphdef(quantize(model)) for model in models)):
+    for first, second in (
+        map(nnx.graphdef, models),
+        (nnx.graphdef(quantize(model)) for model in models),
+    ):
         assert first == second and hash(first) == hash(second)
     assert abstract(shape)[0] == nnx.graphdef(models[0])
-    assert nnx.graphdef(models[0]) != nnx.graphdef(Transformer(dataclasses.replace(shape, mlp=32), rngs=nnx.Rngs(0)))
+    assert nnx.graphdef(models[0]) != nnx.graphdef(
+        Transformer(dataclasses.replace(shape, mlp=32), rngs=nnx.Rngs(0))
+    )
 
 
 def test_a_second_model_of_a_shape_compiles_nothing(count_compilations):
@@ -166,7 +188,9 @@ def test_a_second_model_of_a_shape_compiles_nothing(count_compilations):
 
 def test_embeddings_in_bfloat16_are_added_in_float32():
     """Behind a block that adds nothing is the sum of the two embeddings of GPT-2, whose parameters are bfloat16 too."""
-    shape = dataclasses.replace(SHAPE, layers=1, dtype="bfloat16", attention_bias=True, learned_positions=True)
+    shape = dataclasses.replace(
+        SHAPE, layers=1, dtype="bfloat16", attention_bias=True, learned_positions=True
+    )
     model = Transformer(shape, rngs=nnx.Rngs(0))
     nnx.update(model, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model)))
     for linear in (model.blocks[0].out, model.blocks[0].down):
@@ -180,7 +204,10 @@ def test_embeddings_in_bfloat16_are_added_in_float32():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"width": 33, "heads": 3}, "width=33 is odd, and sinusoidal positions are of an even width; change it by one"),
+        (
+            {"width": 33, "heads": 3},
+            "width=33 is odd, and sinusoidal positions are of an even width; change it by one",
+        ),
         ({"heads": 5}, "width=32 is not a multiple of heads=5; change one"),
         ({"heads": 0}, "width=32 is not a multiple of heads=0; change one"),
     ],
@@ -188,4 +215,6 @@ def test_embeddings_in_bfloat16_are_added_in_float32():
 def test_shapes_that_do_not_work_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(SHAPE, **change)
-    dataclasses.replace(SHAPE, width=33, heads=3, learned_positions=True)  # Only sinusoids come in pairs.
+    dataclasses.replace(
+        SHAPE, width=33, heads=3, learned_positions=True
+    )  # Only sinusoids come in pairs.

@@ -9,15 +9,24 @@ import pytest
 from flax import nnx
 
 from spectr_jax import Policy, check_model, generate, get_method
-from spectr_jax.errors import UserError
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.vocabulary import Kept
 from spectr_jax.models.weights import load_weights, save_weights
 from spectr_jax.testing.chi_square import p_value
+from spectr_jax.utils.errors import UserError
 
 SHAPE = LlamaConfig(
-    layers=2, width=24, mlp=40, heads=2, kv_heads=2, head_width=12, vocab_size=31, context=64, embed_rank=6, head_tokens=9
+    layers=2,
+    width=24,
+    mlp=40,
+    heads=2,
+    kv_heads=2,
+    head_width=12,
+    vocab_size=31,
+    context=64,
+    embed_rank=6,
+    head_tokens=9,
 )
 KEPT = np.array([0, 3, 4, 7, 11, 12, 20, 29, 30], np.int32)
 
@@ -30,13 +39,19 @@ def student(seed=0) -> Llama:
 
 def logits(model, tokens) -> np.ndarray:
     positions = jnp.arange(len(tokens))[None]
-    return np.asarray(model.extend(jnp.asarray([tokens]), positions, np.tri(len(tokens), dtype=bool)[None])[0])[0]
+    return np.asarray(
+        model.extend(jnp.asarray([tokens]), positions, np.tri(len(tokens), dtype=bool)[None])[0]
+    )[0]
 
 
 def test_the_head_scores_its_tokens_and_no_other():
     model, tokens = student(), [3, 19, 30, 1]
-    hidden, _ = model.hidden(jnp.asarray([tokens]), jnp.arange(4)[None], np.tri(4, dtype=bool)[None])
-    wanted = np.asarray(hidden[0], np.float64) @ np.asarray(model.head.linear.kernel[...], np.float64)
+    hidden, _ = model.hidden(
+        jnp.asarray([tokens]), jnp.arange(4)[None], np.tri(4, dtype=bool)[None]
+    )
+    wanted = np.asarray(hidden[0], np.float64) @ np.asarray(
+        model.head.linear.kernel[...], np.float64
+    )
     found = logits(model, tokens)
     np.testing.assert_allclose(found[:, KEPT], wanted, atol=1e-5)
     assert np.isneginf(np.delete(found, KEPT, axis=1)).all() and found.shape == (4, 31)
@@ -54,11 +69,18 @@ def test_it_is_stored_with_its_tokens_and_quantized(tmp_path):
         loaded, vocabulary = load_weights(tmp_path / dtype)
         assert vocabulary == "digest of a vocabulary" and loaded.config == SHAPE
         np.testing.assert_array_equal(loaded.head.tokens[...], KEPT)
-        np.testing.assert_allclose(logits(loaded, [5, 6])[:, KEPT], logits(model, [5, 6])[:, KEPT], atol=0.15)
+        np.testing.assert_allclose(
+            logits(loaded, [5, 6])[:, KEPT], logits(model, [5, 6])[:, KEPT], atol=0.15
+        )
         assert load_weights(tmp_path / dtype, "bfloat16")[0].head.tokens[...].dtype == jnp.int32
     small = quantize(model)
-    assert all(isinstance(part, Int8Linear) for part in (small.head.linear, small.embed.widen, small.blocks[0].qkv))
-    np.testing.assert_allclose(logits(small, [5, 6])[:, KEPT], logits(model, [5, 6])[:, KEPT], atol=0.1)
+    assert all(
+        isinstance(part, Int8Linear)
+        for part in (small.head.linear, small.embed.widen, small.blocks[0].qkv)
+    )
+    np.testing.assert_allclose(
+        logits(small, [5, 6])[:, KEPT], logits(model, [5, 6])[:, KEPT], atol=0.1
+    )
 
 
 def test_outputs_are_the_targets_whatever_the_draft_cannot_say():

@@ -7,13 +7,15 @@ import safetensors.flax
 import safetensors.numpy
 from flax import nnx
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import digest
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import EXPORT, load_weights, named_leaves, save_weights, weight_files
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest
 
-SHAPE = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=11, context=16, dropout=0.1)
+SHAPE = TransformerConfig(
+    layers=2, width=16, mlp=32, heads=2, vocab_size=11, context=16, dropout=0.1
+)
 
 
 @pytest.fixture
@@ -25,11 +27,19 @@ def path(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip_in_bfloat16(path, dtype):
     model, tokenizer_digest = load_weights(path, dtype)
-    assert tokenizer_digest == digest(b"pieces") and model.config.dropout == 0 and model.config.dtype == dtype
+    assert (
+        tokenizer_digest == digest(b"pieces")
+        and model.config.dropout == 0
+        and model.config.dtype == dtype
+    )
     wanted = nnx.state(Transformer(SHAPE, rngs=nnx.Rngs(0)))
-    for ours, theirs in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(wanted), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(wanted), strict=True
+    ):
         assert ours.dtype == dtype
-        np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("bfloat16").astype("float32"))
+        np.testing.assert_array_equal(
+            ours.astype("float32"), theirs.astype("bfloat16").astype("float32")
+        )
 
 
 def test_a_full_disk(path):
@@ -37,11 +47,16 @@ def test_a_full_disk(path):
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, limits[1]))
-        with pytest.raises(UserError, match=r"model.safetensors' cannot be written \(.*; make room, or choose another"):
+        with pytest.raises(
+            UserError,
+            match=r"model.safetensors' cannot be written \(.*; make room, or choose another",
+        ):
             save_weights(path.with_suffix(""), Transformer(SHAPE, rngs=nnx.Rngs(1)), b"pieces", {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [each.name for each in path.parent.iterdir()] == [path.name] and path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [
+        path.name
+    ] and path.read_bytes() == before
 
 
 def test_missing(tmp_path):
@@ -75,7 +90,9 @@ def test_int8_in_parts(tmp_path):
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     files = save_weights(tmp_path / "model", model, b"pieces", {}, dtype="int8", part_bytes=2_000)
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    stored = {name: array for file in files for name, array in safetensors.numpy.load_file(file).items()}
+    stored = {
+        name: array for file in files for name, array in safetensors.numpy.load_file(file).items()
+    }
     loaded, tokenizer_digest = load_weights(tmp_path / "model")
     assert tokenizer_digest == digest(b"pieces")
     wanted, ours = named_leaves(nnx.state(model)), named_leaves(nnx.state(loaded))
@@ -88,7 +105,9 @@ def test_int8_in_parts(tmp_path):
         largest = np.max(np.abs(leaf), axis=axis, keepdims=True)
         assert np.all(np.abs(ours[name] - leaf) <= largest / 127 * 0.5001)
     again = quantize(loaded)
-    np.testing.assert_array_equal(again.blocks[0].up.kernel[...].T, stored["blocks/0/up/kernel/value"])
+    np.testing.assert_array_equal(
+        again.blocks[0].up.kernel[...].T, stored["blocks/0/up/kernel/value"]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -97,10 +116,14 @@ def test_no_file_is_larger_than_asked(tmp_path, dtype):
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     notes = {"ünïcode": ['"quoted"'] * 60}
     for part_bytes in (3_800, 4_001, 7_000, 1_000_000):
-        files = save_weights(tmp_path / "model", model, b"pieces", notes, dtype, part_bytes=part_bytes)
+        files = save_weights(
+            tmp_path / "model", model, b"pieces", notes, dtype, part_bytes=part_bytes
+        )
         sizes = [file.stat().st_size for file in files]
         assert max(sizes) <= part_bytes and (part_bytes < 1_000_000) == (len(files) > 1)
-        header = len(files[0].read_bytes()) - sum(array.nbytes for array in safetensors.numpy.load_file(files[0]).values())
+        header = len(files[0].read_bytes()) - sum(
+            array.nbytes for array in safetensors.numpy.load_file(files[0]).values()
+        )
         assert sum(sizes[:-1]) >= len(sizes[:-1]) * (part_bytes - 1_500) and header > 1_000
 
 
@@ -113,7 +136,8 @@ def test_parts_of_two_exports_are_not_one_model(tmp_path):
         files = save_weights(tmp_path / str(seed) / "model", model, b"pieces", {}, **options)
     (tmp_path / "1" / files[1].name).replace(tmp_path / "0" / files[1].name)
     with pytest.raises(
-        UserError, match=r"parts of two exports, such as 'model-00001.*' and 'model-00002.*'; export it again"
+        UserError,
+        match=r"parts of two exports, such as 'model-00001.*' and 'model-00002.*'; export it again",
     ):
         load_weights(tmp_path / "0" / "model")
     for file in (tmp_path / "0").iterdir():

@@ -8,12 +8,12 @@ from flax import nnx
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.decoding import Policy, generate, get_method
-from spectr_jax.errors import UserError
-from spectr_jax.loading import Trained
+from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.sampling import chat, terminal
 from spectr_jax.sampling.session import Session, encode_all
+from spectr_jax.utils.errors import UserError
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
 MESSAGES = [{"role": "user", "content": "Why 日本?"}]
@@ -24,15 +24,29 @@ NEW = 12
 def session():
     made = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    made.train_from_iterator(["Why 日本 and why not"], vocab_size=270, special_tokens=controls, show_progress=False)
+    made.train_from_iterator(
+        ["Why 日本 and why not"], vocab_size=270, special_tokens=controls, show_progress=False
+    )
     tokenizer = HuggingFaceTokenizer(made._tokenizer, 1, (2, 0), adds_bos=False, template=TEMPLATE)
     shape = LlamaConfig(
-        layers=1, width=16, mlp=32, heads=2, kv_heads=1, head_width=8, vocab_size=tokenizer.vocab_size, context=64
+        layers=1,
+        width=16,
+        mlp=32,
+        heads=2,
+        kv_heads=1,
+        head_width=8,
+        vocab_size=tokenizer.vocab_size,
+        context=64,
     )
     models = [Llama(shape, rngs=nnx.Rngs(seed)) for seed in range(2)]
-    target, draft = (Trained(name, model, tokenizer) for name, model in zip(("target", "draft"), models, strict=True))
+    target, draft = (
+        Trained(name, model, tokenizer)
+        for name, model in zip(("target", "draft"), models, strict=True)
+    )
     policy, frozen = Policy(eos=tokenizer.eos), map(freeze, models)
-    return Session(get_method("speculative", draft_length=2), target, draft, *frozen, NEW, policy, None)
+    return Session(
+        get_method("speculative", draft_length=2), target, draft, *frozen, NEW, policy, None
+    )
 
 
 def test_an_answer_is_what_generate_emits(session):
@@ -44,26 +58,37 @@ def test_an_answer_is_what_generate_emits(session):
         made = chat.answer(session, tokens, jax.random.key(seed), shown.append)
         prompt = np.array([tokens])
         models, lengths = (session.target_model, session.draft_model), [prompt.shape[1]]
-        whole = generate(jax.random.key(seed), session.method, *models, prompt, lengths, NEW, session.policy)
+        whole = generate(
+            jax.random.key(seed), session.method, *models, prompt, lengths, NEW, session.policy
+        )
         new = whole.tokens[0, prompt.shape[1] : int(whole.lengths[0])].tolist()
-        assert (made.tokens, made.calls) == (len(new), int(whole.target_calls[0])) and made.text == tokenizer.decode(new)
+        assert (made.tokens, made.calls) == (
+            len(new),
+            int(whole.target_calls[0]),
+        ) and made.text == tokenizer.decode(new)
         text = "".join(token.text for token in shown)
         assert text == made.text
         assert {token.origin for token in shown} <= {"accepted", "correction", "bonus"}
         assert [token.call for token in shown] == sorted(token.call for token in shown)
         assert made.whole == tokenizer.ends(new[-1])
         line = terminal.answered("speculative", made)
-        assert line.startswith(f"speculative: {len(new)} tokens in {made.calls} calls, {len(new) / made.calls:.2f} a call; ")
+        assert line.startswith(
+            f"speculative: {len(new)} tokens in {made.calls} calls, {len(new) / made.calls:.2f} a call; "
+        )
         assert line.endswith("cut off by --max_new_tokens") != made.whole
 
 
 def test_what_a_chat_refuses(session):
     chat.check(session)
     bare = HuggingFaceTokenizer(session.target.tokenizer._tokenizer, 1, 2)
-    with pytest.raises(UserError, match="--chat needs a chat template, and 'target' has none; leave --chat out"):
+    with pytest.raises(
+        UserError, match="--chat needs a chat template, and 'target' has none; leave --chat out"
+    ):
         chat.check(session._replace(target=session.target._replace(tokenizer=bare)))
     long = [{"role": "user", "content": "why " * 40}]
-    with pytest.raises(UserError, match=r"the prompt 'why why .* more than the 64 of 'target' together"):
+    with pytest.raises(
+        UserError, match=r"the prompt 'why why .* more than the 64 of 'target' together"
+    ):
         chat.encode(session, long)
 
 
@@ -75,11 +100,19 @@ def test_messages_are_encoded_once(session, monkeypatch, alone):
     conversations = [turns[:1], turns[1:]] if alone else [turns[:1], [turns[0], said, turns[1]]]
     encoded, answered = [], []
     make = session.target.tokenizer.chat
-    monkeypatch.setattr(session.target.tokenizer, "chat", lambda messages: encoded.append(list(messages)) or make(messages))
+    monkeypatch.setattr(
+        session.target.tokenizer,
+        "chat",
+        lambda messages: encoded.append(list(messages)) or make(messages),
+    )
     made = chat.Answer(said["content"], 1, 1, 0.0, 0.0, True)
-    monkeypatch.setattr(chat, "answer", lambda session, prompt, key, show: answered.append(prompt) or made)
+    monkeypatch.setattr(
+        chat, "answer", lambda session, prompt, key, show: answered.append(prompt) or made
+    )
     prompts = [turn["content"] for turn in turns]
-    assert list(chat.answers(session, prompts if alone else iter(prompts), jax.random.key(0), print)) == [made, made]
+    assert list(
+        chat.answers(session, prompts if alone else iter(prompts), jax.random.key(0), print)
+    ) == [made, made]
     assert encoded == conversations and answered == [make(messages) for messages in conversations]
 
 
@@ -88,4 +121,6 @@ def test_a_message_is_framed_by_the_template(session):
     (found,) = encode_all(session, ["Why 日本?"], chat.encode_message)
     assert found == ("Why 日本?", session.target.tokenizer.chat(MESSAGES))
     with pytest.raises(UserError, match=r"the prompt 'why why"):
-        encode_all(session, ["Why?", "why " * 40], chat.encode_message)  # Before the first is answered.
+        encode_all(
+            session, ["Why?", "why " * 40], chat.encode_message
+        )  # Before the first is answered.

@@ -10,15 +10,15 @@ from html.parser import HTMLParser
 import jax
 import pytest
 
-from spectr_jax import loading
 from spectr_jax.data.tokenizer import NO_PIECE, Tokenizer
 from spectr_jax.decoding import Policy, get_method
-from spectr_jax.errors import UserError
-from spectr_jax.loading import EMBEDDED
-from spectr_jax.measure.trace import ACCEPTED, BONUS, CORRECTION, TARGET
+from spectr_jax.experiments.measure.trace import ACCEPTED, BONUS, CORRECTION, TARGET
+from spectr_jax.loading import by_name
+from spectr_jax.loading.by_name import EMBEDDED
 from spectr_jax.sampling import prompts, session, terminal
 from spectr_jax.sampling.page import Shown, checked_path, page
 from spectr_jax.sampling.session import Decoded, Speed, Token
+from spectr_jax.utils.errors import UserError
 
 TOKENS = [Token(" again", ACCEPTED, 0), Token(" and", CORRECTION, 0), Token(" on", BONUS, 1)]
 VOID = ("meta", "circle", "path")
@@ -44,15 +44,22 @@ def toy_session(toy):
 def test_a_target_of_another_vocabulary_is_decoded_by_the_baseline(toy, monkeypatch):
     """Where no draft is given; with a method that needs one, this is said."""
     target = str(toy.folder / "target")
-    monkeypatch.setitem(loading.LOADERS, "mine", lambda name, dtype: loading.load(target, dtype))
+    monkeypatch.setitem(by_name.LOADERS, "mine", lambda name, dtype: by_name.load(target, dtype))
     for spec in (target, "mine:large"):
         opened = session.open_session(None, spec, None, "float32", 6, Policy())
         assert (opened.method.name, opened.draft, opened.draft_model) == ("baseline", None, None)
-        with pytest.raises(UserError, match=f"method 'otm' needs a draft model with the vocabulary of '{spec}'; give --dr"):
+        with pytest.raises(
+            UserError,
+            match=f"method 'otm' needs a draft model with the vocabulary of '{spec}'; give --dr",
+        ):
             session.open_session(get_method("otm", tree="2,1"), spec, None, "float32", 6, Policy())
     for draft, name in ((None, "draft_2m"), ("embedded:6m", "draft_6m")):
         opened = session.open_session(None, "embedded:6m", draft, "float32", 6, Policy())
-        assert (opened.method.name, opened.method.tree.height, opened.draft.name) == ("block", 3, name)
+        assert (opened.method.name, opened.method.tree.height, opened.draft.name) == (
+            "block",
+            3,
+            name,
+        )
 
 
 def test_texts_of_tokens_join_to_the_text(tokenizer):
@@ -73,7 +80,9 @@ def test_text_and_figures():
     assert terminal.text("Once", TOKENS, colour=True) == (
         "Once\033[32m again\033[0m\033[4;31m and\033[0m\033[1;34m on\033[0m"
     )
-    lines = terminal.speeds(Speed(30.0, 20.0, 1.46), Decoded("baseline", TOKENS, [None] * 3), decoded)
+    lines = terminal.speeds(
+        Speed(30.0, 20.0, 1.46), Decoded("baseline", TOKENS, [None] * 3), decoded
+    )
     assert lines == [
         "baseline: 3 tokens in 3 calls, 1.00 a call; 20 tokens/s",
         "otm: 3 tokens in 2 calls, 1.50 a call; 30 tokens/s, 1.46 x baseline",
@@ -132,7 +141,10 @@ class _Checker(HTMLParser):
 
 
 def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
-    shown = [Shown("law <b>& draft", decoded, None, Speed(30.0, 20.0, 1.5)), Shown("law", decoded, decoded, None)]
+    shown = [
+        Shown("law <b>& draft", decoded, None, Speed(30.0, 20.0, 1.5)),
+        Shown("law", decoded, decoded, None),
+    ]
     html = page(toy_session, "python -m spectr_jax.sample '--prompt=law <b>'", shown)
     checker = _Checker()
     checker.feed(html)
@@ -141,7 +153,8 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
     assert links and links <= checker.anchors
     assert html.count("<svg") == 2 * len(decoded.calls)
     assert html.count("<circle") == 2 * sum(
-        toy_session.method.tree.size + 1 + len(call.emitted) - len(call.path) for call in decoded.calls
+        toy_session.method.tree.size + 1 + len(call.emitted) - len(call.path)
+        for call in decoded.calls
     )
     assert "".join(token.text for token in decoded.tokens) in "".join(checker.words)
     assert "prefers-color-scheme: dark" in html
@@ -150,11 +163,16 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
 def test_a_page_of_drafts_without_a_model(toy):
     """Nodes without a draft are not drawn, and a call without any has a token of the target."""
     target = str(toy.folder / "target")
-    opened = session.open_session(get_method("lookup", tree="2,1"), target, None, "float32", 12, Policy(0.0))
+    opened = session.open_session(
+        get_method("lookup", tree="2,1"), target, None, "float32", 12, Policy(0.0)
+    )
     tokens = session.encode(opened, "law law draft")
     made = session.decode(opened, opened.method, tokens, jax.random.key(0))
     html = page(opened, "", [Shown("law law draft", made, None, None)])
-    drawn = [1 + int((call.tokens[1:] >= 0).sum()) + len(call.emitted) - len(call.path) for call in made.calls]
+    drawn = [
+        1 + int((call.tokens[1:] >= 0).sum()) + len(call.emitted) - len(call.path)
+        for call in made.calls
+    ]
     assert html.count("<circle") == sum(drawn) and NO_PIECE not in html
     for call in made.calls:
         assert (call.origins[-1] == TARGET) == (call.tokens[1:] < 0).all()
@@ -173,7 +191,10 @@ def test_log_probabilities_are_shown_where_the_pointer_is(toy_session):
 
 
 def test_a_prompt_that_leaves_no_room(toy_session):
-    with pytest.raises(UserError, match=r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"):
+    with pytest.raises(
+        UserError,
+        match=r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together",
+    ):
         session.encode(toy_session, "law " * 30)
 
 
@@ -220,7 +241,10 @@ def test_prompts_that_cannot_be_read(tmp_path):
     [
         ("", "--html is empty; name a file"),
         ("/tmp", "--html=/tmp is a folder; name a file in it"),
-        ("/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist; create it first"),
+        (
+            "/nowhere/page.html",
+            "--html=/nowhere/page.html is in a folder that does not exist; create it first",
+        ),
         ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
         ("/dev/null", "--html=/dev/null is not a file; choose another"),
         ("~nobody-here/page.html", "'~nobody-here/page.html' names the home of no user"),
@@ -236,7 +260,9 @@ def test_the_check_of_the_page_leaves_the_folder_as_it_was(tmp_path):
     (tmp_path / "old.html").write_text("old")
     for name in ("old.html", "new.html"):
         assert checked_path(str(tmp_path / name)) == tmp_path / name
-    assert [path.name for path in tmp_path.iterdir()] == ["old.html"] and (tmp_path / "old.html").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["old.html"] and (
+        tmp_path / "old.html"
+    ).read_text() == "old"
 
 
 def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
@@ -248,14 +274,30 @@ def test_the_command(toy, tmp_path):
     """As a user gives it: prompts from a file, both texts side by side, the page; no colours where nobody sees them."""
     (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")
     flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html"}
-    models = {"target": toy.folder / "target", "max_new_tokens": 4}  # Of another vocabulary than the default draft.
+    models = {
+        "target": toy.folder / "target",
+        "max_new_tokens": 4,
+    }  # Of another vocabulary than the default draft.
     command = [sys.executable, "-m", "spectr_jax.sample", "--compare"]
     command += [f"--{name}={value}" for name, value in {**flags, **models}.items()]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Whose stdout has no é.
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONIOENCODING": "ascii",
+    }  # Whose stdout has no é.
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
-    assert ended.stderr == f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
-    figures = re.findall(r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s", ended.stdout, re.M)
+    assert (
+        ended.stderr == f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
+    )
+    figures = re.findall(
+        r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s", ended.stdout, re.M
+    )
     assert figures == ["baseline"] * 4
     html = (tmp_path / "page.html").read_text()
-    assert html.count("<article>") == 2 and "draft &lt;token&gt; é" in html and "draft <token> ?" in ended.stdout
+    assert (
+        html.count("<article>") == 2
+        and "draft &lt;token&gt; é" in html
+        and "draft <token> ?" in ended.stdout
+    )

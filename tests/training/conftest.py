@@ -10,10 +10,11 @@ import time
 import numpy as np
 import pytest
 
-from spectr_jax.config import to_json, train_config
 from spectr_jax.training import loop
+from spectr_jax.training.config import train_config
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.programs import make_programs
+from spectr_jax.utils.config import to_json
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = ["draft", "target", "token", "law", "plan", "tree", "chain", "model"]
@@ -63,7 +64,10 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     for name, count in (("train", 600), ("heldout", 40)):
-        lines = [" ".join(rng.choice(WORDS, rng.integers(3, 12))) + f" {index}." for index in range(count)]
+        lines = [
+            " ".join(rng.choice(WORDS, rng.integers(3, 12))) + f" {index}."
+            for index in range(count)
+        ]
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -73,7 +77,10 @@ def fields(corpus):
     """The flat fields of a small run, with changes."""
 
     def make(**changes):
-        data = {"data.train": str(corpus / "train.txt"), "data.heldout": str(corpus / "heldout.txt")}
+        data = {
+            "data.train": str(corpus / "train.txt"),
+            "data.heldout": str(corpus / "heldout.txt"),
+        }
         return {**BASE, **data, **changes}
 
     return make
@@ -109,7 +116,12 @@ def start(command):
 
     def popen(*args, env=None, **changes):
         return subprocess.Popen(
-            command(*args, **changes), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+            command(*args, **changes),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
         )
 
     return popen
@@ -120,7 +132,11 @@ def losses():
     """{step: loss} of a workdir."""
 
     def read(workdir):
-        return {record["step"]: record["loss"] for record in read_metrics(workdir / "metrics.jsonl") if "loss" in record}
+        return {
+            record["step"]: record["loss"]
+            for record in read_metrics(workdir / "metrics.jsonl")
+            if "loss" in record
+        }
 
     return read
 
@@ -135,6 +151,8 @@ def wait_for_step(losses):
             if (workdir / "metrics.jsonl").exists() and max(losses(workdir), default=0) >= step:
                 return
             time.sleep(0.02)
-        raise AssertionError(f"step {step} was not reached; exit status {process.poll()}: {process.communicate()[0]}")
+        raise AssertionError(
+            f"step {step} was not reached; exit status {process.poll()}: {process.communicate()[0]}"
+        )
 
     return wait

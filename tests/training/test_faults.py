@@ -10,15 +10,17 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.errors import UserError
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.training import loop
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
+from spectr_jax.utils.errors import UserError
 
 
 def _saved(workdir):
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()
+    )
 
 
 def _largest(folder):
@@ -37,7 +39,9 @@ def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, loss
     assert max(losses(tmp_path / "killed")) < 60
     resumed = train(config(**changes), tmp_path / "killed")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    for ours, theirs in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -74,8 +78,15 @@ def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
 
 
 def test_a_loss_that_is_not_finite(config, tmp_path):
-    changes = {"steps": 40, "checkpoint_every": 1, "optimizer.clip_norm": 0.0, "optimizer.warmup_steps": 30}
-    with pytest.raises(UserError, match=r"the loss is .* at step \d+; lower optimizer.learning_rate=10000000.0") as caught:
+    changes = {
+        "steps": 40,
+        "checkpoint_every": 1,
+        "optimizer.clip_norm": 0.0,
+        "optimizer.warmup_steps": 30,
+    }
+    with pytest.raises(
+        UserError, match=r"the loss is .* at step \d+; lower optimizer.learning_rate=10000000.0"
+    ) as caught:
         train(config(**changes, **{"optimizer.learning_rate": 1e7}), tmp_path)
     assert f"(last good checkpoint: {_saved(tmp_path)[-1]})" in str(caught.value)
     params = jax.tree.leaves(load(str(tmp_path)).model)
@@ -94,10 +105,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(config, losses, tmp_pa
     else:
         (newest / "data").rename(tmp_path / "away")
     resumed = train(config(), tmp_path)
-    assert f"checkpoint 12 cannot be read and was moved to '{tmp_path}/damaged'" in capfd.readouterr().out
+    assert (
+        f"checkpoint 12 cannot be read and was moved to '{tmp_path}/damaged'"
+        in capfd.readouterr().out
+    )
     assert (tmp_path / "damaged/12").is_dir() and _saved(tmp_path)[-1] == 12
     assert losses(tmp_path) == curve
-    for ours, theirs in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -129,7 +145,9 @@ def test_a_half_written_checkpoint_is_none(config, tmp_path):
     with pytest.raises(UserError, match="no complete checkpoint in"):
         load(str(tmp_path))
     state = train(config(steps=4), tmp_path)
-    assert int(state.step) == 4 and [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+    assert int(state.step) == 4 and [
+        path.name for path in (tmp_path / "checkpoints").iterdir()
+    ] == ["4"]
 
 
 @pytest.mark.slow
@@ -143,24 +161,31 @@ def test_a_full_disk(config, command, losses, tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 
-    result = subprocess.run(command(tmp_path, **changes), capture_output=True, text=True, preexec_fn=limit)
+    result = subprocess.run(
+        command(tmp_path, **changes), capture_output=True, text=True, preexec_fn=limit
+    )
     assert result.returncode == 2, result.stderr
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("error: a checkpoint could not be saved in") and "make room" in last
     assert "resumes from step 4, which is whole" in last
     assert _saved(tmp_path) == [4]
     assert int(train(config(**changes), tmp_path).step) == 8
-    assert {step: losses(tmp_path)[step] for step in before} == before and len(losses(tmp_path)) == 8
+    assert {step: losses(tmp_path)[step] for step in before} == before and len(
+        losses(tmp_path)
+    ) == 8
 
 
 def test_out_of_memory(config, tmp_path, monkeypatch):
     def step(state, batch):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore"
+        )
 
     made = loop.make_programs
     monkeypatch.setattr(loop, "make_programs", lambda *args: made(*args)._replace(step=step))
     with pytest.raises(
-        UserError, match=r"out of memory \(RESOURCE_.*99 bytes.\); raise accumulate, set remat=True, or lower"
+        UserError,
+        match=r"out of memory \(RESOURCE_.*99 bytes.\); raise accumulate, set remat=True, or lower",
     ):
         train(config(), tmp_path)
 
@@ -168,16 +193,24 @@ def test_out_of_memory(config, tmp_path, monkeypatch):
 def test_a_shard_that_is_gone(config, corpus, tmp_path, array_records):
     """Told before the run starts; while it runs, the sentence is named, and the last checkpoint is there."""
     files = array_records(tmp_path, (corpus / "train.txt").read_text().splitlines(), shards=2)
-    changes = {"data.train": "tfds:lm1b:train", "data.tfds_dir": str(tmp_path), "checkpoint_every": 2}
+    changes = {
+        "data.train": "tfds:lm1b:train",
+        "data.tfds_dir": str(tmp_path),
+        "checkpoint_every": 2,
+    }
     train(config(**changes, steps=8), tmp_path / "run")
     content = files[-1].read_bytes()
     files[-1].unlink()
     with pytest.raises(
-        UserError, match=rf"1 files of .* missing, the first is '{files[-1]}'; restore them, or remove '{files[-1].parent}'"
+        UserError,
+        match=rf"1 files of .* missing, the first is '{files[-1]}'; restore them, or remove '{files[-1].parent}'",
     ):
         train(config(**changes, steps=400), tmp_path / "run")
     files[-1].write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"sentence \d+ of 'tfds:lm1b:train' cannot be read .* restore the file, or remove"):
+    with pytest.raises(
+        UserError,
+        match=r"sentence \d+ of 'tfds:lm1b:train' cannot be read .* restore the file, or remove",
+    ):
         train(config(**changes, steps=400), tmp_path / "run")
     assert _saved(tmp_path / "run")[-1] >= 8
     files[-1].write_bytes(content)

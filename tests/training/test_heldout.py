@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax import sharding
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import BOS, EOS, train_tokenizer
-from spectr_jax.errors import UserError
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.step import eval_step
+from spectr_jax.utils import sharding
+from spectr_jax.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
         characters += len(sentences[index]) + 1
     assert 0 < left_out < len(sentences)
     assert ours["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
-    assert ours["eval_bits_per_character"] == pytest.approx(nats / math.log(2) / characters, rel=1e-5)
+    assert ours["eval_bits_per_character"] == pytest.approx(
+        nats / math.log(2) / characters, rel=1e-5
+    )
 
 
 def test_characters_are_those_of_the_text_whatever_ends_its_lines(corpus, tokenizer, tmp_path):
@@ -69,5 +71,7 @@ def test_characters_are_those_of_the_text_whatever_ends_its_lines(corpus, tokeni
 
 def test_no_sentence_fits(config, tokenizer):
     run = config()
-    with pytest.raises(UserError, match=r"no held-out sentence of .* fits 2 tokens; raise model.context"):
+    with pytest.raises(
+        UserError, match=r"no held-out sentence of .* fits 2 tokens; raise model.context"
+    ):
         pack_heldout(open_sentences(run.data.heldout), tokenizer, first=9, rows=8, length=2)

@@ -12,17 +12,16 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 
-from spectr_jax import export, sharding
-from spectr_jax.config import train_config
+from spectr_jax import export
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.packed import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
-from spectr_jax.errors import UserError
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.training import preparation, throughput
+from spectr_jax.training.config import train_config
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
@@ -30,6 +29,8 @@ from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.preparation import open_tokenizer
 from spectr_jax.training.programs import make_programs
 from spectr_jax.training.step import StepOptions, eval_step, init_state, summed_loss, train_step
+from spectr_jax.utils import sharding
+from spectr_jax.utils.errors import UserError
 
 
 @pytest.mark.own_programs
@@ -38,7 +39,11 @@ def test_a_run_learns_and_leaves_its_record(config, losses, tmp_path):
     curve = losses(tmp_path / "run")
     assert list(curve) == list(range(1, 61))
     assert curve[60] < curve[1] - 1
-    evaluated = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "eval_nats_per_token" in record]
+    evaluated = [
+        record
+        for record in read_metrics(tmp_path / "run/metrics.jsonl")
+        if "eval_nats_per_token" in record
+    ]
     assert [record["step"] for record in evaluated] == [30, 60]
     assert evaluated[1]["eval_bits_per_character"] < evaluated[0]["eval_bits_per_character"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
@@ -57,26 +62,41 @@ def test_an_early_exit_is_trained_beside_the_model(config, corpus, tmp_path):
     changes = {"steps": 40, "eval_every": 40, "checkpoint_every": 40, "model.layers": 2}
     train(config(**changes, **{"early_exit.layer": 1}), tmp_path / "exit")
     train(config(**changes), tmp_path / "none")
-    logged = [record for record in read_metrics(tmp_path / "exit/metrics.jsonl") if "exit_loss" in record]
+    logged = [
+        record for record in read_metrics(tmp_path / "exit/metrics.jsonl") if "exit_loss" in record
+    ]
     assert len(logged) == 40 and logged[-1]["exit_loss"] < logged[0]["exit_loss"] - 0.5
-    assert not any("exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl"))
+    assert not any(
+        "exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl")
+    )
     behind_one = {}
 
     @nnx.jit
     def scored(model, batch):
         call = batch["inputs"], batch["positions"], causal(batch["segments"])
-        return *summed_loss(model, batch, exit_layer=1), *(model.extend(*call, layers=layers)[0] for layers in (2, 1))
+        return *summed_loss(model, batch, exit_layer=1), *(
+            model.extend(*call, layers=layers)[0] for layers in (2, 1)
+        )
 
     for name in ("exit", "none"):
         model = load(str(tmp_path / name)).model
         sentences = (corpus / "heldout.txt").read_text().splitlines()
-        tokens = jnp.asarray([load(str(tmp_path / name)).tokenizer.encode(" ".join(sentences))[:20]])
+        tokens = jnp.asarray(
+            [load(str(tmp_path / name)).tokenizer.encode(" ".join(sentences))[:20]]
+        )
         positions = jnp.arange(19)[None]
         segments = jnp.ones_like(positions)
-        batch = {"inputs": tokens[:, :-1], "positions": positions, "segments": segments, "targets": tokens[:, 1:]}
+        batch = {
+            "inputs": tokens[:, :-1],
+            "positions": positions,
+            "segments": segments,
+            "targets": tokens[:, 1:],
+        }
         nats, exit_nats, count, *logits_behind = scored(model, batch)
         for ours, logits in zip((nats, exit_nats), logits_behind, strict=True):
-            theirs = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1).sum()
+            theirs = -jnp.take_along_axis(
+                jax.nn.log_softmax(logits), batch["targets"][..., None], -1
+            ).sum()
             assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
         assert count == 19
         behind_one[name] = float(exit_nats)
@@ -91,7 +111,9 @@ def test_stopping_and_going_on_is_the_same_run(config, losses, tmp_path):
     train(config(steps=7), tmp_path / "parts")
     resumed = train(config(), tmp_path / "parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    for ours, theirs in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -106,12 +128,26 @@ def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
 @pytest.mark.slow
 def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     """A learning rate that ruins the model late: the best is an early one, and can be loaded by name."""
-    changes = {"steps": 60, "eval_every": 5, "checkpoint_every": 5, "keep_checkpoints": 2, "optimizer.warmup_steps": 400}
+    changes = {
+        "steps": 60,
+        "eval_every": 5,
+        "checkpoint_every": 5,
+        "keep_checkpoints": 2,
+        "optimizer.warmup_steps": 400,
+    }
     train(config(**{**changes, "optimizer.learning_rate": 20.0}), tmp_path)
-    evaluated = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "eval_bits_per_character" in record]
+    evaluated = [
+        record
+        for record in read_metrics(tmp_path / "metrics.jsonl")
+        if "eval_bits_per_character" in record
+    ]
     best = min(evaluated, key=lambda record: record["eval_bits_per_character"])
     assert best["step"] < 55
-    assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == {best["step"], 55, 60}
+    assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == {
+        best["step"],
+        55,
+        60,
+    }
     kept = load(f"{tmp_path}@best").model
     assert _nats(kept, tmp_path) == pytest.approx(best["eval_nats_per_token"], rel=1e-5)
     flags.FLAGS.mark_as_parsed()
@@ -120,9 +156,13 @@ def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
     exported = load(str(tmp_path / "out" / tmp_path.name)).model
     files = weight_files(tmp_path / "out" / tmp_path.name)
     assert len(files) > 1 and max(file.stat().st_size for file in files) <= 15_000
-    for ours, theirs in zip(jax.tree.leaves(nnx.state(exported)), jax.tree.leaves(nnx.state(kept)), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(exported)), jax.tree.leaves(nnx.state(kept)), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs.astype("bfloat16").astype("float32"))
-    assert _nats(load(str(tmp_path)).model, tmp_path) == pytest.approx(evaluated[-1]["eval_nats_per_token"], rel=1e-5)
+    assert _nats(load(str(tmp_path)).model, tmp_path) == pytest.approx(
+        evaluated[-1]["eval_nats_per_token"], rel=1e-5
+    )
 
 
 def _nats(model, workdir):
@@ -130,7 +170,9 @@ def _nats(model, workdir):
     config.update(json.loads((workdir / "config.json").read_text()))
     sentences = open_sentences(config.data.heldout)
     tokenizer = Tokenizer(workdir / "tokenizer.model")
-    heldout = pack_heldout(sentences, tokenizer, first=40, rows=config.batch_size, length=config.model.context)
+    heldout = pack_heldout(
+        sentences, tokenizer, first=40, rows=config.batch_size, length=config.model.context
+    )
     graphdef, params = nnx.split(model)
     score = jax.jit(functools.partial(eval_step, graphdef))
     return evaluate(score, params, heldout, sharding.make_mesh())["eval_nats_per_token"]
@@ -148,8 +190,15 @@ def test_the_record_says_how_fast_it_was(config, tmp_path):
 def test_flops_of_the_ladder():
     """6 a parameter but for the embedding, and attention: the 97M by hand."""
     width, mlp, vocab, layers = 768, 3072, 8192, 12
-    weights = layers * (4 * width * width + 2 * width * mlp + mlp + width + 4 * width) + 2 * width + vocab * width + vocab
-    assert throughput.flops_per_token(LADDER["target_97m"]) == 6 * weights + 12 * layers * width * 128
+    weights = (
+        layers * (4 * width * width + 2 * width * mlp + mlp + width + 4 * width)
+        + 2 * width
+        + vocab * width
+        + vocab
+    )
+    assert (
+        throughput.flops_per_token(LADDER["target_97m"]) == 6 * weights + 12 * layers * width * 128
+    )
 
 
 @pytest.mark.own_programs
@@ -157,7 +206,11 @@ def test_nothing_is_compiled_after_step_two(config, tmp_path, monkeypatch, count
     """Nor by evaluations and checkpoints after the first."""
     seen = []
     after = Interruption.requested
-    monkeypatch.setattr(Interruption, "requested", lambda self, step: (seen.append(len(compiled)), after(self, step))[1])
+    monkeypatch.setattr(
+        Interruption,
+        "requested",
+        lambda self, step: (seen.append(len(compiled)), after(self, step))[1],
+    )
     with count_compilations() as compiled:
         train(config(steps=12, eval_every=2, checkpoint_every=2), tmp_path)
     assert seen[0] > 0 and len(seen) == 12
@@ -180,20 +233,33 @@ def test_gradients_of_parts_add_up(config):
         "positions": np.tile(np.arange(32), (8, 1)),
     }
     results = []
-    for options in (StepOptions(), StepOptions(accumulate=4), StepOptions(accumulate=2, remat=True)):
-        results.append(jax.jit(functools.partial(train_step, graphdef, optimizer, options))(state, batch))
+    for options in (
+        StepOptions(),
+        StepOptions(accumulate=4),
+        StepOptions(accumulate=2, remat=True),
+    ):
+        results.append(
+            jax.jit(functools.partial(train_step, graphdef, optimizer, options))(state, batch)
+        )
     whole, metrics = results[0]
-    moved = jax.tree.map(lambda new, old: float(jnp.abs(new - old).max()), whole.params, state.params)
+    moved = jax.tree.map(
+        lambda new, old: float(jnp.abs(new - old).max()), whole.params, state.params
+    )
     assert max(jax.tree.leaves(moved)) > 0.01
     for parts, theirs in results[1:]:
         np.testing.assert_allclose(theirs["loss"], metrics["loss"], rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts.params, whole.params)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts.params, whole.params
+        )
 
 
 def test_another_config_does_not_touch_the_workdir(config, tmp_path):
     train(config(steps=4), tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"was made with optimizer.learning_rate=0.01, the config has 0.02; choose a new"):
+    with pytest.raises(
+        UserError,
+        match=r"was made with optimizer.learning_rate=0.01, the config has 0.02; choose a new",
+    ):
         train(config(**{"optimizer.learning_rate": 0.02}), tmp_path)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -225,7 +291,10 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     before = load(str(tmp_path / "first"))
     file, *_ = save_weights(tmp_path / "given", before.model, before.tokenizer.proto, {})
     given = {"init": str(file)}
-    with pytest.raises(UserError, match=r"no tokenizer at .*; a run from init=.* needs the tokenizer of the weights"):
+    with pytest.raises(
+        UserError,
+        match=r"no tokenizer at .*; a run from init=.* needs the tokenizer of the weights",
+    ):
         train(config(**given), tmp_path / "refused" / "tokenizer")
     (tmp_path / "tokenizer.model").write_bytes(before.tokenizer.proto)
     still = train(config(steps=1, **given, **{"optimizer.learning_rate": 0.0}), tmp_path / "still")
@@ -237,13 +306,20 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
 
     parts = tmp_path / "parts"
     train(config(steps=5, **given, seed=1), parts)
-    resumed = train(config(**given, seed=1), parts)  # From its own checkpoint, not from the weights again.
+    resumed = train(
+        config(**given, seed=1), parts
+    )  # From its own checkpoint, not from the weights again.
     assert losses(parts) == second and int(resumed.step) == 12
 
-    train_tokenizer(list(open_sentences(str(corpus / "train.txt")))[:300], tmp_path / "own.model", 320)
+    train_tokenizer(
+        list(open_sentences(str(corpus / "train.txt")))[:300], tmp_path / "own.model", 320
+    )
     for changes, message in (
         ({"model.layers": 2}, r"has layers=1, the config model.layers=2; change one of them"),
-        ({"data.tokenizer": str(tmp_path / "own.model")}, "was trained with another tokenizer than data.tokenizer"),
+        (
+            {"data.tokenizer": str(tmp_path / "own.model")},
+            "was trained with another tokenizer than data.tokenizer",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train(config(**{**given, **changes}), tmp_path / "refused" / next(iter(changes)))
@@ -255,7 +331,8 @@ def test_unknown_fields(config, tmp_path):
     with wrong.unlocked():
         wrong.optimizer.learning_rat = 0.1
     with pytest.raises(
-        UserError, match=r"unknown config field 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'"
+        UserError,
+        match=r"unknown config field 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'",
     ):
         train(wrong, tmp_path)
 
@@ -276,7 +353,10 @@ def test_a_packed_corpus_trains_with_its_own_tokenizer_alone(config, corpus, los
     sentences = open_sentences(str(corpus / "train.txt"))
     tokenizer = train_tokenizer(sentences, tmp_path / "tokenizer.model", 320)
     pack(sentences, tokenizer, tmp_path / "packed", length=32)
-    packed = {"data.train": f"packed:{tmp_path}/packed", "data.tokenizer": str(tmp_path / "packed/tokenizer.model")}
+    packed = {
+        "data.train": f"packed:{tmp_path}/packed",
+        "data.tokenizer": str(tmp_path / "packed/tokenizer.model"),
+    }
     whole = train(config(**packed), tmp_path / "run")
     train(config(steps=7, **packed), tmp_path / "parts")
     resumed = train(config(**packed), tmp_path / "parts")
@@ -286,7 +366,8 @@ def test_a_packed_corpus_trains_with_its_own_tokenizer_alone(config, corpus, los
     train_tokenizer(list(sentences)[:300], other, 320)
     for tokenizer_path in (other, tmp_path / "none.model", ""):
         with pytest.raises(
-            UserError, match=r"is not (there, and should be )?the tokenizer that .* was packed with; give data.tokenizer="
+            UserError,
+            match=r"is not (there, and should be )?the tokenizer that .* was packed with; give data.tokenizer=",
         ):
             train(config(**{**packed, "data.tokenizer": str(tokenizer_path)}), tmp_path / "refused")
     with pytest.raises(UserError, match=r"has rows of 32 tokens, model.context is 24"):
@@ -299,7 +380,12 @@ def test_muon_moves_the_kernels_of_blocks_in_all_directions_alike(config, tmp_pa
     start = make_programs(config(), sharding.make_mesh()).init(jax.random.key(0)).params
     moved = {}
     for name in ("adamw", "muon"):
-        options = {"optimizer.name": name, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "steps": 2}
+        options = {
+            "optimizer.name": name,
+            "optimizer.weight_decay": 0.0,
+            "optimizer.clip_norm": 0.0,
+            "steps": 2,
+        }
         made = config(**options, **{"optimizer.warmup_steps": 1, "eval_every": 9})
         ended = train(made, tmp_path / name).params
         moved[name] = jax.tree.map(lambda after, before: np.asarray(after - before), ended, start)
@@ -307,7 +393,9 @@ def test_muon_moves_the_kernels_of_blocks_in_all_directions_alike(config, tmp_pa
     for path, update in updates["muon"].items():
         if not (path.startswith("blocks/") and update.ndim == 2):
             continue
-        ours, theirs = (np.linalg.svd(updates[name][path], compute_uv=False) for name in ("muon", "adamw"))
+        ours, theirs = (
+            np.linalg.svd(updates[name][path], compute_uv=False) for name in ("muon", "adamw")
+        )
         assert np.median(ours) / ours[0] > 0.6 > np.median(theirs) / theirs[0]
         assert np.sqrt(np.mean(update**2)) == pytest.approx(0.2 * 0.01, rel=0.35)
     ours, theirs = (updates[name]["head/kernel/value"] for name in ("muon", "adamw"))

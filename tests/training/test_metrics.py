@@ -97,5 +97,7 @@ def test_devices_whose_names_begin_alike(kind, teraflops, monkeypatch):
     """In whatever order the table has them."""
     wanted = None if teraflops is None else teraflops * 1e12
     for order in (1, -1):
-        monkeypatch.setattr(throughput, "PEAK_FLOPS", dict(list(throughput.PEAK_FLOPS.items())[::order]))
+        monkeypatch.setattr(
+            throughput, "PEAK_FLOPS", dict(list(throughput.PEAK_FLOPS.items())[::order])
+        )
         assert throughput.published_flops(kind) == wanted

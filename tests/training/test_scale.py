@@ -11,16 +11,25 @@ import sys
 import numpy as np
 import pytest
 
-from spectr_jax.errors import UserError
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
+from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("scale")  # The runs that all compare with are made once.
 
 # Without dropout, so that the parts of an accumulated batch are the batch.
-CHANGES = {"steps": 20, "batch_size": 16, "eval_every": 10, "checkpoint_every": 10, "model.dropout": 0.0}
-ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}  # A process waits long for one that dies while they save.
+CHANGES = {
+    "steps": 20,
+    "batch_size": 16,
+    "eval_every": 10,
+    "checkpoint_every": 10,
+    "model.dropout": 0.0,
+}
+ENDLESS = {
+    "steps": 100_000,
+    "checkpoint_every": 100_000,
+}  # A process waits long for one that dies while they save.
 VARIANTS = {
     "data 8": {},
     "fsdp 8": {"mesh.fsdp": 8},
@@ -29,7 +38,7 @@ VARIANTS = {
 ON_EIGHT = """
 import json, pathlib, sys
 import jax
-from spectr_jax.config import train_config
+from spectr_jax.training.config import train_config
 from spectr_jax.training.loop import train
 assert jax.device_count() == 8
 sharded = {}
@@ -44,14 +53,14 @@ print(json.dumps(sharded))
 
 DECODING = """
 import sys
-from spectr_jax import hosts
+from spectr_jax.utils import hosts
 folder, prompts, *flags = sys.argv[1:]
 if flags:
     hosts.connect(flags[0], 2, int(flags[1]))
-from spectr_jax.config import eval_config
+from spectr_jax.experiments.config import eval_config
 from spectr_jax.decoding import get_method
-from spectr_jax.loading import load
-from spectr_jax.measure.measurement import measure, read_prompts
+from spectr_jax.loading.by_name import load
+from spectr_jax.experiments.measure.measurement import measure, read_prompts
 config = eval_config()
 config.update({"prompts": prompts, "num_prompts": 13, "batch_size": 8, "max_new_tokens": 9})
 target, draft = load(folder + "/whole"), load(folder + "/draft")
@@ -80,10 +89,16 @@ def one(config, tmp_path_factory):
 def eight(one, fields, tmp_path_factory):
     """The variants on eight devices, and the rest of the half run there."""
     folder = tmp_path_factory.mktemp("eight")
-    runs = [(str(folder / name), fields(**{**CHANGES, **changes})) for name, changes in VARIANTS.items()]
+    runs = [
+        (str(folder / name), fields(**{**CHANGES, **changes})) for name, changes in VARIANTS.items()
+    ]
     runs.append((str(one / "half"), fields(**{**CHANGES, "mesh.fsdp": 2})))
     result = subprocess.run(
-        [sys.executable, "-c", ON_EIGHT], input=json.dumps(runs), env=_devices(8), capture_output=True, text=True
+        [sys.executable, "-c", ON_EIGHT],
+        input=json.dumps(runs),
+        env=_devices(8),
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     return folder, json.loads(result.stdout.splitlines()[-1])
@@ -92,7 +107,10 @@ def eight(one, fields, tmp_path_factory):
 def _same(ours, theirs):
     for name in ("loss", "grad_norm", "eval_nats_per_token", "eval_bits_per_character"):
         records = [read_metrics(run / "metrics.jsonl") for run in (ours, theirs)]
-        values = [[record[name] for record in run if name in record and record["step"] <= 20] for run in records]
+        values = [
+            [record[name] for record in run if name in record and record["step"] <= 20]
+            for run in records
+        ]
         assert len(values[0]) == len(values[1]) > 0
         np.testing.assert_allclose(*values, atol=1e-5, rtol=1e-5)
 
@@ -122,7 +140,10 @@ def _free_port():
 
 def _two(start, workdir, **changes):
     port = _free_port()
-    flags = [(f"--coordinator=localhost:{port}", "--processes=2", f"--process_id={index}") for index in range(2)]
+    flags = [
+        (f"--coordinator=localhost:{port}", "--processes=2", f"--process_id={index}")
+        for index in range(2)
+    ]
     return [start(workdir, *each, env=_devices(4), **changes) for each in flags]
 
 
@@ -132,7 +153,9 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     other ends by itself, and one process goes on alone: all that is still one run."""
     workdir = tmp_path / "run"
     processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
-    wait_for_step(workdir, 40, processes[0])  # By then each stream has packed a second lot of rows, and is elsewhere.
+    wait_for_step(
+        workdir, 40, processes[0]
+    )  # By then each stream has packed a second lot of rows, and is elsewhere.
     processes[1].terminate()
     logs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [75, 75], logs
@@ -144,7 +167,9 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     wait_for_step(workdir, stopped + 15, processes[0])
     processes[1].kill()
     logs = [process.communicate(timeout=120)[0] for process in processes]
-    assert processes[1].returncode == -signal.SIGKILL and processes[0].returncode not in (0, 75), logs[0]
+    assert processes[1].returncode == -signal.SIGKILL and processes[0].returncode not in (0, 75), (
+        logs[0]
+    )
     assert f"resuming from step {stopped}" in logs[0]
     logged = max(losses(workdir))
     assert logged >= stopped + 15
@@ -152,7 +177,9 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
     train(config(**{**CHANGES, "steps": steps}), workdir)
     train(config(**{**CHANGES, "steps": steps}), tmp_path / "whole")
     assert len(losses(workdir)) == steps
-    np.testing.assert_allclose(list(losses(workdir).values()), list(losses(tmp_path / "whole").values()), atol=1e-4)
+    np.testing.assert_allclose(
+        list(losses(workdir).values()), list(losses(tmp_path / "whole").values()), atol=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -162,7 +189,8 @@ def test_decoding_spreads_over_devices_and_processes(one, corpus):
     port = f"localhost:{_free_port()}"
     runs = [(1, []), (8, []), (4, [port, "0"]), (4, [port, "1"])]
     processes = [
-        subprocess.Popen([*command, *flags], env=_devices(count), stdout=subprocess.PIPE, text=True) for count, flags in runs
+        subprocess.Popen([*command, *flags], env=_devices(count), stdout=subprocess.PIPE, text=True)
+        for count, flags in runs
     ]
     answers = [process.communicate()[0].splitlines()[-1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4
@@ -178,8 +206,18 @@ def test_decoding_spreads_over_devices_and_processes(one, corpus):
             1,
             "batch_size=12 does not divide over 8 devices in .* give a multiple of 8",
         ),
-        ({"accumulate": 3}, 1, 1, "batch_size=8 does not divide over .* in accumulate=3 parts; give a multiple of 3"),
-        ({"batch_size": 48, "data.streams": 4}, 8, 3, r"4 streams \(data.streams=4, batch_size=48\) do not divide over 3"),
+        (
+            {"accumulate": 3},
+            1,
+            1,
+            "batch_size=8 does not divide over .* in accumulate=3 parts; give a multiple of 3",
+        ),
+        (
+            {"batch_size": 48, "data.streams": 4},
+            8,
+            3,
+            r"4 streams \(data.streams=4, batch_size=48\) do not divide over 3",
+        ),
     ],
 )
 def test_what_cannot_be_dealt_out_evenly(config, changes, devices, processes, message):

@@ -6,7 +6,9 @@ import scipy.stats
 
 from spectr_jax.transport import base
 
-draw = jax.jit(base.draw, static_argnums=2)  # One program for each shape; by itself each operation is one.
+draw = jax.jit(
+    base.draw, static_argnums=2
+)  # One program for each shape; by itself each operation is one.
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
@@ -39,5 +41,9 @@ def test_all_bits_of_the_uniform_count(monkeypatch):
     last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
     key = jax.random.key(0)
-    drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(weights)  # A function that jit has not seen.
-    np.testing.assert_allclose(np.bincount(drawn)[4:8], 128, atol=1)  # One more or less by rounding.
+    drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(
+        weights
+    )  # A function that jit has not seen.
+    np.testing.assert_allclose(
+        np.bincount(drawn)[4:8], 128, atol=1
+    )  # One more or less by rounding.

@@ -10,10 +10,10 @@ import pytest
 import scipy.stats
 
 from spectr_jax import transport
-from spectr_jax.errors import UserError
 from spectr_jax.transport import iopt, kseq, otm, race, spectr_plus_plus
 from spectr_jax.transport.base import draw
 from spectr_jax.transport.enumeration import emitted_pmf
+from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.optimized
 TOLERANCE = 1e-9
@@ -22,12 +22,18 @@ TOLERANCE = 1e-9
 def _random_pairs(count):
     rng = np.random.default_rng(0)
     for _ in range(count):
-        V, k, concentration = int(rng.choice([2, 3, 5, 8])), int(rng.integers(1, 5)), rng.choice([0.2, 0.5, 1.0, 5.0])
+        V, k, concentration = (
+            int(rng.choice([2, 3, 5, 8])),
+            int(rng.integers(1, 5)),
+            rng.choice([0.2, 0.5, 1.0, 5.0]),
+        )
         yield rng.dirichlet(np.full(V, concentration)), rng.dirichlet(np.full(V, concentration)), k
 
 
 def _pass_probability(p, q, k, iterations):
-    return iopt.accept_probability(np.tile(p, (k, 1)), q, spectr_plus_plus.stages(p, q, k, iterations))
+    return iopt.accept_probability(
+        np.tile(p, (k, 1)), q, spectr_plus_plus.stages(p, q, k, iterations)
+    )
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -37,11 +43,20 @@ def test_order_of_the_plans_on_200_random_pairs(part):
         best = transport.get("otm_lp").acceptance(p, q, k)
         assert transport.get("otm").acceptance(p, q, k) == pytest.approx(best, abs=TOLERANCE)
         assert transport.optimal_acceptance(p, q, k) == pytest.approx(best, abs=TOLERANCE)
-        membership = [best, *(transport.get(name).acceptance(p, q, k) for name in ("spectr++", "spectr+", "kseq"))]
+        membership = [
+            best,
+            *(transport.get(name).acceptance(p, q, k) for name in ("spectr++", "spectr+", "kseq")),
+        ]
         ends = spectr_plus_plus.ITERATIONS, 1
-        passing = [best, *(_pass_probability(p, q, k, it) for it in ends), kseq.accept_probability(p, q, k)]
+        passing = [
+            best,
+            *(_pass_probability(p, q, k, it) for it in ends),
+            kseq.accept_probability(p, q, k),
+        ]
         for chain in (membership, passing):
-            assert all(better >= worse - TOLERANCE for better, worse in itertools.pairwise(chain)), (p, q, k, chain)
+            assert all(
+                better >= worse - TOLERANCE for better, worse in itertools.pairwise(chain)
+            ), (p, q, k, chain)
             assert chain[-1] >= (1 - 1 / np.e) * best
 
 
@@ -100,7 +115,9 @@ def _simulate(key, select, p, q, k, draws):
         # Not `Plan.select`: to it k depends on the drafts, and then nothing is shared between the draws.
         return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
 
-    choices = jax.lax.map(one, jax.random.split(key, draws), batch_size=50)  # So many distributions stay in a cache.
+    choices = jax.lax.map(
+        one, jax.random.split(key, draws), batch_size=50
+    )  # So many distributions stay in a cache.
     return jnp.bincount(choices.token, length=len(q)), jnp.sum(choices.accepted)
 
 
@@ -111,7 +128,12 @@ def _assert_pmf_is(counts, q):
     expected, counts = (np.append(x[~rare], x[rare].sum()) for x in (expected, counts))
     likely = expected > 0
     assert not counts[~likely].any()
-    assert scipy.stats.chisquare(counts[likely], expected[likely] * counts.sum() / expected.sum()).pvalue > 1e-3
+    assert (
+        scipy.stats.chisquare(
+            counts[likely], expected[likely] * counts.sum() / expected.sum()
+        ).pvalue
+        > 1e-3
+    )
 
 
 def _noisy_zipf(V, seed):
@@ -135,7 +157,9 @@ def test_float32_select_at_vocabulary_8192(name):
         accepted += int(hits)
     _assert_pmf_is(counts, q)
     exact = plan.acceptance(p, q, k)
-    assert accepted / counts.sum() == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / counts.sum()))
+    assert accepted / counts.sum() == pytest.approx(
+        exact, abs=4 * np.sqrt(exact * (1 - exact) / counts.sum())
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,7 +175,9 @@ def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
     def select(*arguments):  # A function that jit has not seen.
         return otm.select(*arguments)
 
-    counts, accepted = _simulate(jax.random.key(seed), select, jnp.float32(p), jnp.float32(q), k, draws)
+    counts, accepted = _simulate(
+        jax.random.key(seed), select, jnp.float32(p), jnp.float32(q), k, draws
+    )
     _assert_pmf_is(np.asarray(counts), q)
     exact = otm.acceptance(p, q, k)
     error = 4 * np.sqrt(exact * (1 - exact) / draws)
@@ -185,7 +211,9 @@ def test_bernoulli_example_of_the_papers():
 def test_bernoulli_closed_form(p, q, k):
     """SpecTr, Appendix B.2."""
     closed = min(q, 1 - (1 - p) ** k) + min(1 - q, 1 - p**k)
-    assert transport.optimal_acceptance([1 - p, p], [1 - q, q], k) == pytest.approx(closed, abs=1e-12)
+    assert transport.optimal_acceptance([1 - p, p], [1 - q, q], k) == pytest.approx(
+        closed, abs=1e-12
+    )
     assert transport.theorem_1_bound([1 - p, p], [1 - q, q], k) == pytest.approx(closed, abs=1e-12)
 
 
@@ -195,7 +223,9 @@ def test_uniform_pmfs(r, k):
     d = 60  # One vocabulary, and so one program, for all r.
     p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)
     for name in ("kseq", "spectr+", "spectr++", "otm"):
-        assert transport.get(name).acceptance(p, q, k) == pytest.approx(1 - (1 - 1 / r) ** k, abs=1e-9)
+        assert transport.get(name).acceptance(p, q, k) == pytest.approx(
+            1 - (1 - 1 / r) ** k, abs=1e-9
+        )
 
 
 def test_the_three_token_example():
@@ -205,7 +235,9 @@ def test_the_three_token_example():
         plan = transport.get(name)
         np.testing.assert_allclose(plan.pmf(p, q, [0]), [2 / 3, 1 / 3, 0], atol=1e-12)
         np.testing.assert_allclose(plan.pmf(p, q, [1]), [0, 1, 0], atol=1e-12)
-        np.testing.assert_allclose(plan.pmf(q, p, [1]), [0.4, 0.6, 0], atol=1e-12)  # B with 0.6, else A.
+        np.testing.assert_allclose(
+            plan.pmf(q, p, [1]), [0.4, 0.6, 0], atol=1e-12
+        )  # B with 0.6, else A.
 
 
 def test_bounds_on_random_pairs():
@@ -236,7 +268,11 @@ def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
         closed = np.sum(1 / np.maximum(p / p[both, None], q / q[both, None]).sum(axis=1))
         assert accepted == pytest.approx(closed, abs=TOLERANCE)
         assert plan.acceptance(p, q, 1) == pytest.approx(closed, abs=TOLERANCE)
-        assert transport.harmonic_bound(p, q) - TOLERANCE <= closed <= 1 - transport.total_variation(p, q) + TOLERANCE
+        assert (
+            transport.harmonic_bound(p, q) - TOLERANCE
+            <= closed
+            <= 1 - transport.total_variation(p, q) + TOLERANCE
+        )
 
 
 def test_acceptance_by_child_index_of_a_race():
@@ -245,13 +281,17 @@ def test_acceptance_by_child_index_of_a_race():
     p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
     R = race.index_pmf(p, q, 6)
     assert R.sum() == pytest.approx(1, abs=TOLERANCE)
-    np.testing.assert_allclose(np.cumsum(R), [transport.get("race").acceptance(p, q, k) for k in range(1, 7)], atol=1e-12)
+    np.testing.assert_allclose(
+        np.cumsum(R), [transport.get("race").acceptance(p, q, k) for k in range(1, 7)], atol=1e-12
+    )
 
     @jax.jit
     @jax.vmap
     def index(key):
         drafts = race.arrivals(jax.random.fold_in(key, 0), jnp.float32(p), 6)
-        token = race.select(jax.random.fold_in(key, 0), jnp.float32(p), jnp.float32(q), drafts, jnp.ones(6, bool)).token
+        token = race.select(
+            jax.random.fold_in(key, 0), jnp.float32(p), jnp.float32(q), drafts, jnp.ones(6, bool)
+        ).token
         return jnp.argmax(drafts == token)
 
     counts = np.bincount(index(jax.random.split(jax.random.key(0), 100_000)), minlength=6)
@@ -267,5 +307,7 @@ def test_clocks_of_rare_tokens_are_fine_enough():
 
 
 def test_index_pmf_of_a_large_vocabulary_is_refused():
-    with pytest.raises(UserError, match="V=2000 tokens are more than 1,000; measure the acceptance"):
+    with pytest.raises(
+        UserError, match="V=2000 tokens are more than 1,000; measure the acceptance"
+    ):
         transport.get("race").acceptance(np.full(2000, 1 / 2000), np.full(2000, 1 / 2000), 2)

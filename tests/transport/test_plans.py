@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spectr_jax import testing, transport
-from spectr_jax.errors import UserError
 from spectr_jax.transport import kseq
+from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.optimized
 PLANS = {
@@ -32,7 +32,8 @@ PLANS = {
 
 # The tests of a plan run in one process, and share its compiled programs; so do those of spectr+ and spectr++.
 cases = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS],
 )
 pmfs = pytest.mark.parametrize("pmf", testing.DISTRIBUTIONS)
 ks = pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -92,7 +93,12 @@ def test_bad_arguments_outside_jit(change, message):
         plan.pmf(**arguments)
     drafts = np.array(arguments.pop("drafts") or [0], np.int32)
     with pytest.raises(UserError, match=message):
-        plan.select(jax.random.key(0), **arguments, drafts=drafts, valid=np.full(len(drafts), change.get("drafts") != []))
+        plan.select(
+            jax.random.key(0),
+            **arguments,
+            drafts=drafts,
+            valid=np.full(len(drafts), change.get("drafts") != []),
+        )
 
 
 def test_bad_arguments_of_acceptance_and_of_plans():
@@ -105,7 +111,9 @@ def test_bad_arguments_of_acceptance_and_of_plans():
         transport.get("kseq_gamma", gamma=0.5).acceptance(half, half, 2)
     with pytest.raises(UserError, match=r"drafts \(0, 0\) repeat a token"):
         transport.get("recursive_without_replacement").pmf(half, half, (0, 0))
-    with pytest.raises(UserError, match=r"drafts \(1,\) are not the 1 likeliest tokens of p; draft greedily"):
+    with pytest.raises(
+        UserError, match=r"drafts \(1,\) are not the 1 likeliest tokens of p; draft greedily"
+    ):
         transport.get("greedy").pmf([0.5, 0.2, 0.3], [0.5, 0.2, 0.3], (1, 0))
 
 
@@ -124,7 +132,9 @@ def test_too_large_a_problem_is_refused_with_its_size(name, V, k, message):
 
 
 def test_theorem_1_bound_of_too_many_subsets_is_refused():
-    with pytest.raises(UserError, match="Theorem 1's bound for 20 tokens and k=4 has 9,285,140,480 terms"):
+    with pytest.raises(
+        UserError, match="Theorem 1's bound for 20 tokens and k=4 has 9,285,140,480 terms"
+    ):
         transport.theorem_1_bound(np.full(20, 0.05), np.full(20, 0.05), 4)
     with pytest.raises(UserError, match=r"for 1000 tokens and k=3 has inf terms"):
         transport.theorem_1_bound(np.full(1000, 0.001), np.full(1000, 0.001), 3)
@@ -142,7 +152,9 @@ def _tokens(plan, key, p, q, draft):
 def test_one_draft_is_maximal_coupling_draw_for_draw(pmf, name):
     p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _pmf(pmf))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
-    tokens = [_tokens(transport.get(plan), jax.random.key(0), p, q, draft) for plan in ("maximal", name)]
+    tokens = [
+        _tokens(transport.get(plan), jax.random.key(0), p, q, draft) for plan in ("maximal", name)
+    ]
     np.testing.assert_array_equal(*tokens)
 
 
@@ -151,7 +163,9 @@ def test_kseq_gamma_when_supports_nearly_part(scale):
     """beta -> 0: gamma* -> k, and the residual stays a distribution."""
     p, q = jnp.float32([1.0, scale]), jnp.float32([scale, 1.0])
     gamma = kseq.optimal_gamma(p / p.sum(), q / q.sum(), jnp.int32(3), 3)
-    exact = kseq.optimal_gamma_exact(np.array([1, scale]) / (1 + scale), np.array([scale, 1]) / (1 + scale), 3)
+    exact = kseq.optimal_gamma_exact(
+        np.array([1, scale]) / (1 + scale), np.array([scale, 1]) / (1 + scale), 3
+    )
     assert float(gamma) == pytest.approx(exact, rel=1e-5)
     assert 1 <= float(gamma) <= 3
 
@@ -162,7 +176,9 @@ def test_kseq_is_optimal_on_uniform_pmfs(r, k):
     d = 6 * r
     p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)
     assert kseq.accept_probability(p, q, k) == pytest.approx(1 - (1 - 1 / r) ** k, abs=1e-9)
-    assert transport.get("kseq").acceptance(p, q, k) == pytest.approx(1 - (1 - 1 / r) ** k, abs=1e-9)
+    assert transport.get("kseq").acceptance(p, q, k) == pytest.approx(
+        1 - (1 - 1 / r) ** k, abs=1e-9
+    )
 
 
 @ks

@@ -24,7 +24,10 @@ def _emitted(select, p, q, k, draws=DRAWS):
         draft_key, key = jax.random.split(key)
         return select(key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool)).token
 
-    return jnp.bincount(jax.lax.map(one, jax.random.split(jax.random.key(0), draws), batch_size=1_000), length=len(q))
+    return jnp.bincount(
+        jax.lax.map(one, jax.random.split(jax.random.key(0), draws), batch_size=1_000),
+        length=len(q),
+    )
 
 
 def _spread(rng, main, rest, concentration):
@@ -36,7 +39,11 @@ def test_otm_finds_partners_without_a_loop():
     p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
     cells = otm.cells_of(p, q, 8)
     winner = otm.winner_pmf(cells.p, cells.q, 8)
-    matching, own, levels = otm.matched(cells, winner), cells.of_token, jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None]
+    matching, own, levels = (
+        otm.matched(cells, winner),
+        cells.of_token,
+        jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None],
+    )
     rho = otm.token_ratios(p, q, own, otm.shared_ratios(cells, winner))
     search = jax.jit(functools.partial(otm.moved, move=0.0)).lower(matching, own, rho, levels)
     assert "stablehlo.while" not in search.as_text()
@@ -55,7 +62,9 @@ def test_otm_finds_partners_without_a_loop():
 def test_otm_moves_no_draft_without_a_partner(seed):
     """With 61 drafts nearly all masses of phi vanish, and rounding leaves surplus that no deficit takes."""
     p, q = (_spread(np.random.default_rng(seed), main, 299, 30.0) for main in (1e-2, 1e-7))
-    assert _emitted(transport.get("otm").select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
+    assert (
+        _emitted(transport.get("otm").select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
+    )
 
 
 @optimized
@@ -81,7 +90,10 @@ def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
 
 @pytest.mark.parametrize("V", [1_500, 50_257])
 def test_masses_of_cells_bear_many_equal_tokens(V):
-    p, q = jnp.full(V, 1 / V), jnp.asarray(np.where(np.arange(V) % 2, 1.5 / V, 0.5 / V), jnp.float32)
+    p, q = (
+        jnp.full(V, 1 / V),
+        jnp.asarray(np.where(np.arange(V) % 2, 1.5 / V, 0.5 / V), jnp.float32),
+    )
     cells = jax.jit(otm.cells_of, static_argnums=2)(p, q, 8)
     for mass, pmf in ((cells.p, p), (cells.q, q)):
         assert abs(np.asarray(mass, float).sum() - np.asarray(pmf, float).sum()) < 1e-6
@@ -92,12 +104,16 @@ def test_select_runs_with_x64(name):
     V = 300
     p, q = np.random.default_rng(0).dirichlet(np.ones(V), 2)
     with jax.enable_x64(True):
-        token, _ = jax.jit(transport.get(name).select)(jax.random.key(0), p, q, jnp.arange(3), jnp.ones(3, bool))
+        token, _ = jax.jit(transport.get(name).select)(
+            jax.random.key(0), p, q, jnp.arange(3), jnp.ones(3, bool)
+        )
     assert 0 <= token < V
 
 
 @pytest.mark.parametrize("name", ["maximal", "recursive", "otm"])
 def test_nothing_is_accepted_where_nothing_is_possible(name):
     p, nothing, drafts = jnp.full(5, 0.2), jnp.zeros(5), jnp.arange(5)
-    choice = jax.jit(transport.get(name).select)(jax.random.key(0), p, nothing, drafts, jnp.ones(5, bool))
+    choice = jax.jit(transport.get(name).select)(
+        jax.random.key(0), p, nothing, drafts, jnp.ones(5, bool)
+    )
     assert choice.token == -1 and not choice.accepted

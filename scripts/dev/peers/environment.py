@@ -6,8 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import write_whole
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import write_whole
 
 
 def made(folder: pathlib.Path, requirements: tuple[str, ...]) -> str:
@@ -16,13 +16,27 @@ def made(folder: pathlib.Path, requirements: tuple[str, ...]) -> str:
     Raises:
       UserError: it could not be made.
     """
-    python, stamp, wanted = str(folder / "bin" / "python"), folder / "installed", "\n".join(requirements)
+    python, stamp, wanted = (
+        str(folder / "bin" / "python"),
+        folder / "installed",
+        "\n".join(requirements),
+    )
     if not (stamp.is_file() and stamp.read_text() == wanted):
         print(f"installing {', '.join(requirements)} into {folder.name}", flush=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+        install = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *requirements,
+        ]
         for command in ([sys.executable, "-m", "venv", str(folder)], install):
             if subprocess.run(command).returncode:
-                raise UserError(f"{folder.name} could not be made (see above); make one and name its interpreter")
+                raise UserError(
+                    f"{folder.name} could not be made (see above); make one and name its interpreter"
+                )
         write_whole(stamp, wanted)
     return python
 

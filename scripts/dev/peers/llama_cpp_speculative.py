@@ -15,7 +15,7 @@ import scipy.stats
 from peers.environment import ask
 from peers.llama_cpp_build import Built
 
-from spectr_jax.errors import UserError
+from spectr_jax.utils.errors import UserError
 
 PROMPT, TOP_K = "We went to the", 4
 PROGRAMS = {"llama-speculative-simple": ["--spec-type", "draft-simple"], "llama-speculative": []}
@@ -39,8 +39,13 @@ def pmf(worker: subprocess.Popen, files: Built, tokenizer: Any) -> dict[str, flo
         for first, p in likeliest(prompt):
             for second, q in likeliest([*prompt, first]):
                 made[tokenizer.decode([first, second])] = float(p * q)
-    if any(one != other and one.startswith(other) for one in made for other in made) or len(made) < TOP_K**2:
-        raise UserError(f"the texts behind {PROMPT!r} cannot be told apart; give another prompt in the script")
+    if (
+        any(one != other and one.startswith(other) for one in made for other in made)
+        or len(made) < TOP_K**2
+    ):
+        raise UserError(
+            f"the texts behind {PROMPT!r} cannot be told apart; give another prompt in the script"
+        )
     return made
 
 
@@ -53,25 +58,69 @@ def outcome(command: list[str], seed: int, texts: list[str]) -> str:
     return found[0]
 
 
-def compare_speculative(worker: subprocess.Popen, files: Built, tokenizer: Any, runs: int) -> dict[str, Any]:
+def compare_speculative(
+    worker: subprocess.Popen, files: Built, tokenizer: Any, runs: int
+) -> dict[str, Any]:
     """The p-value of each program with each draft; tokens of small probability are one cell."""
     expected, rows = pmf(worker, files, tokenizer), []
     texts = sorted(expected, key=lambda text: -expected[text])
     seeds = np.random.default_rng(0).integers(1, 2**31 - 1, (len(PROGRAMS) * len(DRAFTS), runs))
-    common = ["-p", PROMPT, "-n", "2", "--temp", "1", "--top-k", str(TOP_K), "--samplers", "top_k;temperature"]
-    common += ["-c", "128", "-t", "1", "-td", "1", "--spec-draft-n-max", "2", "-m", files.files["F32"]]
-    common += ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]  # As the library is called: near-ties are cut as there.
+    common = [
+        "-p",
+        PROMPT,
+        "-n",
+        "2",
+        "--temp",
+        "1",
+        "--top-k",
+        str(TOP_K),
+        "--samplers",
+        "top_k;temperature",
+    ]
+    common += [
+        "-c",
+        "128",
+        "-t",
+        "1",
+        "-td",
+        "1",
+        "--spec-draft-n-max",
+        "2",
+        "-m",
+        files.files["F32"],
+    ]
+    common += [
+        "-fa",
+        "off",
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+    ]  # As the library is called: near-ties are cut as there.
     cases = [(program, draft) for program in PROGRAMS for draft in DRAFTS]
     for (program, draft), own in zip(cases, seeds.tolist(), strict=True):
-        command = [str(files.programs / program), *common, *PROGRAMS[program], "-md", files.files[DRAFTS[draft]]]
+        command = [
+            str(files.programs / program),
+            *common,
+            *PROGRAMS[program],
+            "-md",
+            files.files[DRAFTS[draft]],
+        ]
         with ThreadPoolExecutor(2) as pool:
-            counts = collections.Counter(pool.map(lambda seed, command=command: outcome(command, seed, texts), own))
-        rows.append({"program": program, "draft": draft, "runs": runs} | chi_square(counts, expected, texts, runs))
+            counts = collections.Counter(
+                pool.map(lambda seed, command=command: outcome(command, seed, texts), own)
+            )
+        rows.append(
+            {"program": program, "draft": draft, "runs": runs}
+            | chi_square(counts, expected, texts, runs)
+        )
         print(rows[-1], flush=True)
     return {"rows": rows, "law": expected, "prompt": PROMPT, "top_k": TOP_K}
 
 
-def chi_square(counts: collections.Counter, expected: dict[str, float], texts: list[str], runs: int) -> dict[str, Any]:
+def chi_square(
+    counts: collections.Counter, expected: dict[str, float], texts: list[str], runs: int
+) -> dict[str, Any]:
     """The p-value of counts, with the texts of fewer than five expected runs in one cell."""
     large = [text for text in texts if expected[text] * runs >= 5]
     seen = [counts[text] for text in large]
@@ -79,4 +128,10 @@ def chi_square(counts: collections.Counter, expected: dict[str, float], texts: l
     if len(large) < len(texts):
         seen, pmf_ = [*seen, runs - sum(seen)], [*pmf_, runs - sum(pmf_)]
     statistic, p_value = scipy.stats.chisquare(seen, pmf_)
-    return {"p_value": float(p_value), "statistic": float(statistic), "cells": len(seen), "seen": seen, "expected": pmf_}
+    return {
+        "p_value": float(p_value),
+        "statistic": float(statistic),
+        "cells": len(seen),
+        "seen": seen,
+        "expected": pmf_,
+    }

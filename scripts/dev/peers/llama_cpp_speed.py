@@ -16,18 +16,20 @@ from peers.environment import ask
 from peers.llama_cpp_build import Built
 
 from spectr_jax.decoding import Method, generate, get_method
-from spectr_jax.errors import UserError
-from spectr_jax.loading import EMBEDDED, SMOLLM2, Trained, load
+from spectr_jax.loading.by_name import EMBEDDED, SMOLLM2, Trained, load
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.formats.hf_llama import save_llama
 from spectr_jax.models.frozen import freeze
-from spectr_jax.pairs import load_pair
+from spectr_jax.utils.errors import UserError
 
 PROMPT_TOKENS = 8
 Runs = dict[str, Callable[[int], float]]
 """Functions of a seed that return tokens per second."""
 
 
-def our_run(target: Trained, draft: Trained | None, method: Method, new_tokens: int) -> Callable[[int], float]:
+def our_run(
+    target: Trained, draft: Trained | None, method: Method, new_tokens: int
+) -> Callable[[int], float]:
     """Generation at temperature 1, as a user calls it; the call on the prompt is part of its time."""
     text = (EMBEDDED / "prompts.txt").read_text().replace("\n", " ")
     prompt = np.array([target.tokenizer.encode(text)[:PROMPT_TOKENS]])
@@ -58,33 +60,62 @@ def our_runs(draft_name: str, new_tokens: int) -> tuple[Runs, Trained]:
 
 def bench_run(files: Built, kind: str, new_tokens: int, threads: int) -> Callable[[int], float]:
     """llama-bench, a process each time, which warms up before it measures; no prompt."""
-    command = [str(files.programs / "llama-bench"), "-m", files.files[kind], "-p", "0", "-n", str(new_tokens)]
+    command = [
+        str(files.programs / "llama-bench"),
+        "-m",
+        files.files[kind],
+        "-p",
+        "0",
+        "-n",
+        str(new_tokens),
+    ]
 
     def run(seed: int) -> float:
-        done = subprocess.run([*command, "-t", str(threads), "-r", "1", "-o", "json"], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "-t", str(threads), "-r", "1", "-o", "json"], capture_output=True, text=True
+        )
         if done.returncode:
-            raise UserError(f"llama-bench failed on {kind}: {done.stderr[-300:]}; mend what it says")
+            raise UserError(
+                f"llama-bench failed on {kind}: {done.stderr[-300:]}; mend what it says"
+            )
         return float(json.loads(done.stdout)[0]["avg_ts"])
 
     return run
 
 
-def transformers_run(worker: subprocess.Popen, new_tokens: int, threads: int) -> Callable[[int], float]:
+def transformers_run(
+    worker: subprocess.Popen, new_tokens: int, threads: int
+) -> Callable[[int], float]:
     def run(seed: int) -> float:
-        made = ask(worker, op="generate", new_tokens=new_tokens, prompt_tokens=PROMPT_TOKENS, threads=threads, seed=seed)
+        made = ask(
+            worker,
+            op="generate",
+            new_tokens=new_tokens,
+            prompt_tokens=PROMPT_TOKENS,
+            threads=threads,
+            seed=seed,
+        )
         return new_tokens / made["seconds"]
 
     return run
 
 
-def compare_speed(files: Built, peers_python: str, draft: str, rounds: int, new_tokens: int) -> dict[str, Any]:
+def compare_speed(
+    files: Built, peers_python: str, draft: str, rounds: int, new_tokens: int
+) -> dict[str, Any]:
     """Tokens per second in every round, which has an order of its own; the first round warms up and is left out."""
     threads, load_before = os.cpu_count() or 1, os.getloadavg()[0]
     runs, exact = our_runs(draft, new_tokens)
-    runs |= {f"llama.cpp {kind}": bench_run(files, kind, new_tokens, threads) for kind in ("Q4_1", "Q8_0", "F16", "F32")}
+    runs |= {
+        f"llama.cpp {kind}": bench_run(files, kind, new_tokens, threads)
+        for kind in ("Q4_1", "Q8_0", "F16", "F32")
+    }
     worker_file, pipe = pathlib.Path(__file__).with_name("llama_worker.py"), subprocess.PIPE
     command = [peers_python, str(worker_file)]
-    with tempfile.TemporaryDirectory() as here, subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as worker:
+    with (
+        tempfile.TemporaryDirectory() as here,
+        subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as worker,
+    ):
         save_llama(pathlib.Path(here), exact.model, bos=1, eos=2)
         versions = ask(worker, op="versions")
         ask(worker, op="load", folder=here)
@@ -94,17 +125,42 @@ def compare_speed(files: Built, peers_python: str, draft: str, rounds: int, new_
             for index in np.random.default_rng(round_).permutation(len(runs)):
                 name = list(runs)[index]
                 speeds[name].append(runs[name](round_))
-            print(f"round {round_} of {rounds}: " + ", ".join(f"{n} {s[-1]:.1f}" for n, s in speeds.items()), flush=True)
+            print(
+                f"round {round_} of {rounds}: "
+                + ", ".join(f"{n} {s[-1]:.1f}" for n, s in speeds.items()),
+                flush=True,
+            )
     kept = {name: own[1:] for name, own in speeds.items()}
-    rows = [summary(name, kept) for name in sorted(kept, key=lambda name: -statistics.median(kept[name]))]
-    told = {"threads": threads, "rounds": rounds, "new_tokens": new_tokens, "load": load_before, "draft": draft}
-    return {"rows": rows, **told, "transformers": versions["transformers"], "torch": versions["torch"]}
+    rows = [
+        summary(name, kept)
+        for name in sorted(kept, key=lambda name: -statistics.median(kept[name]))
+    ]
+    told = {
+        "threads": threads,
+        "rounds": rounds,
+        "new_tokens": new_tokens,
+        "load": load_before,
+        "draft": draft,
+    }
+    return {
+        "rows": rows,
+        **told,
+        "transformers": versions["transformers"],
+        "torch": versions["torch"],
+    }
 
 
 def summary(name: str, kept: dict[str, list[float]]) -> dict[str, Any]:
     """The median speed of a row, and the medians of its ratios to others of the same round."""
     ratios = {
-        f"to_{other}": statistics.median(a / b for a, b in zip(kept[name], kept[other], strict=True))
+        f"to_{other}": statistics.median(
+            a / b for a, b in zip(kept[name], kept[other], strict=True)
+        )
         for other in ("llama.cpp Q8_0", "transformers float32")
     }
-    return {"name": name, "tokens_per_second": statistics.median(kept[name]), **ratios, "samples": kept[name]}
+    return {
+        "name": name,
+        "tokens_per_second": statistics.median(kept[name]),
+        **ratios,
+        "samples": kept[name],
+    }

@@ -24,7 +24,11 @@ def load(file: str, threads: int) -> dict:
     """Loads a model in the place of the one before."""
     MODELS.clear()
     number = {"n_threads": threads, "n_threads_batch": threads, "n_ctx": CONTEXT}
-    plain = {"flash_attn": False, "type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    plain = {
+        "flash_attn": False,
+        "type_k": llama_cpp.GGML_TYPE_F32,
+        "type_v": llama_cpp.GGML_TYPE_F32,
+    }
     MODELS.append(llama_cpp.Llama(file, logits_all=True, verbose=False, **number, **plain))
     return {}
 
@@ -38,7 +42,9 @@ def scores(row: list[int]) -> np.ndarray:
 
 
 def tokens(texts: list[str]) -> dict:
-    return {"tokens": [MODELS[0].tokenize(text.encode(), add_bos=False, special=True) for text in texts]}
+    return {
+        "tokens": [MODELS[0].tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+    }
 
 
 def greedy(prompts: list[list[int]], new_tokens: int) -> dict:

@@ -59,7 +59,11 @@ LOADED: list[transformers.PreTrainedModel] = []
 
 
 def versions() -> dict:
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "models": list(MODELS)}
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "models": list(MODELS),
+    }
 
 
 def make(name: str, folder: str, seed: int) -> dict:
@@ -87,7 +91,9 @@ def logits(folder: str, tokens: list[list[int]], out: str) -> dict:
 
 def load(folder: str) -> dict:
     """Loads a model to generate with, in float32 on the CPU."""
-    LOADED.append(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    LOADED.append(
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    )
     return {}
 
 
@@ -95,11 +101,22 @@ def generate(prompt_tokens: int, new_tokens: int, threads: int, seed: int) -> di
     """Samples a sequence of random tokens on at temperature 1, whatever ends it; `seconds` are those of `generate` alone."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
-    config = transformers.GenerationConfig(**whole, max_new_tokens=new_tokens, min_new_tokens=new_tokens, use_cache=True)
+    whole = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    config = transformers.GenerationConfig(
+        **whole, max_new_tokens=new_tokens, min_new_tokens=new_tokens, use_cache=True
+    )
     tokens = torch.randint(100, 10_000, (1, prompt_tokens))
     started = time.perf_counter()
-    out = LOADED[-1].generate(tokens, generation_config=config, attention_mask=torch.ones_like(tokens))
+    out = LOADED[-1].generate(
+        tokens, generation_config=config, attention_mask=torch.ones_like(tokens)
+    )
     seconds = time.perf_counter() - started
     assert out.shape[1] == prompt_tokens + new_tokens
     return {"seconds": seconds}
@@ -111,7 +128,13 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    operations = {"versions": versions, "make": make, "logits": logits, "load": load, "generate": generate}
+    operations = {
+        "versions": versions,
+        "make": make,
+        "logits": logits,
+        "load": load,
+        "generate": generate,
+    }
     for line in sys.stdin:
         request = json.loads(line)
         answer = operations[request.pop("op")](**request)

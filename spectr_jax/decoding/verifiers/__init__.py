@@ -8,4 +8,13 @@ from spectr_jax.decoding.verifiers.multipath import MultiPath
 from spectr_jax.decoding.verifiers.token_by_token import TokenByToken
 from spectr_jax.decoding.verifiers.traversal import Traversal
 
-__all__ = ["Block", "FromTarget", "Layer", "MultiPath", "Selection", "TokenByToken", "Traversal", "Verifier"]
+__all__ = [
+    "Block",
+    "FromTarget",
+    "Layer",
+    "MultiPath",
+    "Selection",
+    "TokenByToken",
+    "Traversal",
+    "Verifier",
+]

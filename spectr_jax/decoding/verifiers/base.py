@@ -75,7 +75,10 @@ class Verifier(abc.ABC):
 
 
 def for_each_sequence(
-    verifier: Verifier, done_B: Bool[Array, " batch"], keys_B: Key[Array, " batch"], scored_B: ScoredTree
+    verifier: Verifier,
+    done_B: Bool[Array, " batch"],
+    keys_B: Key[Array, " batch"],
+    scored_B: ScoredTree,
 ) -> Selection:
     """Runs `verifier` on each sequence of a batch; consumes `keys_B`. The result for a finished sequence is unused.
 
@@ -112,13 +115,17 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
     return looked_up
 
 
-def for_each_row(scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Any) -> Result:
+def for_each_row(
+    scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Any
+) -> Result:
     """Returns `function` of each row of the arrays or pytrees; the result of a row that is not `wanted` is unused."""
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
 
     def of_row(row: tuple[Any, ...]) -> Result:
-        result: Result = jax.lax.cond(row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:]))
+        result: Result = jax.lax.cond(
+            row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:])
+        )
         return result
 
     results: Result = jax.lax.map(of_row, (wanted, *arrays))
@@ -178,7 +185,9 @@ class Candidates(NamedTuple):
         """
         carried = self.valid & (self.tokens == token)
         inner = jnp.asarray(np.isin(np.arange(tree.size + 1), tree.inner))
-        return self.nodes[jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))], jnp.any(carried)
+        return self.nodes[jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))], jnp.any(
+            carried
+        )
 
 
 def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidates]:
@@ -193,7 +202,9 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
 
         def of_node(node: IntScalar) -> Candidates:
             tokens = scored.tokens[table[node]]
-            return Candidates(nodes=table[node], tokens=tokens, valid=(table[node] >= 0) & (tokens >= 0))
+            return Candidates(
+                nodes=table[node], tokens=tokens, valid=(table[node] >= 0) & (tokens >= 0)
+            )
 
         return of_node
     alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
@@ -207,7 +218,9 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
     return below
 
 
-def ending_at(scored: ScoredTree, node: IntScalar, token: IntScalar, drafts: Int[Array, " nodes"]) -> Selection:
+def ending_at(
+    scored: ScoredTree, node: IntScalar, token: IntScalar, drafts: Int[Array, " nodes"]
+) -> Selection:
     """Returns what a call emits that ends at `node`: the path to it and `token`; `drafts` [N + 1] are those of each node."""
     tree = scored.tree
     depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]

@@ -40,10 +40,10 @@ from spectr_jax.decoding.verifiers.base import (
     repeat,
     residual_mass,
 )
-from spectr_jax.errors import UserError
 from spectr_jax.transport.base import Plan, or_else
 from spectr_jax.transport.types import FloatScalar, IntScalar, Probs
 from spectr_jax.transport.winner import Winner
+from spectr_jax.utils.errors import UserError
 
 Prepared = TypeVar("Prepared")
 Known = TypeVar("Known")
@@ -134,7 +134,12 @@ def along_winners(
         drafts = below(node)
         p, q = scored.p_and_q(node, drafts.first())
         uniforms = jax.random.uniform(accept_key, drafts.tokens.shape, p.dtype)
-        return _Node(drafts=drafts, q=q, uniforms=uniforms, prepared=win_at(win_key, p, q, drafts.tokens, drafts.valid))
+        return _Node(
+            drafts=drafts,
+            q=q,
+            uniforms=uniforms,
+            prepared=win_at(win_key, p, q, drafts.tokens, drafts.valid),
+        )
 
     node_at = at_nodes(scored, look)
 
@@ -145,7 +150,9 @@ def along_winners(
         residual = jnp.maximum(walk.run * q - g, 0)
         mass = residual_mass(residual, q, walk.run)
         here = (walk.depth == 0) | (walk.uniform * (mass + (1 - walk.run)) < mass)
-        ratio = jnp.where(q[token] > 0, walk.run * q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny), 0)
+        ratio = jnp.where(
+            q[token] > 0, walk.run * q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny), 0
+        )
         node, _ = drafts.carrying(tree, token)
         return _Walk(
             depth=walk.depth + 1,
@@ -166,7 +173,12 @@ def along_winners(
     whole = end.uniform < end.run
     last = jnp.where(whole, end.depth, end.tau)
     token = last_token(keys_at(last)[1], jnp.where(whole, scored.q(end.node), end.residual))
-    return Selection(tokens=end.tokens.at[last].set(token), emitted=last + 1, path=end.path[:-1], drafts=end.drafts)
+    return Selection(
+        tokens=end.tokens.at[last].set(token),
+        emitted=last + 1,
+        path=end.path[:-1],
+        drafts=end.drafts,
+    )
 
 
 def _start(scored: ScoredTree, known: Any) -> _Walk:

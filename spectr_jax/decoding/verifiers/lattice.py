@@ -5,7 +5,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
-def uniforms(key: PRNGKeyArray, shape: tuple[int, int], draws: int) -> Float[Array, "rows columns draws"]:
+def uniforms(
+    key: PRNGKeyArray, shape: tuple[int, int], draws: int
+) -> Float[Array, "rows columns draws"]:
     """Returns uniforms [*shape, draws], independent within each draw; consumes `key`."""
     steps = np.sqrt(_primes(shape[0] * shape[1])).reshape(*shape, 1) * np.arange(draws) % 1
     shifted: Array = (jax.random.uniform(key, (*shape, 1)) + steps.astype(np.float32)) % 1

@@ -76,7 +76,9 @@ class Layer(Verifier):
         """See `Verifier`. Consumes `key`."""
         classes = _classes(scored)
         scores = _scores(key, scored, classes, self.competitions)
-        return _sweep(jax.random.fold_in(key, scored.length + scored.tree.height + 1), scored, classes, scores)
+        return _sweep(
+            jax.random.fold_in(key, scored.length + scored.tree.height + 1), scored, classes, scores
+        )
 
     def expected(self, key: PRNGKeyArray, scored: ScoredTree) -> tuple[FloatScalar, FloatScalar]:
         """Returns the expected number of emitted tokens given the drafts and the competitions of `key`, which it consumes;
@@ -84,7 +86,9 @@ class Layer(Verifier):
         scores = _scores(key, scored, _classes(scored), self.competitions)
         residual_L, score_L = _of_layers(scored.tree, scores)
         open_L = residual_L + jnp.maximum(1 - score_L, 0)
-        continues_L = 1 - jnp.where(residual_L > 0, residual_L / jnp.where(residual_L > 0, open_L, 1), 0)
+        continues_L = 1 - jnp.where(
+            residual_L > 0, residual_L / jnp.where(residual_L > 0, open_L, 1), 0
+        )
         reaches_L = 1 - jnp.cumprod(continues_L[::-1])[::-1]  # The sweep stops there or deeper.
         return 1 + jnp.sum(reaches_L[1:]), jnp.sum(score_L)
 
@@ -153,7 +157,9 @@ class _Plan(NamedTuple):
     residual: Float[Array, "*width"]
 
 
-_PlanAt: TypeAlias = Callable[[Int[Array, " drafts"], IntScalar, IntScalar, FloatScalar, FloatScalar], _Plan]
+_PlanAt: TypeAlias = Callable[
+    [Int[Array, " drafts"], IntScalar, IntScalar, FloatScalar, FloatScalar], _Plan
+]
 """A function of the tokens of a layer's drafts, a node, its k, its score and its budget."""
 
 
@@ -165,13 +171,17 @@ def _classes(scored: ScoredTree) -> _Classes:
 
     def of_drafts(node: IntScalar) -> tuple[IntScalar, IntScalar]:
         drafts = below(node)
-        return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(drafts.valid, dtype=jnp.int32)
+        return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(
+            drafts.valid, dtype=jnp.int32
+        )
 
     child, drafts = jax.vmap(of_drafts)(jnp.arange(scored.tree.size + 1))
     return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
-def _p_and_q(scored: ScoredTree, child_N: Int[Array, " nodes"], node: IntScalar) -> tuple[Probs, Probs]:
+def _p_and_q(
+    scored: ScoredTree, child_N: Int[Array, " nodes"], node: IntScalar
+) -> tuple[Probs, Probs]:
     """Returns p and q at a node; p is 0 where it is undefined."""
     p, q = scored.p_and_q(node, child_N[node])
     return jnp.where(p > 0, p, 0), q
@@ -190,7 +200,11 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
     cells_at = at_nodes(scored, cells_of)
 
     def plan_at(
-        tokens_D: Int[Array, " drafts"], node: IntScalar, k: IntScalar, score: FloatScalar, budget: FloatScalar
+        tokens_D: Int[Array, " drafts"],
+        node: IntScalar,
+        k: IntScalar,
+        score: FloatScalar,
+        budget: FloatScalar,
     ) -> _Plan:
         """Returns the plan at a node, for drafts with these tokens."""
         p, q = p_and_q_at(node)
@@ -198,9 +212,15 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         def several() -> tuple[_Contest, Probs]:
             return _contest(p, q, cells_at(node, p, q), k, budget, tokens_D)
 
-        contest, g = jax.lax.cond(_is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several)
+        contest, g = jax.lax.cond(
+            _is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several
+        )
         won_D = budget * g[tokens_D]
-        ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny), 0)
+        ratio_D = jnp.where(
+            q[tokens_D] > 0,
+            score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny),
+            0,
+        )
         residual = residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
         return _Plan(contest=contest, ratio=ratio_D, residual=residual)
 
@@ -232,7 +252,11 @@ def _compete(
     tree = scored.tree
     levels, parent = jnp.asarray(tree.level_table, jnp.int32), jnp.asarray(tree.parent, jnp.int32)
     nodes_W, drafts_D = levels[depth], levels[depth + 1]
-    owner_D, first_D, tokens_D = classes.first[parent[drafts_D]], classes.first[drafts_D], scored.tokens[drafts_D]
+    owner_D, first_D, tokens_D = (
+        classes.first[parent[drafts_D]],
+        classes.first[drafts_D],
+        scored.tokens[drafts_D],
+    )
     stands_W = (nodes_W >= 0) & (classes.first[nodes_W] == nodes_W)
     score_W, k_W = jnp.where(stands_W, scores.score[nodes_W], 0), classes.drafts[nodes_W]
     competing_W = jnp.where(k_W > 0, score_W, 0)
@@ -250,7 +274,9 @@ def _compete(
     return _Scores(
         score=_at_level(tree, depth + 1, below_D, scores.score),
         budget=_at_level(tree, depth, budget_W, scores.budget),
-        residual=_at_level(tree, depth, jnp.where(score_W > 0, plans_W.residual, 0), scores.residual),
+        residual=_at_level(
+            tree, depth, jnp.where(score_W > 0, plans_W.residual, 0), scores.residual
+        ),
     )
 
 
@@ -263,7 +289,12 @@ def _at_level(
 
 
 def _contest(
-    p: Probs, q: Probs, cells: otm.Cells, k: IntScalar, budget: FloatScalar, tokens_D: Int[Array, " drafts"]
+    p: Probs,
+    q: Probs,
+    cells: otm.Cells,
+    k: IntScalar,
+    budget: FloatScalar,
+    tokens_D: Int[Array, " drafts"],
 ) -> tuple[_Contest, Probs]:
     """Returns how drafts with these tokens compete, and the winner's distribution g."""
     winner, shared = _winner(cells, k, budget)
@@ -279,7 +310,9 @@ def _contest(
     return contest, p * rho
 
 
-def _winner(cells: otm.Cells, k: IntScalar, budget: FloatScalar) -> tuple[otm.WinnerPmf, Float[Array, " cells"]]:
+def _winner(
+    cells: otm.Cells, k: IntScalar, budget: FloatScalar
+) -> tuple[otm.WinnerPmf, Float[Array, " cells"]]:
     """Returns the winner's distribution by cell, and the ratios that tokens share, for kappa drafts."""
     winner = otm.winner_pmf(cells.p, cells.q, _kappa(k, budget))
     return winner, otm.shared_ratios(cells, winner)
@@ -330,7 +363,9 @@ def _shares(
         places = jax.vmap(functools.partial(_places, contests_W, kappa_W))
         places_DxM = places(uniforms_Dx3xM, node_D, jnp.arange(D))
         winner_M = jnp.argmax(jnp.where(competes_D[:, None], places_DxM, -jnp.inf), axis=0)
-        return jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1) * jnp.asarray(1 / competitions, kappa_W.dtype)
+        return jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1) * jnp.asarray(
+            1 / competitions, kappa_W.dtype
+        )
 
     shares_D: Array = jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
     return shares_D
@@ -350,7 +385,9 @@ def _places(
     below = contest.below[cell] + place * contest.mass[cell]
     above = contest.above[cell] + (1 - place) * contest.mass[cell]
     tiny = jnp.finfo(below.dtype).tiny
-    return kappa_W[node] * jnp.where(above < 0.5, jnp.log1p(-jnp.minimum(above, 0.75)), jnp.log(jnp.maximum(below, tiny)))
+    return kappa_W[node] * jnp.where(
+        above < 0.5, jnp.log1p(-jnp.minimum(above, 0.75)), jnp.log(jnp.maximum(below, tiny))
+    )
 
 
 def _of_layers(tree: Tree, scores: _Scores) -> Float[Array, "2 steps"]:
@@ -370,9 +407,13 @@ def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Sc
     last = (tree.height - jnp.argmax(stops_L[::-1])).astype(jnp.int32)
     is_root = jnp.arange(tree.size + 1) == 0
     weights = jnp.where(depth == last, scores.residual, 0)
-    node = draw(node_key, or_else(weights, is_root.astype(weights.dtype)))  # By rounding alone none is left.
+    node = draw(
+        node_key, or_else(weights, is_root.astype(weights.dtype))
+    )  # By rounding alone none is left.
 
     p, q = _p_and_q(scored, classes.child, node)
     g = _winner_pmf(p, q, classes.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
-    return ending_at(scored, node, last_token(token_key, or_else(left, q)), classes.drafts[classes.first])
+    return ending_at(
+        scored, node, last_token(token_key, or_else(left, q)), classes.drafts[classes.first]
+    )

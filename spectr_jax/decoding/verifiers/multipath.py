@@ -29,9 +29,9 @@ from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.verifiers.block import along_winners
-from spectr_jax.errors import UserError
 from spectr_jax.transport.otm import cumulative
 from spectr_jax.transport.types import FloatScalar, IntScalar, Probs
+from spectr_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +43,29 @@ class MultiPath(Verifier):
     def check(self, tree: Tree) -> None:
         """Raises `UserError` unless the tree is K chains of one length."""
         if tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
-            raise UserError("it chooses one of K chains, and its tree is not K chains; give num_drafts")
+            raise UserError(
+                "it chooses one of K chains, and its tree is not K chains; give num_drafts"
+            )
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
         chains = len(scored.tree.levels[1]) if scored.tree.size else 1
 
         def win_at(
-            key: PRNGKeyArray, p: Probs, q: Probs, drafts: Int[Array, " k"], valid: Bool[Array, " k"]
+            key: PRNGKeyArray,
+            p: Probs,
+            q: Probs,
+            drafts: Int[Array, " k"],
+            valid: Bool[Array, " k"],
         ) -> tuple[Ranked, IntScalar, IntScalar]:
             del key  # Tokens of equal ratio are ranked by their numbers.
             ranked = ranked_by_ratio(p, q)
             draft = jnp.argmax(jnp.where(valid, ranked.rank[drafts], -1))
             return ranked, draft, drafts[draft]
 
-        def follow(beta: FloatScalar, prepared: tuple[Ranked, IntScalar, IntScalar]) -> tuple[IntScalar, Probs, FloatScalar]:
+        def follow(
+            beta: FloatScalar, prepared: tuple[Ranked, IntScalar, IntScalar]
+        ) -> tuple[IntScalar, Probs, FloatScalar]:
             ranked, draft, token = prepared
             g, below, upto = winner_pmf(ranked, beta, chains)
             return draft, g, below[token] / jnp.where(upto[token] > 0, upto[token], 1)
@@ -98,11 +106,17 @@ def winner_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, P
       chains: K, static.
     """
     below, upto = (beta + (1 - beta) * mass for mass in (ranked.below, ranked.upto))
-    g = ranked.p * _mixed_powers(upto, below, chains) / _mixed_powers(jnp.ones_like(beta), beta, chains)
+    g = (
+        ranked.p
+        * _mixed_powers(upto, below, chains)
+        / _mixed_powers(jnp.ones_like(beta), beta, chains)
+    )
     return g, below, upto
 
 
-def _mixed_powers(x: Float[Array, "*vocab"], y: Float[Array, "*vocab"], k: int) -> Float[Array, "*vocab"]:
+def _mixed_powers(
+    x: Float[Array, "*vocab"], y: Float[Array, "*vocab"], k: int
+) -> Float[Array, "*vocab"]:
     """Returns the sum of x^j y^(k-1-j) over j = 0..k-1, which is (x^k - y^k) / (x - y)."""
 
     def add(

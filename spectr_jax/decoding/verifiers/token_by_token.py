@@ -51,7 +51,9 @@ class TokenByToken(Verifier):
 
     @property
     def statistic(self) -> str | None:  # type: ignore[override]
-        return {"iid": "carriers", "without_replacement": "children", "race": "children"}.get(self.rule)
+        return {"iid": "carriers", "without_replacement": "children", "race": "children"}.get(
+            self.rule
+        )
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
@@ -64,7 +66,9 @@ class TokenByToken(Verifier):
             own_key = jax.random.fold_in(key, scored.length + depth[node])
             token = self.plan.select(own_key, p, q, drafts.tokens, drafts.valid).token
             next_node, accepted = drafts.carrying(tree, token)
-            return _Chosen(token=token, next=next_node, accepted=accepted, drafts=jnp.sum(drafts.valid))
+            return _Chosen(
+                token=token, next=next_node, accepted=accepted, drafts=jnp.sum(drafts.valid)
+            )
 
         chosen_at = at_nodes(scored, choose)
 
@@ -80,7 +84,16 @@ class TokenByToken(Verifier):
             )
 
         zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros(tree.height + 1, jnp.int32)
-        start = _Walk(depth=zero, node=zero, alive=jnp.ones((), bool), tokens=by_depth, path=by_depth, drafts=by_depth)
+        start = _Walk(
+            depth=zero,
+            node=zero,
+            alive=jnp.ones((), bool),
+            tokens=by_depth,
+            path=by_depth,
+            drafts=by_depth,
+        )
         end = repeat(scored, tree.height + 1, lambda walk: walk.alive, step, start)
         # The last token is never a node.
-        return Selection(tokens=end.tokens, emitted=end.depth, path=end.path[: tree.height], drafts=end.drafts)
+        return Selection(
+            tokens=end.tokens, emitted=end.depth, path=end.path[: tree.height], drafts=end.drafts
+        )

@@ -25,7 +25,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.verifiers.base import Selection, Verifier, ending_at, last_token, repeat, residual_mass
+from spectr_jax.decoding.verifiers.base import (
+    Selection,
+    Verifier,
+    ending_at,
+    last_token,
+    repeat,
+    residual_mass,
+)
 from spectr_jax.transport.base import or_else
 from spectr_jax.transport.types import BoolScalar, IntScalar, Probs
 
@@ -59,7 +66,9 @@ class Traversal(Verifier):
         tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
         nodes, begins = (jnp.asarray(each) for each in _visits(tree))
         accept_key, token_key = jax.random.split(jax.random.fold_in(key, scored.length))
-        uniforms = jax.random.uniform(accept_key, (tree.size + 1,)).at[0].set(-1)  # The root is always accepted.
+        uniforms = (
+            jax.random.uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
+        )  # The root is always accepted.
 
         def step(state: _State) -> _State:
             node, begin = nodes[state.visit], begins[state.visit]
@@ -67,26 +76,38 @@ class Traversal(Verifier):
             return state._replace(visit=state.visit + 1)
 
         rows = jnp.zeros((tree.height + 1, scored.vocab_size), scored.p.dtype)
-        start = _State(visit=jnp.int32(0), accepted=jnp.zeros((), bool), score=rows[:, 0], q=rows, p=rows)
+        start = _State(
+            visit=jnp.int32(0), accepted=jnp.zeros((), bool), score=rows[:, 0], q=rows, p=rows
+        )
         last = repeat(scored, len(nodes), lambda state: ~state.accepted, step, start)
         node = nodes[last.visit - 1]
         children = jnp.asarray(np.sum(tree.children_table >= 0, axis=1, dtype=np.int32))
         return ending_at(scored, node, last_token(token_key, last.q[depths[node]]), children)
 
 
-def _begun(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar) -> _State:
+def _begun(
+    scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar
+) -> _State:
     """Begins the visit of `node`: it gets its score, by the present state of its parent, and its distributions."""
     del uniforms
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
     chance, own = state.p[above, token], state.score[above] * state.q[above, token]
-    score = jnp.where((chance > 0) & (node > 0), jnp.minimum(own / jnp.where(chance > 0, chance, 1), 1), node == 0)
+    score = jnp.where(
+        (chance > 0) & (node > 0), jnp.minimum(own / jnp.where(chance > 0, chance, 1), 1), node == 0
+    )
     first_child = jnp.asarray(np.maximum(scored.tree.children_table[:, 0], 0))[node]
     p, q = scored.p_and_q(node, first_child)
-    return state._replace(score=state.score.at[depth].set(score), q=state.q.at[depth].set(q), p=state.p.at[depth].set(p))
+    return state._replace(
+        score=state.score.at[depth].set(score),
+        q=state.q.at[depth].set(q),
+        p=state.p.at[depth].set(p),
+    )
 
 
-def _ended(scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar) -> _State:
+def _ended(
+    scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar
+) -> _State:
     """Ends the visit of `node`: it is accepted, or its parent loses it. The root is accepted."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import check_fetched, write_json
 from spectr_jax.models.weights import write_tensors
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import check_fetched, write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -35,7 +35,11 @@ class Folder:
         self.path = path
         self._unread: set[str] = set()
         try:
-            self._places = {name: place for file in self._files() for name, place in _places(path / file).items()}
+            self._places = {
+                name: place
+                for file in self._files()
+                for name, place in _places(path / file).items()
+            }
         except UserError:
             raise
         except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -62,11 +66,15 @@ class Folder:
         index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise UserError(f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch it again")
+            raise UserError(
+                f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch it again"
+            )
         return sorted(set(names.values()))
 
     def _damaged(self, error: Exception) -> UserError:
-        return UserError(f"{str(self.path)!r} has weights that cannot be read ({error}); save or fetch it again")
+        return UserError(
+            f"{str(self.path)!r} has weights that cannot be read ({error}); save or fetch it again"
+        )
 
     def __iter__(self):
         return iter(self._places)
@@ -81,10 +89,14 @@ class Folder:
         file, start, dtype, shape = self._places[name]
         self._unread.discard(name)
         if dtype not in DTYPES:
-            raise UserError(f"{str(file)!r} has {name} in {dtype}, which is not read; give another model")
+            raise UserError(
+                f"{str(file)!r} has {name} in {dtype}, which is not read; give another model"
+            )
         try:
             count = int(np.prod(shape))
-            values = np.fromfile(file, np.uint8, count * np.dtype(DTYPES[dtype]).itemsize, offset=start)
+            values = np.fromfile(
+                file, np.uint8, count * np.dtype(DTYPES[dtype]).itemsize, offset=start
+            )
             return values.view(DTYPES[dtype]).reshape(shape)
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
@@ -97,7 +109,9 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     return {
-        name: Place(file, 8 + length + given["data_offsets"][0], given["dtype"], tuple(given["shape"]))
+        name: Place(
+            file, 8 + length + given["data_offsets"][0], given["dtype"], tuple(given["shape"])
+        )
         for name, given in header.items()
         if name != "__metadata__"
     }
@@ -108,16 +122,22 @@ def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path") from error
+        raise UserError(
+            f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path"
+        ) from error
     if not isinstance(given, dict):
-        raise UserError(f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again")
+        raise UserError(
+            f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again"
+        )
     return {name: value for name, value in given.items() if nulls or value is not None}
 
 
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Writes config.json and model.safetensors, each whole or not at all; `folder` is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})  # transformers reads no other format.
+    write_tensors(
+        folder / WEIGHTS, tensors, {"format": "pt"}
+    )  # transformers reads no other format.
     write_json(folder / "config.json", config)
 
 
@@ -130,4 +150,6 @@ def check_sizes(folder: pathlib.Path, config: dict[str, Any], names: tuple[str, 
 
 def refuse(folder: pathlib.Path, config: dict[str, Any], name: str, wanted: str):
     """Raises `UserError` for a field of config.json."""
-    raise UserError(f"{str(folder)!r} has {name}={config[name]!r}, which is not {wanted}; fix its config.json")
+    raise UserError(
+        f"{str(folder)!r} has {name}={config[name]!r}, which is not {wanted}; fix its config.json"
+    )

@@ -7,10 +7,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from spectr_jax.errors import UserError
-from spectr_jax.files import check_fetched
 from spectr_jax.models.formats.parts import fill
 from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import check_fetched
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 NAMES = {
@@ -35,12 +35,23 @@ NAMES = {
 """Parts of a model by llama.cpp's names; those of a layer have its `blk.LAYER.` before them."""
 ROPE_DIVISORS = "rope_freqs.weight"
 SIZES = (
-    *("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
+    *(
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+    ),
     *("attention.head_count_kv", "attention.key_length", "rope.dimension_count"),
 )
 
 
-NUMBERS = {"rope.freq_base": 1, "rope.scaling.factor": 0, "rope.scale_linear": 0, "attention.layer_norm_rms_epsilon": 0}
+NUMBERS = {
+    "rope.freq_base": 1,
+    "rope.scaling.factor": 0,
+    "rope.scale_linear": 0,
+    "attention.layer_norm_rms_epsilon": 0,
+}
 """Real numbers of the metadata, and the least that each may be."""
 
 
@@ -70,7 +81,9 @@ class GGUF:
         except UserError:
             raise
         except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-            raise UserError(f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again") from error
+            raise UserError(
+                f"{str(path)!r} is not a GGUF file that can be read ({error}); fetch it again"
+            ) from error
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a value of the metadata; raises `UserError` if it is damaged."""
@@ -92,11 +105,17 @@ class GGUF:
         """Returns a tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
         found = self.tensors[name]
         try:  # Not from the reader's map of the file, whose pages would stay in memory beside the model.
-            stored = np.fromfile(self.path, found.data.dtype, found.data.size, offset=found.data_offset)
-            return np.asarray(gguf.dequantize(stored.reshape(found.data.shape), found.tensor_type), np.float32)
+            stored = np.fromfile(
+                self.path, found.data.dtype, found.data.size, offset=found.data_offset
+            )
+            return np.asarray(
+                gguf.dequantize(stored.reshape(found.data.shape), found.tensor_type), np.float32
+            )
         except (NotImplementedError, ValueError) as error:
             kind = found.tensor_type.name
-            raise UserError(f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give another") from error
+            raise UserError(
+                f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give another"
+            ) from error
 
 
 def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
@@ -118,13 +137,19 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
         theirs = f"blk.{layer}.{NAMES[own]}" if dot else NAMES[own]
         array = file.tensor(theirs)
         unread.discard(theirs)
-        if interleaved and own in ("q", "k", "q_bias", "k_bias") and len(array) % config.head_width == 0:
+        if (
+            interleaved
+            and own in ("q", "k", "q_bias", "k_bias")
+            and len(array) % config.head_width == 0
+        ):
             return _in_halves(array, config.head_width)
         return array
 
     model = fill(config, part, int8=dtype == "int8", source=str(file.path))
     if unread:  # Nothing else in the file says that a model has such parts.
-        raise UserError(f"{str(file.path)!r} has {min(unread)}, a part that is not read; give another model")
+        raise UserError(
+            f"{str(file.path)!r} has {min(unread)}, a part that is not read; give another model"
+        )
     return model
 
 
@@ -132,7 +157,9 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     """Returns the shape of a file's model; raises `UserError` for what is not understood."""
     kind = file.need("general.architecture")
     if kind not in ARCHITECTURES:
-        raise UserError(f"{str(file.path)!r} is of architecture {kind!r}; read are {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{str(file.path)!r} is of architecture {kind!r}; read are {', '.join(ARCHITECTURES)}"
+        )
 
     def need(name):
         return file.need(f"{kind}.{name}")
@@ -141,7 +168,9 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
         return file.get(f"{kind}.{name}", default)
 
     if (parts := file.get("split.count", 1)) != 1:
-        raise UserError(f"{str(file.path)!r} is one of {parts!r:.40} parts; merge them with llama-gguf-split")
+        raise UserError(
+            f"{str(file.path)!r} is one of {parts!r:.40} parts; merge them with llama-gguf-split"
+        )
     for name in SIZES:
         if type(size := get(name, 1)) is not int or size < 1:
             raise UserError(
@@ -155,7 +184,9 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
         ("rope.scaling.type", get("rope.scaling.type", "none") in ("none", "linear")),
     ):
         if not understood:
-            raise UserError(f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give another model")
+            raise UserError(
+                f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give another model"
+            )
     for name, least in NUMBERS.items():
         if type(number := get(name, 1)) not in (int, float) or not least <= number < math.inf:
             raise UserError(
@@ -165,7 +196,9 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     head_width = get("attention.key_length", width // heads)
     if get("rope.dimension_count", head_width) != head_width:
         turned = get("rope.dimension_count")
-        raise UserError(f"{str(file.path)!r} turns {turned} of {head_width} channels of a head; give another model")
+        raise UserError(
+            f"{str(file.path)!r} turns {turned} of {head_width} channels of a head; give another model"
+        )
     return LlamaConfig(
         layers=need("block_count"),
         width=width,
@@ -188,7 +221,9 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
 def _divisors(file: GGUF, kind: str, head_width: int) -> tuple[float, ...]:
     """Returns those of the tensor, times the factor of a linear stretch; that is what a factor means unless its type is
     `none`."""
-    factor = file.get(f"{kind}.rope.scaling.factor", file.get(f"{kind}.rope.scale_linear", 0.0)) or 1.0
+    factor = (
+        file.get(f"{kind}.rope.scaling.factor", file.get(f"{kind}.rope.scale_linear", 0.0)) or 1.0
+    )
     if file.get(f"{kind}.rope.scaling.type", "linear") == "none":
         factor = 1.0
     if ROPE_DIVISORS in file.tensors:

@@ -16,11 +16,11 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.formats.folder import Folder, check_sizes, read_json, refuse, save
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig, sinusoidal_table
 from spectr_jax.models.weights import from_arrays
+from spectr_jax.utils.errors import UserError
 
 PREFIX = "transformer."
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # Which is JAX's gelu.
@@ -91,16 +91,22 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
         arrays = dict(_ours(shape, tensors, tied=config["tie_word_embeddings"]))
         tensors.check_all_read(UNUSED)
     except KeyError as error:
-        raise UserError(f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again") from error
+        raise UserError(
+            f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again"
+        ) from error
     except UserError:
         raise
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"{str(folder)!r} has weights that cannot be read ({error}); save or fetch it again") from error
+        raise UserError(
+            f"{str(folder)!r} has weights that cannot be read ({error}); save or fetch it again"
+        ) from error
     model = from_arrays(shape, arrays, str(folder))
     return quantize(model) if dtype == "int8" else model
 
 
-def save_gpt2(folder: pathlib.Path, model: Transformer, bos: int | None = None, eos: int | None = None) -> None:
+def save_gpt2(
+    folder: pathlib.Path, model: Transformer, bos: int | None = None, eos: int | None = None
+) -> None:
     """Writes a GPT-2 checkpoint in float32, config.json and model.safetensors, each whole or not at all.
 
     Args:
@@ -166,7 +172,11 @@ def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
 def gpt2_tensors(model: Transformer) -> Tensors:
     """Returns float32 tensors by Hugging Face's names, and `lm_head.bias`, which GPT-2 does not have."""
     config = model.config
-    positions = model.positions[...] if config.learned_positions else sinusoidal_table(config.context, config.width)
+    positions = (
+        model.positions[...]
+        if config.learned_positions
+        else sinusoidal_table(config.context, config.width)
+    )
     tensors = {
         f"{PREFIX}wte.weight": _float32(model.embed.embedding[...]),
         f"{PREFIX}wpe.weight": _float32(positions),
@@ -178,7 +188,10 @@ def gpt2_tensors(model: Transformer) -> Tensors:
     for layer, block in enumerate(model.blocks):
         for ours, theirs in OURS_TO_THEIRS.items():
             weight, bias = _weight_and_bias(block, ours)
-            tensors |= {f"{PREFIX}h.{layer}.{theirs}.weight": weight, f"{PREFIX}h.{layer}.{theirs}.bias": bias}
+            tensors |= {
+                f"{PREFIX}h.{layer}.{theirs}.weight": weight,
+                f"{PREFIX}h.{layer}.{theirs}.bias": bias,
+            }
     return tensors
 
 
@@ -186,10 +199,14 @@ def _weight_and_bias(block: nnx.Module, name: str) -> tuple[np.ndarray, np.ndarr
     """Returns the tensors of a Conv1D of Hugging Face: its weight is [in, out], as ours is, and it always has a bias."""
     part = getattr(block, name)
     weight = _float32((part.scale if name.startswith("norm") else part.kernel)[...])
-    return weight, np.zeros(weight.shape[-1], np.float32) if part.bias is None else _float32(part.bias[...])
+    return weight, np.zeros(weight.shape[-1], np.float32) if part.bias is None else _float32(
+        part.bias[...]
+    )
 
 
-def _with_bias_channel(config: dict[str, Any], tensors: Tensors, bias: np.ndarray) -> tuple[dict[str, Any], Tensors]:
+def _with_bias_channel(
+    config: dict[str, Any], tensors: Tensors, bias: np.ndarray
+) -> tuple[dict[str, Any], Tensors]:
     """Returns the same decoder, wider by a channel a head, with `bias` [V] in its head.
 
     The last norm holds the first new channel at 1, and the head's weights from there are the bias; all other parts read and
@@ -226,17 +243,26 @@ def _with_bias_channel(config: dict[str, Any], tensors: Tensors, bias: np.ndarra
             return pad(array * math.sqrt(ratio) if name.endswith("weight") else array, H)
         return pad(array, 0, H)  # The head's [V, E].
 
-    made = {name: np.ascontiguousarray(rewritten(name, array), np.float32) for name, array in tensors.items()}
+    made = {
+        name: np.ascontiguousarray(rewritten(name, array), np.float32)
+        for name, array in tensors.items()
+    }
     made[f"{PREFIX}ln_f.bias"][E] = 1
     made["lm_head.weight"][:, E] = bias
-    return {**config, "n_embd": wide, "layer_norm_epsilon": config["layer_norm_epsilon"] * ratio}, made
+    return {
+        **config,
+        "n_embd": wide,
+        "layer_norm_epsilon": config["layer_norm_epsilon"] * ratio,
+    }, made
 
 
 def _centred(rows: np.ndarray) -> np.ndarray:
     return rows - rows.mean(-1, keepdims=True)
 
 
-def _ours(shape: TransformerConfig, tensors: Folder, *, tied: bool) -> Iterator[tuple[str, jax.Array]]:
+def _ours(
+    shape: TransformerConfig, tensors: Folder, *, tied: bool
+) -> Iterator[tuple[str, jax.Array]]:
     """Arrays by our names, in the model's dtype before the next is read.
 
     The head is the embedding where they are tied, whatever the file has, and has no bias.
@@ -246,7 +272,9 @@ def _ours(shape: TransformerConfig, tensors: Folder, *, tied: bool) -> Iterator[
     def read(ours: str, theirs: str, transposed: bool = False) -> tuple[str, jax.Array]:
         array = tensors[names[theirs]]
         made = jnp.asarray(array.T if transposed else array, shape.dtype)
-        return f"{ours}/value", jax.block_until_ready(made)  # Else arrays that are still to be copied stay in memory.
+        return f"{ours}/value", jax.block_until_ready(
+            made
+        )  # Else arrays that are still to be copied stay in memory.
 
     yield read("embed/embedding", "wte.weight")
     yield read("positions", "wpe.weight")

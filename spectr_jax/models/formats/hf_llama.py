@@ -6,15 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.formats.folder import Folder, check_sizes, read_json, refuse, save
 from spectr_jax.models.formats.parts import fill
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors
 from spectr_jax.models.quantized import Int8Linear
+from spectr_jax.utils.errors import UserError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("head_dim", "vocab_size", "max_position_embeddings"),
 )
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -68,14 +74,18 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
 
     def part(name: str) -> np.ndarray:
         layer, dot, own = name.rpartition(".")
-        return np.asarray(tensors[f"model.layers.{layer}.{NAMES[own]}" if dot else NAMES[own]], np.float32)
+        return np.asarray(
+            tensors[f"model.layers.{layer}.{NAMES[own]}" if dot else NAMES[own]], np.float32
+        )
 
     model = fill(config, part, int8=dtype == "int8", source=str(folder))
     tensors.check_all_read(UNUSED)
     return model
 
 
-def save_llama(folder: pathlib.Path, model: Llama, bos: int | None = None, eos: int | list[int] | None = None) -> None:
+def save_llama(
+    folder: pathlib.Path, model: Llama, bos: int | None = None, eos: int | list[int] | None = None
+) -> None:
     """Writes a model of the family in float32, config.json and model.safetensors, each whole or not at all.
 
     Args:
@@ -92,11 +102,19 @@ def save_llama(folder: pathlib.Path, model: Llama, bos: int | None = None, eos: 
         raise UserError(
             "a draft with embed_rank, head_tokens or features has no such layout; keep it in ours (save_weights)"
         )
-    if config.rope_divisors or (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
-        raise UserError("a model with rope_divisors, biases beside norms, or int8 products has no such layout; give another")
+    if (
+        config.rope_divisors
+        or (config.qkv_bias and config.qk_norm)
+        or isinstance(model.blocks[0].qkv, Int8Linear)
+    ):
+        raise UserError(
+            "a model with rope_divisors, biases beside norms, or int8 products has no such layout; give another"
+        )
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     written = {
-        "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"],
+        "architectures": [
+            {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"
+        ],
         "model_type": kind,
         "num_hidden_layers": config.layers,
         "hidden_size": config.width,
@@ -137,11 +155,17 @@ def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
         if block.qkv.bias is not None:
             for name, part in zip("qkv", np.split(block.qkv.bias[...], ends), strict=True):
                 put(layer, f"{name}_bias", part)
-        for name, part in zip(("gate", "up"), np.split(block.gate_up.kernel[...], 2, axis=1), strict=True):
+        for name, part in zip(
+            ("gate", "up"), np.split(block.gate_up.kernel[...], 2, axis=1), strict=True
+        ):
             put(layer, name, part, transposed=True)
         for name in ("out", "down"):
             put(layer, name, getattr(block, name).kernel[...], transposed=True)
-        for name in ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ())):
+        for name in (
+            "norm_attention",
+            "norm_mlp",
+            *(("norm_q", "norm_k") if config.qk_norm else ()),
+        ):
             put(layer, name, getattr(block, name).scale[...])
     return tensors
 
@@ -181,9 +205,13 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     check_sizes(folder, given, SIZES)
     for name, known in (("model_type", MODEL_TYPES), ("hidden_act", ("silu",))):
         if given.get(name, known[0] if name == "hidden_act" else None) not in known:
-            raise UserError(f"{str(folder)!r} has {name}={given.get(name)!r}; read are {', '.join(known)}")
+            raise UserError(
+                f"{str(folder)!r} has {name}={given.get(name)!r}; read are {', '.join(known)}"
+            )
     if missing := [name for name in NEEDED if name not in given]:
-        raise UserError(f"{str(folder)!r} has a config.json without {missing[0]!r}; save or fetch it again")
+        raise UserError(
+            f"{str(folder)!r} has a config.json without {missing[0]!r}; save or fetch it again"
+        )
     _check_understood(folder, given)
     return given
 
@@ -207,7 +235,9 @@ def _check_understood(folder: pathlib.Path, given: dict[str, Any]) -> None:
         ("quantization_config", "quantization_config" not in given),
     ):
         if not understood:
-            raise UserError(f"{str(folder)!r} has {name}={given[name]!r}, which is not read; give another model")
+            raise UserError(
+                f"{str(folder)!r} has {name}={given[name]!r}, which is not read; give another model"
+            )
 
 
 def _renamed(scaling: dict[str, Any]) -> dict[str, Any]:
@@ -216,14 +246,18 @@ def _renamed(scaling: dict[str, Any]) -> dict[str, Any]:
     return kind | {name: value for name, value in scaling.items() if name != "type"}
 
 
-def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tuple[float, tuple[float, ...]]:
+def _rotary(
+    folder: pathlib.Path, given: dict[str, Any], head_width: int
+) -> tuple[float, tuple[float, ...]]:
     """Returns the base of the rotary positions and their divisors; newer files have both in `rope_parameters`."""
     field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     scaling = given.get(field, {})
     if not isinstance(scaling, dict):
         refuse(folder, given, field, "an object")
     scaling, other = _renamed(scaling), given.get("rope_scaling")
-    if isinstance(other, dict) and any(scaling.get(name) != value for name, value in _renamed(other).items()):
+    if isinstance(other, dict) and any(
+        scaling.get(name) != value for name, value in _renamed(other).items()
+    ):
         raise UserError(
             f"{str(folder)!r} has rope_scaling={other} beside other rope_parameters; keep one in its config.json"
         )
@@ -237,7 +271,9 @@ def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tup
 
     kind = scaling.get("rope_type", "default")
     if scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)) != 1:
-        raise UserError(f"{str(folder)!r} has partial_rotary_factor, which is not read; give another model")
+        raise UserError(
+            f"{str(folder)!r} has partial_rotary_factor, which is not read; give another model"
+        )
     scaling = {"rope_theta": given.get("rope_theta", 10_000.0), **scaling}
     theta = number("rope_theta")
     if kind == "default":
@@ -250,7 +286,11 @@ def _rotary(folder: pathlib.Path, given: dict[str, Any], head_width: int) -> tup
             if low >= high:
                 refuse(folder, scaling, "low_freq_factor", f"below high_freq_factor={high}")
             context = int(number("original_max_position_embeddings"))
-            return theta, llama3_divisors(theta, head_width, factor=number("factor"), low=low, high=high, context=context)
+            return theta, llama3_divisors(
+                theta, head_width, factor=number("factor"), low=low, high=high, context=context
+            )
     except KeyError as error:
-        raise UserError(f"{str(folder)!r} has a rope_scaling without {error}; save or fetch it again") from error
+        raise UserError(
+            f"{str(folder)!r} has a rope_scaling without {error}; save or fetch it again"
+        ) from error
     raise UserError(f"{str(folder)!r} has rope_type={kind!r}; read are default, linear, llama3")

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.weights import named_leaves, with_leaves
+from spectr_jax.utils.errors import UserError
 
 Part = Callable[[str], np.ndarray]
 """Reads a part by its name below, a part of a layer as `LAYER.NAME`; raises KeyError where there is none."""
@@ -44,7 +44,9 @@ def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
         for leaf, value in _leaves(name, array, wanted):
             _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
             made = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
-            leaves[leaf] = jax.block_until_ready(made)  # Else copies are made later, and parts wait for them in memory.
+            leaves[leaf] = jax.block_until_ready(
+                made
+            )  # Else copies are made later, and parts wait for them in memory.
     return nnx.merge(graphdef, with_leaves(state, leaves))
 
 
@@ -52,10 +54,14 @@ def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> N
     """Raises `UserError` for an array of another shape than the configuration's, which may have no such part."""
     if array.shape != expected:
         given = "none" if expected is None else list(expected)
-        raise UserError(f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; fetch both anew")
+        raise UserError(
+            f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; fetch both anew"
+        )
 
 
-def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+def _leaves(
+    name: str, array: np.ndarray, wanted: dict
+) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
     """The leaves of the model that an array is: itself, or an int8 kernel and its scales."""
     module = name.rpartition("/")[0]
     kernel = f"{module}/kernel/value"
@@ -76,10 +82,19 @@ def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, 
         try:
             return part(name)
         except KeyError as error:
-            raise UserError(f"{source!r} lacks {error}, a part of its model; fetch it again") from error
+            raise UserError(
+                f"{source!r} lacks {error}, a part of its model; fetch it again"
+            ) from error
 
-    rows = {"q": config.heads * config.head_width, **dict.fromkeys("kv", config.kv_heads * config.head_width)}
-    rows |= {**{f"{name}_bias": count for name, count in rows.items()}, "gate": config.mlp, "up": config.mlp}
+    rows = {
+        "q": config.heads * config.head_width,
+        **dict.fromkeys("kv", config.kv_heads * config.head_width),
+    }
+    rows |= {
+        **{f"{name}_bias": count for name, count in rows.items()},
+        "gate": config.mlp,
+        "up": config.mlp,
+    }
 
     def joined(layer, *names):
         """Parts that are one array here, each of its own shape."""
@@ -92,7 +107,11 @@ def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, 
     yield "embed/embedding", read("embed")
     for layer in range(config.layers):
         prefix = f"blocks/{layer}"
-        for norm in ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ())):
+        for norm in (
+            "norm_attention",
+            "norm_mlp",
+            *(("norm_q", "norm_k") if config.qk_norm else ()),
+        ):
             yield f"{prefix}/{norm}/scale", read(f"{layer}.{norm}")
         yield f"{prefix}/qkv/kernel", joined(layer, *"qkv")
         if config.qkv_bias:

@@ -14,7 +14,9 @@ import numpy as np
 from spectr_jax.models.layers import cpu
 
 
-def attention(q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array) -> jax.Array:
+def attention(
+    q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array
+) -> jax.Array:
     """Returns float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads, in order.
 
     Every new token sees at least one slot.
@@ -40,12 +42,20 @@ def causal(segments_BxN: jax.Array) -> jax.Array:
 def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
     """Heads before tokens in memory: XLA's products by head then take half as long, in both directions."""
     (B, N, H, D), K = q_BxNxHxD.shape, k_BxTxKxD.shape[2]
-    q_BxKxGNxD = cpu.in_memory(q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)).reshape(B, K, -1, D)
-    k_BxKxTxD, v_BxKxTxD = (cpu.in_memory(jnp.moveaxis(part, 2, 1)) for part in (k_BxTxKxD, v_BxTxKxD))
-    scores = jnp.einsum("bknd,bktd->bknt", q_BxKxGNxD, k_BxKxTxD, preferred_element_type=jnp.float32)
+    q_BxKxGNxD = cpu.in_memory(
+        q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)
+    ).reshape(B, K, -1, D)
+    k_BxKxTxD, v_BxKxTxD = (
+        cpu.in_memory(jnp.moveaxis(part, 2, 1)) for part in (k_BxTxKxD, v_BxTxKxD)
+    )
+    scores = jnp.einsum(
+        "bknd,bktd->bknt", q_BxKxGNxD, k_BxKxTxD, preferred_element_type=jnp.float32
+    )
     hidden = jnp.finfo(jnp.float32).min / 2
     visible = jnp.tile(mask_BxNxT[:, None], (1, 1, H // K, 1))
-    weights = jax.nn.softmax(jnp.where(visible, scores / np.sqrt(D), hidden), axis=-1).astype(v_BxTxKxD.dtype)
+    weights = jax.nn.softmax(jnp.where(visible, scores / np.sqrt(D), hidden), axis=-1).astype(
+        v_BxTxKxD.dtype
+    )
     mixed = jnp.einsum("bknt,bktd->bknd", weights, v_BxKxTxD, preferred_element_type=jnp.float32)
     mixed_BxNxHxD = mixed.reshape(B, H, N, D).swapaxes(1, 2)
     return mixed_BxNxHxD.astype(q_BxNxHxD.dtype)

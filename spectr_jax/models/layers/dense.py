@@ -41,15 +41,23 @@ def _matmul(x, kernel):
 def _dense_backward(residuals, g):
     x, kernel = residuals
     g = g.astype(x.dtype)
-    x_transposed, kernel_transposed = cpu.in_memory(x.reshape(-1, x.shape[-1]).T), cpu.in_memory(kernel.astype(x.dtype).T)
-    x_gradient, kernel_gradient = _matmul(g, kernel_transposed), _matmul(x_transposed, g.reshape(-1, g.shape[-1]))
+    x_transposed, kernel_transposed = (
+        cpu.in_memory(x.reshape(-1, x.shape[-1]).T),
+        cpu.in_memory(kernel.astype(x.dtype).T),
+    )
+    x_gradient, kernel_gradient = (
+        _matmul(g, kernel_transposed),
+        _matmul(x_transposed, g.reshape(-1, g.shape[-1])),
+    )
     return x_gradient.astype(x.dtype), kernel_gradient.astype(kernel.dtype)
 
 
 _dense.defvjp(lambda x, kernel: (_dense(x, kernel), (x, kernel)), _dense_backward)
 
 
-def dense_layer(inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs) -> Linear:
+def dense_layer(
+    inputs: int, outputs: int, *, use_bias=True, kernel_init=None, dtype, rngs
+) -> Linear:
     """Returns a `Linear` layer with this package's defaults."""
     init = kernel_init or nnx.initializers.xavier_uniform()
     return Linear(inputs, outputs, use_bias=use_bias, dtype=dtype, kernel_init=init, rngs=rngs)
@@ -62,7 +70,9 @@ def with_halved_kernels(model: nnx.Module) -> nnx.Module:
         if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:
             bits = np.asarray(module.kernel[...]).view(np.uint32)
             if not np.any(bits & 0xFFFF):  # The half that bfloat16 lacks.
-                module.kernel = nnx.Param(jax.block_until_ready(module.kernel[...].astype(jnp.bfloat16)))
+                module.kernel = nnx.Param(
+                    jax.block_until_ready(module.kernel[...].astype(jnp.bfloat16))
+                )
     return copy
 
 

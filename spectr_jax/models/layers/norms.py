@@ -17,7 +17,9 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _normalized(x, self.scale[...], jnp.zeros(self.scale.shape), centered=False, epsilon=self.epsilon)
+        return _normalized(
+            x, self.scale[...], jnp.zeros(self.scale.shape), centered=False, epsilon=self.epsilon
+        )
 
 
 class LayerNorm(nnx.Module):

@@ -10,7 +10,9 @@ from flax import nnx
 
 from spectr_jax.models.llama import Llama, LlamaConfig
 
-SHAPE = LlamaConfig(layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=290, context=64)
+SHAPE = LlamaConfig(
+    layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=290, context=64
+)
 SHAPES = {
     "llama": SHAPE,
     "tied": dataclasses.replace(SHAPE, tied=True, kv_heads=6, rope_theta=1e5),
@@ -25,7 +27,11 @@ def llamas():
     rng = np.random.default_rng(0)
 
     def noisy(leaf):
-        return leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype) if leaf.ndim == 1 else leaf
+        return (
+            leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype)
+            if leaf.ndim == 1
+            else leaf
+        )
 
     models = {kind: Llama(shape, rngs=nnx.Rngs(0)) for kind, shape in SHAPES.items()}
     for model in models.values():

@@ -12,22 +12,27 @@ import tokenizers
 from flax import nnx
 
 from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
-from spectr_jax.errors import UserError
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.gguf import GGUF, NAMES, load_gguf
 from spectr_jax.models.formats.hf_llama import NAMES as HF_NAMES
 from spectr_jax.models.formats.hf_llama import llama_tensors
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear, quantize
+from spectr_jax.utils.errors import UserError
 
-SHAPE = LlamaConfig(layers=2, width=32, mlp=64, heads=4, kv_heads=2, head_width=8, vocab_size=300, context=64)
+SHAPE = LlamaConfig(
+    layers=2, width=32, mlp=64, heads=4, kv_heads=2, head_width=8, vocab_size=300, context=64
+)
 SHAPES = {
     "llama": SHAPE,
     "tied": dataclasses.replace(SHAPE, tied=True, kv_heads=4, rope_theta=1e5),
     "qwen2": dataclasses.replace(SHAPE, qkv_bias=True, rope_theta=1e6),
     "qwen3": dataclasses.replace(SHAPE, qk_norm=True, head_width=10, norm_epsilon=1e-6),
 }
-SENTENCES = [f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again." for number in range(200)]
+SENTENCES = [
+    f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again."
+    for number in range(200)
+]
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -35,7 +40,9 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
     made = tokenizers.ByteLevelBPETokenizer()
     if pre_tokenizer:
         made._tokenizer.pre_tokenizer = pre_tokenizer
-    made.train_from_iterator(SENTENCES, vocab_size=SHAPE.vocab_size, special_tokens=list(CONTROLS), show_progress=False)
+    made.train_from_iterator(
+        SENTENCES, vocab_size=SHAPE.vocab_size, special_tokens=list(CONTROLS), show_progress=False
+    )
     return made._tokenizer
 
 
@@ -68,7 +75,12 @@ def write(path, model: Llama, kind: str, quantization=None, more=None, **changes
         if isinstance(value, list):
             writer.add_array(name, value)
         elif name != "arch":
-            put = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            put = {
+                str: writer.add_string,
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+            }
             put[type(value)](name, value)
     theirs = {theirs: NAMES[ours] for ours, theirs in HF_NAMES.items()}
     for name, array in (more or {}).items():
@@ -94,7 +106,9 @@ def models():
     rng = np.random.default_rng(0)
     made = {kind: Llama(shape, rngs=nnx.Rngs(0)) for kind, shape in SHAPES.items()}
     for model in made.values():
-        noisy = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), nnx.state(model))
+        noisy = jax.tree.map(
+            lambda leaf: leaf + rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), nnx.state(model)
+        )
         nnx.update(model, noisy)
     return made
 
@@ -104,18 +118,27 @@ def test_what_is_written_is_read(models, kind, tmp_path):
     write(tmp_path / "model.gguf", models[kind], kind)
     read = load_gguf(GGUF(tmp_path / "model.gguf"))
     epsilon, theta = np.float32(read.config.norm_epsilon), np.float32(read.config.rope_theta)
-    assert (epsilon, theta) == (np.float32(SHAPES[kind].norm_epsilon), np.float32(SHAPES[kind].rope_theta))
-    assert dataclasses.replace(read.config, norm_epsilon=0.0) == dataclasses.replace(SHAPES[kind], norm_epsilon=0.0)
+    assert (epsilon, theta) == (
+        np.float32(SHAPES[kind].norm_epsilon),
+        np.float32(SHAPES[kind].rope_theta),
+    )
+    assert dataclasses.replace(read.config, norm_epsilon=0.0) == dataclasses.replace(
+        SHAPES[kind], norm_epsilon=0.0
+    )
     jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(models[kind]))
 
 
-@pytest.mark.parametrize("quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
+@pytest.mark.parametrize(
+    "quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1]
+)
 def test_quantized_files(models, quantization, tmp_path):
     write(tmp_path / "model.gguf", models["tied"], "tied", quantization)
     file = GGUF(tmp_path / "model.gguf")
     read, exact = load_gguf(file), models["tied"]
     down, whole = read.blocks[1].down.kernel[...], np.asarray(exact.blocks[1].down.kernel[...])
-    rounded = gguf.dequantize(gguf.quantize(np.ascontiguousarray(whole.T), quantization), quantization).T
+    rounded = gguf.dequantize(
+        gguf.quantize(np.ascontiguousarray(whole.T), quantization), quantization
+    ).T
     np.testing.assert_array_equal(down, rounded)
     assert 0 < np.abs(down - whole).max() < 0.15
     small = load_gguf(file, "int8")
@@ -123,11 +146,18 @@ def test_quantized_files(models, quantization, tmp_path):
 
 
 def test_a_file_is_a_model_by_name(models, tmp_path):
-    write(tmp_path / "small.gguf", models["llama"], "llama", **{"tokenizer.chat_template": "{{ messages[0].content }}!"})
+    write(
+        tmp_path / "small.gguf",
+        models["llama"],
+        "llama",
+        **{"tokenizer.chat_template": "{{ messages[0].content }}!"},
+    )
     for dtype in ("float32", "bfloat16", "int8"):
         trained = load(f"gguf:{tmp_path / 'small.gguf'}", dtype)
         down = trained.model.blocks[0].down
-        assert trained.name == "small" and (isinstance(down, Int8Linear) if dtype == "int8" else down.kernel.dtype == dtype)
+        assert trained.name == "small" and (
+            isinstance(down, Int8Linear) if dtype == "int8" else down.kernel.dtype == dtype
+        )
     tokenizer = trained.tokenizer
     assert (tokenizer.bos, tokenizer.eos) == (1, (2, 0)) and tokenizer.prompt("again")[0] != 1
     assert tokenizer.chat([{"role": "user", "content": "again"}]) == tokenizer.encode("again!")
@@ -141,7 +171,11 @@ def test_frequencies_of_their_own(models, tmp_path):
     divisors = {"rope_freqs.weight": np.array([1, 1.5, 8, 8], np.float32)}
     for scaling, more, expected in (
         ({}, divisors, (1.0, 1.5, 8.0, 8.0)),
-        ({"llama.rope.scaling.factor": 4.0}, None, (4.0,) * 4),  # As in llama.cpp a factor alone is linear.
+        (
+            {"llama.rope.scaling.factor": 4.0},
+            None,
+            (4.0,) * 4,
+        ),  # As in llama.cpp a factor alone is linear.
         ({"llama.rope.scale_linear": 4.0}, None, (4.0,) * 4),  # Its old name.
         ({"llama.rope.scaling.factor": 2.0}, divisors, (2.0, 3.0, 16.0, 16.0)),
         ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, None, ()),
@@ -159,14 +193,20 @@ def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(tmp_path
     write(tmp_path / "model.gguf", model, "llama")  # The writer leaves biases as they are.
     read = np.asarray(load_gguf(GGUF(tmp_path / "model.gguf")).blocks[1].qkv.bias[...])
     heads, values = read[:48].reshape(6, 8), read[48:]
-    np.testing.assert_array_equal(heads - 8 * np.arange(6)[:, None], np.tile([0, 2, 4, 6, 1, 3, 5, 7], (6, 1)))
+    np.testing.assert_array_equal(
+        heads - 8 * np.arange(6)[:, None], np.tile([0, 2, 4, 6, 1, 3, 5, 7], (6, 1))
+    )
     np.testing.assert_array_equal(values, np.arange(48, 64))
 
 
-@pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias", "blk.1.attn_q.bias", "extra.weight"])
+@pytest.mark.parametrize(
+    "name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias", "blk.1.attn_q.bias", "extra.weight"]
+)
 def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
     write(tmp_path / "model.gguf", models["llama"], "llama", more={name: np.ones(32, np.float32)})
-    with pytest.raises(UserError, match=rf"has {name}, a part that is not read; give another model"):
+    with pytest.raises(
+        UserError, match=rf"has {name}, a part that is not read; give another model"
+    ):
         load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
@@ -176,21 +216,48 @@ def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
         ({"arch": "gemma"}, "is of architecture 'gemma'; read are llama, qwen2, qwen3"),
         ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
         ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not read"),
-        ({"llama.attention.sliding_window": 32}, "has llama.attention.sliding_window=32, which is not read"),
-        ({"llama.attention.sliding_window": [8, 9]}, "has llama.attention.sliding_window=[8, 9], which is not read"),
-        ({"llama.attention.head_count_kv": [2, 2]}, "has llama.attention.head_count_kv=[2, 2], not one positive integer"),
-        ({"llama.feed_forward_length": [64, 64]}, "has llama.feed_forward_length=[64, 64], not one positive integer"),
-        ({"llama.attention.head_count": 0}, "has llama.attention.head_count=0, not one positive integer"),
+        (
+            {"llama.attention.sliding_window": 32},
+            "has llama.attention.sliding_window=32, which is not read",
+        ),
+        (
+            {"llama.attention.sliding_window": [8, 9]},
+            "has llama.attention.sliding_window=[8, 9], which is not read",
+        ),
+        (
+            {"llama.attention.head_count_kv": [2, 2]},
+            "has llama.attention.head_count_kv=[2, 2], not one positive integer",
+        ),
+        (
+            {"llama.feed_forward_length": [64, 64]},
+            "has llama.feed_forward_length=[64, 64], not one positive integer",
+        ),
+        (
+            {"llama.attention.head_count": 0},
+            "has llama.attention.head_count=0, not one positive integer",
+        ),
         ({"llama.context_length": "x"}, "has llama.context_length='x', not one positive integer"),
-        ({"llama.rope.scaling.type": "yarn"}, "has llama.rope.scaling.type='yarn', which is not read"),
+        (
+            {"llama.rope.scaling.type": "yarn"},
+            "has llama.rope.scaling.type='yarn', which is not read",
+        ),
         ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels of a head"),
         ({"llama.attention.key_length": 6}, "0.q is"),
         ({"llama.rope.freq_base": -1.0}, "has llama.rope.freq_base=-1.0, not a number from 1 on"),
-        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon=nan, not a number from 0 on"),
-        ({"llama.rope.scaling.factor": -2.0}, "has llama.rope.scaling.factor=-2.0, not a number from 0 on"),
+        (
+            {"llama.attention.layer_norm_rms_epsilon": float("nan")},
+            "layer_norm_rms_epsilon=nan, not a number from 0 on",
+        ),
+        (
+            {"llama.rope.scaling.factor": -2.0},
+            "has llama.rope.scaling.factor=-2.0, not a number from 0 on",
+        ),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
         ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
-        ({"llama.feed_forward_length": 65}, "0.gate is [64, 32] where its configuration gives [65, 32]"),
+        (
+            {"llama.feed_forward_length": 65},
+            "0.gate is [64, 32] where its configuration gives [65, 32]",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(models, changes, message, tmp_path):
@@ -210,7 +277,9 @@ def test_damaged_files(models, tmp_path):
     path.write_bytes(b"{}" * 1000)
     with pytest.raises(UserError, match=r"is not a GGUF file that can be read"):
         GGUF(path)
-    with pytest.raises(UserError, match=r"no file '.*nothing.gguf'; give gguf: and the path of a GGUF file"):
+    with pytest.raises(
+        UserError, match=r"no file '.*nothing.gguf'; give gguf: and the path of a GGUF file"
+    ):
         load(f"gguf:{tmp_path / 'nothing.gguf'}")
 
 
@@ -236,7 +305,11 @@ def test_texts_are_split_as_the_name_says(pre):
     read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
     split = read._tokenizer.pre_tokenizer.pre_tokenize_str
     numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
-    assert numbers == {"gpt-2": ["Ġ12345"], "llama-bpe": ["123", "45"], "llama3": ["123", "45"]}.get(pre, [*"12345"])
+    assert numbers == {
+        "gpt-2": ["Ġ12345"],
+        "llama-bpe": ["123", "45"],
+        "llama3": ["123", "45"],
+    }.get(pre, [*"12345"])
     for text in (*SENTENCES[:20], "  two   spaces  ", "日本 😀 it's\r\n\n9", ""):
         assert read.decode(read.encode(text)) == text
     assert read.encode("<|im_start|>again") == [1, *read.encode("again")]
@@ -253,9 +326,13 @@ def test_what_a_tokenizer_may_leave_out():
         read = gguf_tokenizer(_metadata(byte_pairs(), pre, add_bos_token=given), "file")
         assert read.prompt("again") == [*([1] if adds else []), *read.encode("again")]
     template = "{{ bos_token }}{{ messages[0].content }}"
-    metadata = _metadata(byte_pairs(), "qwen2", bos_token_id=None) | {"tokenizer.chat_template": template}
+    metadata = _metadata(byte_pairs(), "qwen2", bos_token_id=None) | {
+        "tokenizer.chat_template": template
+    }
     read = gguf_tokenizer(metadata, "file")
-    assert read.bos == 2 and read.chat([{"role": "user", "content": "again"}]) == read.encode("again")
+    assert read.bos == 2 and read.chat([{"role": "user", "content": "again"}]) == read.encode(
+        "again"
+    )
 
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot_id|>"])
@@ -271,7 +348,9 @@ def test_every_token_that_ends_a_sequence(end):
 def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
     """One made with Hugging Face's library, digits apart."""
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    splitter = tokenizers.pre_tokenizers.Sequence([digits, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    splitter = tokenizers.pre_tokenizers.Sequence(
+        [digits, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     made = byte_pairs(splitter)
     read = gguf_tokenizer(_metadata(made, "smollm"), "file")
     for text in (*SENTENCES, "x1y22 333", "<|im_end|> again"):
@@ -283,7 +362,10 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
     ("changes", "message"),
     [
         ({"model": "llama"}, "has a tokenizer of kind 'llama', and only 'gpt2' is read"),
-        ({"pre": "tekken"}, "splits texts as 'tekken'; known are smollm, gpt-2, llama-bpe, llama3, llama-v3, qwen2"),
+        (
+            {"pre": "tekken"},
+            "splits texts as 'tekken'; known are smollm, gpt-2, llama-bpe, llama3, llama-v3, qwen2",
+        ),
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
         ({"eos_token_id": 300}, "names token 300 of 300"),

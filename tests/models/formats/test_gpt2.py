@@ -13,10 +13,10 @@ from flax import nnx
 
 from spectr_jax import check_model
 from spectr_jax.decoding import Policy, generate, get_method
-from spectr_jax.errors import UserError
 from spectr_jax.models.formats.gpt2 import gpt2_config, load_gpt2, save_gpt2
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils.errors import UserError
 
 pytestmark = [
     pytest.mark.xdist_group("gpt2"),
@@ -31,7 +31,10 @@ def _noisy(model):
     """Biases are zero and scales one where a model starts: noise tells them apart."""
     state = nnx.state(model)
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
-    nnx.update(model, jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(next(keys), leaf.shape), state))
+    nnx.update(
+        model,
+        jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(next(keys), leaf.shape), state),
+    )
     return model
 
 
@@ -51,7 +54,12 @@ def random_gpt2(folder, vocab_size=29, prefix="transformer.", seed=0):
     """Writes a GPT-2 as Hugging Face does: a tied head, positions that were learned, biases everywhere, and old masks."""
     rng = np.random.default_rng(seed)
     E, F, T = 16, 64, 24
-    shapes = {"wte.weight": (vocab_size, E), "wpe.weight": (T, E), "ln_f.weight": (E,), "ln_f.bias": (E,)}
+    shapes = {
+        "wte.weight": (vocab_size, E),
+        "wpe.weight": (T, E),
+        "ln_f.weight": (E,),
+        "ln_f.bias": (E,),
+    }
     for layer in range(2):
         for name, inputs, outputs in (
             ("attn.c_attn", E, 3 * E),
@@ -59,15 +67,32 @@ def random_gpt2(folder, vocab_size=29, prefix="transformer.", seed=0):
             ("mlp.c_fc", E, F),
             ("mlp.c_proj", F, E),
         ):
-            shapes |= {f"h.{layer}.{name}.weight": (inputs, outputs), f"h.{layer}.{name}.bias": (outputs,)}
+            shapes |= {
+                f"h.{layer}.{name}.weight": (inputs, outputs),
+                f"h.{layer}.{name}.bias": (outputs,),
+            }
         for name in ("ln_1", "ln_2"):
             shapes |= {f"h.{layer}.{name}.weight": (E,), f"h.{layer}.{name}.bias": (E,)}
-    tensors = {prefix + name: np.float32(0.5 * rng.standard_normal(shape)) for name, shape in shapes.items()}
-    tensors |= {f"{prefix}h.{layer}.attn.bias": np.ones((1, 1, T, T), np.float32) for layer in range(2)}
+    tensors = {
+        prefix + name: np.float32(0.5 * rng.standard_normal(shape))
+        for name, shape in shapes.items()
+    }
+    tensors |= {
+        f"{prefix}h.{layer}.attn.bias": np.ones((1, 1, T, T), np.float32) for layer in range(2)
+    }
     folder.mkdir()
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = {"model_type": "gpt2", "vocab_size": vocab_size, "n_positions": T, "n_embd": E, "n_layer": 2, "n_head": 2}
-    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_positions": T,
+        "n_embd": E,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0})
+    )
     return folder
 
 
@@ -92,7 +117,9 @@ def _ours(model, tokens_BxN):
 def test_transformers_computes_our_logits(model, folder):
     np.testing.assert_allclose(_theirs(folder, TOKENS), _ours(model, TOKENS), atol=1e-4)
     names = set(safetensors.numpy.load_file(folder / "model.safetensors"))
-    assert "lm_head.bias" not in names and len(names) == 4 + 1 + 12 * SHAPE.layers  # What GPT-2 has, and no more.
+    assert (
+        "lm_head.bias" not in names and len(names) == 4 + 1 + 12 * SHAPE.layers
+    )  # What GPT-2 has, and no more.
 
 
 def test_what_was_written_is_read(model, folder):
@@ -104,7 +131,14 @@ def test_without_a_head_bias_the_shape_stays(model, tmp_path):
     plain.head.bias[...] = jnp.zeros(SHAPE.vocab_size)
     save_gpt2(tmp_path / "plain", plain)
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    shape = {"n_layer": 2, "n_embd": 16, "n_inner": 40, "n_head": 2, "vocab_size": 29, "n_positions": 12}
+    shape = {
+        "n_layer": 2,
+        "n_embd": 16,
+        "n_inner": 40,
+        "n_head": 2,
+        "vocab_size": 29,
+        "n_positions": 12,
+    }
     assert shape.items() <= config.items() and config["layer_norm_epsilon"] == 1e-6
     np.testing.assert_allclose(_theirs(tmp_path / "plain", TOKENS), _ours(plain, TOKENS), atol=1e-4)
 
@@ -123,15 +157,23 @@ def _change(folder, config=None, tensors=None):
     """Overwrites fields of config.json, and adds tensors."""
     path, weights = folder / "config.json", folder / "model.safetensors"
     path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
-    safetensors.numpy.save_file({**safetensors.numpy.load_file(weights), **(tensors or {})}, weights, {"format": "pt"})
+    safetensors.numpy.save_file(
+        {**safetensors.numpy.load_file(weights), **(tensors or {})}, weights, {"format": "pt"}
+    )
 
 
-@pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    "tied", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}]
+)
 def test_the_config_says_whether_the_head_is_tied(tied, tmp_path):
     """Not whether the file has one: a checkpoint may keep a head that is not used."""
     folder = random_gpt2(tmp_path / "gpt2")
     before = _ours(load_gpt2(folder), TOKENS)
-    _change(folder, tied, {"lm_head.weight": np.float32(np.random.default_rng(1).standard_normal((29, 16)))})
+    _change(
+        folder,
+        tied,
+        {"lm_head.weight": np.float32(np.random.default_rng(1).standard_normal((29, 16)))},
+    )
     ours = _ours(load_gpt2(folder), TOKENS)
     np.testing.assert_allclose(ours, _theirs(folder, TOKENS), atol=1e-4)
     assert np.array_equal(ours, before) == tied.get("tie_word_embeddings", True)
@@ -145,7 +187,9 @@ def test_a_gpt2_in_parts(tmp_path):
     index = {}
     for part, names in enumerate((sorted(tensors)[:9], sorted(tensors)[9:])):
         file = f"model-{part + 1:05d}-of-00002.safetensors"
-        safetensors.numpy.save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        safetensors.numpy.save_file(
+            {name: tensors[name] for name in names}, folder / file, {"format": "pt"}
+        )
         index |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     np.testing.assert_array_equal(_ours(load_gpt2(folder), TOKENS), whole)
@@ -153,19 +197,32 @@ def test_a_gpt2_in_parts(tmp_path):
 
 def test_a_gpt2_decodes_its_own_likeliest_tokens(tmp_path):
     """Greedy, with a draft tree and a cache: every new token is the likeliest of Hugging Face's class."""
-    target, draft = (random_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft")))
+    target, draft = (
+        random_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft"))
+    )
     method = get_method("otm", tree="2,1")
     prompts, lengths = np.array([[3, 4, 5], [6, 7, 0]]), np.array([3, 2])
     out = generate(
-        jax.random.key(0), method, load_gpt2(target), load_gpt2(draft), prompts, lengths, 9, Policy(temperature=0)
+        jax.random.key(0),
+        method,
+        load_gpt2(target),
+        load_gpt2(draft),
+        prompts,
+        lengths,
+        9,
+        Policy(temperature=0),
     )
     best = _theirs(target, np.asarray(out.tokens)[:, :12]).argmax(-1)
     for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(out.tokens[row, length : length + 9], best[row, length - 1 : length + 8])
+        np.testing.assert_array_equal(
+            out.tokens[row, length : length + 9], best[row, length - 1 : length + 8]
+        )
 
 
 def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
-    narrow = nnx.merge(nnx.graphdef(model), jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model)))
+    narrow = nnx.merge(
+        nnx.graphdef(model), jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model))
+    )
     save_gpt2(tmp_path, narrow)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
@@ -175,7 +232,10 @@ def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "has model_type='llama'; only models of GPT-2's family with 'gpt2' are read"),
+        (
+            {"model_type": "llama"},
+            "has model_type='llama'; only models of GPT-2's family with 'gpt2' are read",
+        ),
         ({"activation_function": "relu"}, "has activation_function='relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
         ({"n_layer": 3}, "lacks 'h.2.ln_1.weight'"),
@@ -187,7 +247,10 @@ def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
         ({"n_layer": "2"}, "has n_layer='2', which is not a positive integer"),
         ({"n_inner": 64.0}, "has n_inner=64.0, which is not a positive integer"),
         ({"vocab_size": True}, "has vocab_size=True, which is not a positive integer"),
-        ({"layer_norm_epsilon": "1e-5"}, "has layer_norm_epsilon='1e-5', which is not a number from 0 on"),
+        (
+            {"layer_norm_epsilon": "1e-5"},
+            "has layer_norm_epsilon='1e-5', which is not a number from 0 on",
+        ),
     ],
 )
 def test_other_models_are_refused(change, message, tmp_path):
@@ -204,11 +267,15 @@ def test_damaged_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match="has weights that cannot be read"):
         load_gpt2(folder)
     weights.unlink()
-    with pytest.raises(UserError, match=r"has no model\.safetensors; write it with save_pretrained"):
+    with pytest.raises(
+        UserError, match=r"has no model\.safetensors; write it with save_pretrained"
+    ):
         load_gpt2(folder)
     for index in ("[]", "null", "{}", '{"weight_map": {"wte.weight": 3}}'):
         (folder / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(UserError, match=r"^'[^']*index\.json' has no weight_map of tensors to files"):
+        with pytest.raises(
+            UserError, match=r"^'[^']*index\.json' has no weight_map of tensors to files"
+        ):
             load_gpt2(folder)
     for config in ("[]", "null", "3"):
         (folder / "config.json").write_text(config)

@@ -13,18 +13,22 @@ import safetensors.numpy
 import transformers
 from flax import nnx
 
-from spectr_jax.errors import UserError
 from spectr_jax.models.formats import hf_llama
 from spectr_jax.models.formats.folder import INDEX, WEIGHTS
 from spectr_jax.models.llama import Llama, llama3_divisors
 from spectr_jax.models.quantized import quantize
+from spectr_jax.utils.errors import UserError
 
 STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def _change(folder, **fields):
     path = folder / "config.json"
-    given = {name: value for name, value in {**json.loads(path.read_text()), **fields}.items() if value != "gone"}
+    given = {
+        name: value
+        for name, value in {**json.loads(path.read_text()), **fields}.items()
+        if value != "gone"
+    }
     path.write_text(json.dumps(given))
 
 
@@ -50,15 +54,22 @@ def test_int8_without_a_model_in_float32_is_the_same_as_with_one(llamas, tmp_pat
     for kind in ("llama", "tied"):
         hf_llama.save_llama(tmp_path / kind, llamas[kind])
         read = hf_llama.load_llama(tmp_path / kind, "int8")
-        jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(quantize(llamas[kind])))
+        jax.tree.map(
+            np.testing.assert_array_equal, nnx.state(read), nnx.state(quantize(llamas[kind]))
+        )
 
 
 def test_parts_in_bfloat16(llamas, folder):
-    tensors = {name: array.astype(jnp.bfloat16) for name, array in safetensors.flax.load_file(folder / WEIGHTS).items()}
+    tensors = {
+        name: array.astype(jnp.bfloat16)
+        for name, array in safetensors.flax.load_file(folder / WEIGHTS).items()
+    }
     names = sorted(tensors)
     places = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(names)}
     for file in set(places.values()):
-        safetensors.flax.save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
+        safetensors.flax.save_file(
+            {name: tensors[name] for name in names if places[name] == file}, folder / file
+        )
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     (folder / WEIGHTS).unlink()
     read = hf_llama.load_llama(folder, "bfloat16")
@@ -68,22 +79,45 @@ def test_parts_in_bfloat16(llamas, folder):
 
 
 def test_positions_as_llama_3_stretches_them(folder):
-    stretched = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    stretched = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     expected = llama3_divisors(500_000.0, 8, factor=8.0, low=1.0, high=4.0, context=400)
     stretched["original_max_position_embeddings"] = 400
     for fields in (
         {"rope_theta": 500_000.0, "rope_scaling": stretched},
-        {"rope_theta": "gone", "rope_scaling": None, "rope_parameters": {**stretched, "rope_theta": 500_000.0}},
+        {
+            "rope_theta": "gone",
+            "rope_scaling": None,
+            "rope_parameters": {**stretched, "rope_theta": 500_000.0},
+        },
     ):
         _change(folder, **fields)
         read = hf_llama.llama_config(folder, "float32")
-        assert read.rope_theta == 500_000.0 and read.rope_divisors == expected and len(set(expected)) > 2
-    _change(folder, rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling={"type": "linear", "factor": 4.0})
+        assert (
+            read.rope_theta == 500_000.0
+            and read.rope_divisors == expected
+            and len(set(expected)) > 2
+        )
+    _change(
+        folder,
+        rope_parameters={"rope_type": "linear", "factor": 4.0},
+        rope_scaling={"type": "linear", "factor": 4.0},
+    )
     assert hf_llama.llama_config(folder, "float32").rope_divisors == (4.0,) * 4
 
 
 def test_what_a_config_may_leave_out(folder):
-    _change(folder, num_key_value_heads="gone", head_dim="gone", tie_word_embeddings="gone", rope_theta="gone")
+    _change(
+        folder,
+        num_key_value_heads="gone",
+        head_dim="gone",
+        tie_word_embeddings="gone",
+        rope_theta="gone",
+    )
     _change(folder, hidden_size=48)
     read = hf_llama.llama_config(folder, "float32")
     assert (read.kv_heads, read.head_width, read.tied, read.rope_theta) == (6, 8, False, 10_000.0)
@@ -92,21 +126,51 @@ def test_what_a_config_may_leave_out(folder):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mixtral"}, "has model_type='mixtral'; read are llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "mixtral"},
+            "has model_type='mixtral'; read are llama, mistral, qwen2, qwen3",
+        ),
         ({"model_type": "gone"}, "has model_type=None; read are llama"),
         ({"hidden_act": "gelu"}, "has hidden_act='gelu'; read are silu"),
         ({"attention_bias": True}, "has attention_bias=True, which is not read"),
         ({"mlp_bias": True}, "has mlp_bias=True, which is not read"),
-        ({"model_type": "mistral", "sliding_window": 32}, "has sliding_window=32, which is not read"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "has sliding_window=4"),
-        ({"quantization_config": {"bits": 4}}, "has quantization_config={'bits': 4}, which is not read"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has rope_type='yarn'; read are default, linear, llama3"),
+        (
+            {"model_type": "mistral", "sliding_window": 32},
+            "has sliding_window=32, which is not read",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4},
+            "has sliding_window=4",
+        ),
+        (
+            {"quantization_config": {"bits": 4}},
+            "has quantization_config={'bits': 4}, which is not read",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "has rope_type='yarn'; read are default, linear, llama3",
+        ),
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "has a rope_scaling without 'low_freq_factor'"),
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, "has sliding_window=4096, which is not read"),
-        ({"model_type": "mistral", "sliding_window": 4, "use_sliding_window": False}, "has sliding_window=4, which is not"),
-        ({"model_type": "mistral", "sliding_window": "4"}, "has sliding_window='4', which is not a positive integer"),
-        ({"rope_scaling": {"factor": 4.0}}, "has rope_scaling={'factor': 4.0}, which is not one that names its rope_type"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "has a rope_scaling without 'low_freq_factor'",
+        ),
+        (
+            {"model_type": "mistral", "max_position_embeddings": 8192},
+            "has sliding_window=4096, which is not read",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 4, "use_sliding_window": False},
+            "has sliding_window=4, which is not",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": "4"},
+            "has sliding_window='4', which is not a positive integer",
+        ),
+        (
+            {"rope_scaling": {"factor": 4.0}},
+            "has rope_scaling={'factor': 4.0}, which is not one that names its rope_type",
+        ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
             "has rope_scaling={'type': 'linear', 'factor': 2.0} beside other rope_parameters",
@@ -115,19 +179,37 @@ def test_what_a_config_may_leave_out(folder):
             {"rope_scaling": {**dict.fromkeys(STRETCH, 4.0), "rope_type": "llama3"}},
             "has low_freq_factor=4.0, which is not below high_freq_factor=4.0",
         ),
-        ({"rope_scaling": "linear"}, "has rope_scaling='linear', which is not an object; fix its config.json"),
+        (
+            {"rope_scaling": "linear"},
+            "has rope_scaling='linear', which is not an object; fix its config.json",
+        ),
         ({"rope_theta": "x"}, "has rope_theta='x', which is not a positive number"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "has factor=0, which is not a positive number"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "has factor='2', which is not a positive number"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "has rope_type='dynamic'; read are default, linear, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "has factor=0, which is not a positive number",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "has factor='2', which is not a positive number",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "has rope_type='dynamic'; read are default, linear, llama3",
+        ),
         ({"rms_norm_eps": "small"}, "has rms_norm_eps='small', which is not a number from 0 on"),
         ({"rms_norm_eps": "gone"}, "has a config.json without 'rms_norm_eps'"),
         ({"vocab_size": 2.5}, "has vocab_size=2.5, which is not a positive integer"),
         ({"num_hidden_layers": "gone"}, "has a config.json without 'num_hidden_layers'"),
         ({"tie_word_embeddings": 1}, "has tie_word_embeddings=1, which is not true or false"),
         ({"num_key_value_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
-        ({"hidden_size": 32}, "embed/embedding is [290, 24] where its configuration gives [290, 32]; fetch both anew"),
-        ({"num_hidden_layers": 3}, "lacks 'model.layers.2.input_layernorm.weight', a part of its model"),
+        (
+            {"hidden_size": 32},
+            "embed/embedding is [290, 24] where its configuration gives [290, 32]; fetch both anew",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            "lacks 'model.layers.2.input_layernorm.weight', a part of its model",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(folder, fields, message):
@@ -139,10 +221,20 @@ def test_what_is_not_understood_is_refused(folder, fields, message):
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
     """Absent, or null, which is not the same; the sizes of attention as transformers' own classes have them."""
-    fields = {"model_type": kind, "num_attention_heads": 32, "hidden_size": 320, "max_position_embeddings": 4096}
+    fields = {
+        "model_type": kind,
+        "num_attention_heads": 32,
+        "hidden_size": 320,
+        "max_position_embeddings": 4096,
+    }
     for given in ("gone", None):
         _change(
-            folder, **fields, head_dim=given, num_key_value_heads=given, tie_word_embeddings="gone", sliding_window=given
+            folder,
+            **fields,
+            head_dim=given,
+            num_key_value_heads=given,
+            tie_word_embeddings="gone",
+            sliding_window=given,
         )
         theirs = transformers.AutoConfig.from_pretrained(folder)
         read = hf_llama.llama_config(folder, "float32")
@@ -161,14 +253,19 @@ def test_one_file_comes_before_an_index(llamas, folder):
     assert hf_llama.load_llama(folder).config == llamas["llama"].config
     (folder / WEIGHTS).unlink()
     index.write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
-    with pytest.raises(UserError, match=r"weights that cannot be read \(.*model-00001-of-00002\.safetensors"):
+    with pytest.raises(
+        UserError, match=r"weights that cannot be read \(.*model-00001-of-00002\.safetensors"
+    ):
         hf_llama.load_llama(folder)
 
 
 def test_tensors_of_several_dtypes_in_one_file(llamas, folder):
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)
     kinds = (np.float16, jnp.bfloat16, np.float32, np.float64)
-    mixed = {name: array.astype(kinds[index % 4]) for index, (name, array) in enumerate(sorted(tensors.items()))}
+    mixed = {
+        name: array.astype(kinds[index % 4])
+        for index, (name, array) in enumerate(sorted(tensors.items()))
+    }
     safetensors.numpy.save_file(mixed, folder / WEIGHTS)
     written = hf_llama.llama_tensors(hf_llama.load_llama(folder))
     assert written.keys() == mixed.keys()
@@ -176,7 +273,9 @@ def test_tensors_of_several_dtypes_in_one_file(llamas, folder):
         np.testing.assert_array_equal(array, mixed[name].astype(np.float32))
     tensors["model.norm.weight"] = np.ones(24, np.int8)
     safetensors.numpy.save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(UserError, match=r"has model\.norm\.weight in I8, which is not read; give another model"):
+    with pytest.raises(
+        UserError, match=r"has model\.norm\.weight in I8, which is not read; give another model"
+    ):
         hf_llama.load_llama(folder)
 
 
@@ -188,8 +287,16 @@ def test_a_window_as_wide_as_the_context_is_none(folder):
 def test_what_has_no_such_layout_is_not_written(llamas, tmp_path):
     with pytest.raises(UserError, match="int8 products has no such layout"):
         hf_llama.save_llama(tmp_path, quantize(llamas["llama"]))
-    for part in ({"embed_rank": 8}, {"head_tokens": 16}, {"features": llamas["llama"].config.width}):
-        student = Llama(dataclasses.replace(llamas["llama"].config, tied=False, **part), rngs=nnx.Rngs(0))
-        with pytest.raises(UserError, match="a draft with embed_rank, head_tokens or features has no such layout"):
+    for part in (
+        {"embed_rank": 8},
+        {"head_tokens": 16},
+        {"features": llamas["llama"].config.width},
+    ):
+        student = Llama(
+            dataclasses.replace(llamas["llama"].config, tied=False, **part), rngs=nnx.Rngs(0)
+        )
+        with pytest.raises(
+            UserError, match="a draft with embed_rank, head_tokens or features has no such layout"
+        ):
             hf_llama.save_llama(tmp_path, student)
     assert not list(tmp_path.iterdir())

@@ -28,7 +28,7 @@ import os, pathlib, sys
 import jax
 from flax import nnx
 from spectr_jax.data import gguf_tokenizer, hugging_face
-from spectr_jax.loading import load
+from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats import gguf, gpt2, hf_llama
 
 def memory(name):
@@ -58,7 +58,9 @@ def _llama(layers: int):
 
 def _tokenizer() -> tokenizers.Tokenizer:
     made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator(["again and again"], vocab_size=VOCABULARY, special_tokens=["<s>"], show_progress=False)
+    made.train_from_iterator(
+        ["again and again"], vocab_size=VOCABULARY, special_tokens=["<s>"], show_progress=False
+    )
     return tokenizers.Tokenizer.from_str(made.to_str())
 
 
@@ -97,7 +99,9 @@ def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
     hf_llama.save_llama(folder / "llama", llama, 0, 0)
     tokenizer.save(folder / "llama", 32)
     _write_gguf(folder / "llama.gguf", layers, hf_llama.llama_tensors(llama))
-    shape = TransformerConfig(layers=layers, width=WIDTH, mlp=MLP, heads=4, vocab_size=VOCABULARY, context=32)
+    shape = TransformerConfig(
+        layers=layers, width=WIDTH, mlp=MLP, heads=4, vocab_size=VOCABULARY, context=32
+    )
     plain = _zeros(nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))))
     gpt2.save_gpt2(folder / "gpt2", plain, 0, 0)
     tokenizer.save(folder / "gpt2", 32)
@@ -105,14 +109,24 @@ def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="Linux tells a process its peak")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/status").exists(), reason="Linux tells a process its peak"
+)
 def test_reading_a_model_takes_little_more_than_the_model(tmp_path):
     """Of 40 MB, in a process that has read a small one. Files count where they are mapped."""
     names = [_write_all(tmp_path / size, layers) for size, layers in (("small", 1), ("large", 12))]
     pairs = [name for pair in zip(*names, strict=True) for name in pair]
-    flags = {"env": {**os.environ, "JAX_PLATFORMS": "cpu"}, "capture_output": True, "text": True, "check": True}
+    flags = {
+        "env": {**os.environ, "JAX_PLATFORMS": "cpu"},
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
     lines = subprocess.run([sys.executable, "-c", MEASURE, *pairs], **flags).stdout.splitlines()
     found = {line.split()[0]: float(line.split()[1]) for line in lines}
     assert found.keys() == set(names[1])
     assert all(0.9 < times < MOST for times in found.values()), found
-    assert len(safetensors.numpy.load_file(tmp_path / "large" / "llama" / "model.safetensors")) == 12 * 9 + 3
+    assert (
+        len(safetensors.numpy.load_file(tmp_path / "large" / "llama" / "model.safetensors"))
+        == 12 * 9 + 3
+    )

@@ -64,18 +64,27 @@ def library() -> ctypes.CDLL | None:
             jax.ffi.register_ffi_target(_PREFIX + target, handler, platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
-        print(f"note: decoding without CPU kernels, which is slower ({reason}); {SWITCH}=0 hides this note", file=sys.stderr)
+        print(
+            f"note: decoding without CPU kernels, which is slower ({reason}); {SWITCH}=0 hides this note",
+            file=sys.stderr,
+        )
         return None
     return loaded
 
 
-def _call(target: str, shape: tuple[int, ...], *arguments: jax.Array, **attributes: Any) -> jax.Array:
+def _call(
+    target: str, shape: tuple[int, ...], *arguments: jax.Array, **attributes: Any
+) -> jax.Array:
     library()  # The first call registers the targets.
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(*arguments, **attributes)
+    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(
+        *arguments, **attributes
+    )
 
 
-def _as(plain: Callable[..., jax.Array]) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
+def _as(
+    plain: Callable[..., jax.Array],
+) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
     """Gives a kernel the shape errors of the function `plain` of the same arguments, and its derivatives in reverse mode."""
 
     def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -118,19 +127,30 @@ def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @_as(plain)
     def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
         mask_BxNxT = jnp.broadcast_to(mask_BxNxT, (*q_BxNxHxD.shape[:2], k_BxTxKxD.shape[1]))
-        mixed = _call("attention", q_BxNxHxD.shape, q_BxNxHxD.astype(jnp.float32), k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+        mixed = _call(
+            "attention",
+            q_BxNxHxD.shape,
+            q_BxNxHxD.astype(jnp.float32),
+            k_BxTxKxD,
+            v_BxTxKxD,
+            mask_BxNxT,
+        )
         return mixed.astype(q_BxNxHxD.dtype)
 
     return attend
 
 
-def norm(plain: Callable[..., jax.Array], *, centered: bool, epsilon: float) -> Callable[..., jax.Array]:
+def norm(
+    plain: Callable[..., jax.Array], *, centered: bool, epsilon: float
+) -> Callable[..., jax.Array]:
     """Returns the kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the derivatives of `plain`."""
 
     @_as(plain)
     def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        made = _call("norm", rows.shape, rows, scale, bias, epsilon=np.float32(epsilon), centered=centered)
+        made = _call(
+            "norm", rows.shape, rows, scale, bias, epsilon=np.float32(epsilon), centered=centered
+        )
         return made.reshape(x.shape)
 
     return normalized

@@ -1,0 +1,101 @@
+"""What a figure of a paper is: curves, points, and how they are drawn."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from spectr_jax.experiments.measure import report
+from spectr_jax.utils.files import naming, write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A curve, or points.
+
+    Attributes:
+      label: for the legend; "" for none.
+      x: of each point.
+      y: likewise.
+      error: the standard error of each point; None for a curve.
+      like: the label of the curve whose colour the points take; black if "".
+      marker: of points: circles, or squares "s" for K-SEQ and for the linear program.
+      panel: where it is drawn.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float] | None = None
+    like: str = ""
+    marker: str = "o"
+    panel: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What one figure shows; `caption` is the paper's, and ours; `scales` of x and y."""
+
+    title: str
+    caption: str
+    xlabel: str
+    ylabels: tuple[str, ...]
+    series: list[Series]
+    scales: tuple[str, str] = ("linear", "linear")
+
+
+def write(figure: Figure, path: pathlib.Path, **about: Any) -> None:
+    """Writes the curves and points to PATH.json, with `about` and the provenance, and the picture to PATH.png."""
+    shown = dataclasses.asdict(figure)
+    for series in shown["series"]:
+        series["x"] = list(series["x"])
+    write_json(path.with_name(f"{path.name}.json"), {**shown, **about, **report.provenance()})
+    plot(figure, path.with_name(f"{path.name}.png"))
+
+
+def plot(figure: Figure, path: pathlib.Path) -> None:
+    """Draws the figure: curves, and points with bars of two standard errors."""
+    from matplotlib import figure as canvases
+    from matplotlib import ticker
+
+    panels = len(figure.ylabels)
+    canvas = canvases.Figure(figsize=(5.8 * panels, 4.8), layout="constrained")
+    axes = canvas.subplots(1, panels, squeeze=False)
+    for panel, (ax, ylabel) in enumerate(zip(axes[0], figure.ylabels, strict=True)):
+        colours = {"": "black"}
+        for series in (each for each in figure.series if each.panel == panel):
+            if series.error is None:
+                colours[series.label] = f"C{len(colours) - 1}"
+                style = ["-", "--", "-."][len(colours) % 3]
+                ax.plot(
+                    series.x,
+                    series.y,
+                    label=series.label,
+                    color=colours[series.label],
+                    linestyle=style,
+                )
+                continue
+            ax.errorbar(
+                series.x,
+                series.y,
+                [2 * error for error in series.error],
+                fmt=series.marker,
+                color=colours[series.like],
+                label=series.label or None,
+                markersize=6,
+                markerfacecolor="none",
+                capsize=2,
+            )
+        ax.set(
+            xlabel=figure.xlabel, ylabel=ylabel, xscale=figure.scales[0], yscale=figure.scales[1]
+        )
+        if figure.scales[0] == "log":
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        if "k" in figure.xlabel.split():
+            ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    canvas.suptitle(f"{figure.title}. {figure.caption}", fontsize=8, wrap=True)
+    with naming(path):
+        canvas.savefig(path, dpi=120)

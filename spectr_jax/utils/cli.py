@@ -1,0 +1,307 @@
+"""What the entry points share: flags, help, and errors of the user (one line on stderr, exit status 2)."""
+
+import contextlib
+import functools
+import importlib
+import os
+import pathlib
+import re
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+from spectr_jax.utils.errors import Interrupted, UserError, check_device, explain
+from spectr_jax.utils.files import expanded
+
+BAD_INPUT = 2
+"""Exit status of a program that told the user, in one line, what to do."""
+INTERRUPTED = 75
+"""Exit status of a run that was stopped and saved: "try again" (EX_TEMPFAIL in sysexits.h)."""
+CTRL_C = 130
+"""Exit status of a program that Ctrl-C ended: 128 + SIGINT, as shells have it."""
+CLOSED_PIPE = 141
+"""Exit status of a program whose output nobody reads any more, as in `| head -1`: 128 + SIGPIPE."""
+
+flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
+
+_CONFIG_HELP = """
+Any field of the config can be set with --config.FIELD=VALUE, such as
+--config.batch_size=64. spectr_jax/config.py lists the fields with their defaults,
+and configs/ has configs to begin with.
+"""
+_STATUS_HELP = f"""
+Exit status:
+  0    done
+  {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
+{{saved}}  {CTRL_C}  stopped by Ctrl-C
+  {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
+  1    a bug: please report its traceback
+"""
+_SAVED_HELP = (
+    f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
+)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, in a program whose work can be resumed."""
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around what an entry point imports before its flags are parsed: a package that is not installed is one line too."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        line = explain(error)
+        if line is None:
+            raise
+        _exit(f"error: {line}", error)
+
+
+def define_process_flags() -> None:
+    """The flags of a program that several processes can run as one."""
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0, for a run of several processes."
+    )
+    flags.DEFINE_integer("processes", None, "The number of processes of the run.")
+    flags.DEFINE_integer("process_id", None, "The index of this process, from 0.")
+    flags.DEFINE_bool(
+        "distributed",
+        False,
+        "Take coordinator, processes and process_id from the environment (TPU pods, Slurm, Open MPI).",
+    )
+
+
+def define_import_flag() -> None:
+    """The flag of a program that names methods or models, for those of the user's own; `run` imports what it names."""
+    flags.DEFINE_multi_string(
+        "import",
+        [],
+        "Modules to import first, a.b,c, such as one that registers a method or a loader; may be given several times.",
+    )
+
+
+def _import_modules() -> None:
+    """Imports what --import names; the current folder is searched too.
+
+    Raises:
+      UserError: a module is not there, or fails.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in ",".join(flags.FLAGS["import"].value or []).split(","):
+        try:
+            if name.strip():
+                importlib.import_module(name.strip())
+        except Exception as error:  # The user's code may raise anything.
+            reason = next(iter(str(error).splitlines()), "")
+            raise UserError(
+                f"--import={name.strip()} fails ({type(error).__name__}: {reason}); mend it, "
+                "or name a module that is installed or in the current folder, without .py"
+            ) from error
+
+
+def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> None:
+    """Parses the flags and runs `main`; an error of the user's is one line, without a traceback (`errors.explain`).
+
+    Args:
+      main: takes nothing; raises `UserError` for bad input, `Interrupted` once a stopped run is saved.
+      output: the flag that names the folder to write to, if any; it is checked before anything takes long.
+    """
+
+    def guarded(_):
+        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
+        distributed = _process_flags()
+        alone = distributed is None
+        try:
+            if output is not None:
+                _check_output(output)
+                if alone:  # Of several processes JAX's preemption service takes it.
+                    signal.signal(signal.SIGTERM, _terminate)
+            if distributed is not None:
+                from spectr_jax.utils import hosts
+
+                hosts.connect(**distributed)
+            check_device()
+            _keep_programs()
+            if "import" in flags.FLAGS:
+                _import_modules()
+            with _quiet_end(at_once=not alone):
+                main()
+        except Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        except KeyboardInterrupt as error:
+            status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
+            _exit(
+                "interrupted" + "; the same command resumes" * (output is not None),
+                error,
+                status,
+                at_once=not alone,
+            )
+        except Exception as error:
+            line = explain(error, None if output is None else str(expanded(output.value)))
+            if line is None:
+                raise
+            _exit(f"error: {line}", error, at_once=not alone)
+
+    app.run(guarded, flags_parser=functools.partial(_parse, output is not None))
+
+
+def _terminate(*_) -> NoReturn:
+    raise _Terminated
+
+
+@contextlib.contextmanager
+def _quiet_end(at_once: bool = False) -> Iterator[None]:
+    """Ends the program silently if its output goes to a closed pipe."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # What is left for Python's exit would fail there, with a message.
+    except BrokenPipeError:
+        closed = [
+            stream
+            for stream in (sys.stdout, sys.stderr)
+            if stream is not None and _is_closed_pipe(stream.fileno())
+        ]
+        if not closed:  # Another pipe, of ours.
+            raise
+        for stream in closed:
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), stream.fileno()
+            )  # For what is still to be flushed.
+        if at_once:
+            os._exit(CLOSED_PIPE)
+        sys.exit(CLOSED_PIPE)
+
+
+def _is_closed_pipe(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # Errors are told whatever is asked for.
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _process_flags() -> dict | None:
+    """Returns the arguments of `hosts.connect`, or None for a process on its own."""
+    if "coordinator" not in flags.FLAGS:
+        return None
+    found = {
+        "coordinator": flags.FLAGS.coordinator,
+        "processes": flags.FLAGS.processes,
+        "process": flags.FLAGS.process_id,
+    }
+    return (
+        found
+        if flags.FLAGS.distributed or any(value is not None for value in found.values())
+        else None
+    )
+
+
+def _check_output(flag: flags.FlagHolder) -> None:
+    """Raises `UserError` unless there is such a folder that can be written to, or it can be made."""
+    if not flag.value:
+        raise UserError(f"--{flag.name} is empty; name a folder")
+    path = expanded(flag.value)
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        raise UserError(
+            f"--{flag.name}={flag.value}: {str(nearest)!r} is not a folder; choose another"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"--{flag.name}={flag.value}: {str(nearest)!r} cannot be written to; choose another folder"
+        )
+
+
+def _keep_programs() -> None:
+    """Keeps compiled programs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(caches, "spectr_jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _parse(writes: bool, argv: list[str]) -> list[str]:
+    """Returns the flags, of a program that writes to a folder or does not."""
+    _extend_help(writes)
+    try:
+        with _quiet_end():
+            left = flags.FLAGS(argv)[1:]
+        if left:
+            raise UserError(
+                f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help"
+            )
+        if "config" in flags.FLAGS and not hasattr(
+            flags.FLAGS.config, "keys"
+        ):  # Raises here if the file could not be loaded.
+            raise UserError(
+                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax/config.py"
+            )
+        return left
+    except SystemExit as error:
+        if error.code == CLOSED_PIPE:
+            raise
+        with _quiet_end():  # absl's --help, which ends with 1.
+            pass
+        sys.exit(0)
+    except Exception as error:  # A config file may raise anything.
+        _exit(f"error: {_reason(error)}", error)
+
+
+def _extend_help(writes: bool) -> None:
+    """Has absl's --help tell of the flags here too, and of the exit status."""
+    for flag in flags.FLAGS.get_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    needed = [
+        f"--{name}"
+        for name in flags.FLAGS
+        if any("than None" in check.message for check in flags.FLAGS[name].validators)
+    ]
+    parts = [_CONFIG_HELP] * ("config" in flags.FLAGS) + [
+        f"\nRequired: {', '.join(needed)}\n"
+    ] * bool(needed)
+    program = sys.modules["__main__"]
+    program.__doc__ = "".join(
+        [program.__doc__ or "", *parts, _STATUS_HELP.format(saved=_SAVED_HELP * writes)]
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Returns a one-line message for an error that absl, ml_collections or a config file raises."""
+    text = str(error).strip()
+    if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
+        return text.split("UserError: ", 1)[1]
+    missing = re.findall(r"Flag (--\w+) must have a value", text)
+    if missing:
+        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help"
+    if isinstance(error, UserError):
+        return text
+    if isinstance(error, flags.Error):
+        return f"{text.splitlines()[0].rstrip('.')}; see --help"
+    if isinstance(error, AttributeError | KeyError) and "get_config" not in text:
+        text = text.strip('"').replace("\\n", "; ").replace("\\'", "'")  # Some are quoted twice.
+        return f"unknown config field {text}; the fields are listed in spectr_jax/config.py"
+    if isinstance(error, OSError):
+        return f"the config file cannot be loaded: {text.splitlines()[-1].strip()}; check the path"
+    return f"the config file fails: {type(error).__name__}: {text}; mend it (--verbose shows where)"
+
+
+def _exit(
+    line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False
+) -> NoReturn:
+    if (
+        flags.FLAGS["verbose"].value or "--verbose" in sys.argv
+    ):  # It may stand behind a flag that was not parsed.
+        traceback.print_exception(error)
+    print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
+    if at_once:  # JAX would wait at exit for the other processes, which wait for this one.
+        os._exit(status)
+    sys.exit(status)

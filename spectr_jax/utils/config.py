@@ -1,0 +1,76 @@
+"""Checks of `ml_collections.ConfigDict`s: unknown fields, types and ranges."""
+
+import hashlib
+import json
+from typing import Any
+
+import ml_collections
+
+from spectr_jax.utils.errors import UserError, unknown
+
+
+def check_fields(
+    config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict, prefix: str = ""
+) -> None:
+    """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of another type."""
+    for name in config:
+        if name not in defaults:
+            raise unknown("config field", prefix + name, [prefix + known for known in defaults])
+    for name, default in defaults.items():
+        if name not in config:
+            raise UserError(
+                f"config field {prefix + name!r} is missing; the default is {default!r}"
+            )
+        value = config[name]
+        if isinstance(default, ml_collections.ConfigDict):
+            if not isinstance(value, ml_collections.ConfigDict):
+                raise UserError(
+                    f"config field {prefix + name!r} is {value!r}; it must hold {', '.join(default)}"
+                )
+            check_fields(value, default, f"{prefix}{name}.")
+        elif not _same_kind(value, default):
+            kind = (
+                "number, or None"
+                if default is None
+                else f"{type(default).__name__}, such as {default!r}"
+            )
+            raise UserError(f"config field {prefix + name!r} is {value!r}; give a {kind}")
+
+
+def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
+    """Raises `UserError` unless each named field (`a.b` for one inside) is at least 1; tuples are checked by entry."""
+    for name in names:
+        value: Any = config
+        for part in name.split("."):
+            value = value[part]
+        for entry in value if isinstance(value, tuple | list) else (value,):
+            if entry < 1:
+                raise UserError(f"config field {name!r} is {entry}; give at least 1")
+
+
+def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Returns the config as plain JSON values."""
+    return json.loads(config.to_json())
+
+
+def config_hash(config: ml_collections.ConfigDict) -> str:
+    """Returns twelve hex digits that name the config."""
+    return hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _same_kind(value: Any, default: Any) -> bool:
+    if default is None:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    if isinstance(default, tuple):
+        kind = default[0] if default else 0  # A tuple that may be empty is of integers.
+        filled = bool(value) or not default
+        return (
+            isinstance(value, tuple | list)
+            and filled
+            and all(_same_kind(entry, kind) for entry in value)
+        )
+    return isinstance(value, type(default))

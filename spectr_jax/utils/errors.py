@@ -1,0 +1,113 @@
+"""What ends a program early: bad input, or a signal."""
+
+import difflib
+import errno
+import pathlib
+from collections.abc import Iterable
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+_REFUSED = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EEXIST,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+    }
+)
+
+EXTRAS = {
+    "train": (
+        *(
+            "array_record",
+            "grain",
+            "importlib_resources",
+            "matplotlib",
+            "ml_collections",
+            "optax",
+            "orbax",
+        ),
+        *("tensorflow_datasets", "tqdm"),
+    ),
+    "hf": ("gguf", "huggingface_hub", "jinja2", "tokenizers"),
+}
+"""The modules that each extra of pyproject.toml brings; `eval` brings those of `train`."""
+
+
+class UserError(ValueError):
+    """Bad input: the message names the value and the remedy, on one line."""
+
+
+class Interrupted(Exception):
+    """The user or the scheduler stopped the run; it saved, and the same command resumes it."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
+    """Returns the error for an unknown `name`; it suggests the nearest of the `known` ones."""
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    near = near or [
+        each for each in known if difflib.get_close_matches(str(name), each.split("_"), n=1)
+    ]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
+
+
+def explain(error: BaseException, output: str | None = None) -> str | None:
+    """Returns the line that tells the user what to do; None if the error is a bug of ours.
+
+    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not find, a package of an extra
+    that is not installed, and what a file system says of a path, of rights or of a full disk. A file that is not there is
+    the user's only in the folder `output`, which somebody may have removed: all other files are looked for before they are
+    read.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    reason = next(iter(str(error).splitlines()), "")[:200]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+        return f"out of memory ({reason or 'of this machine'}); give it less at once: a smaller batch_size, or smaller models"
+    if isinstance(error, RuntimeError) and reason.startswith("Unable to initialize backend"):
+        return f"JAX does not find its device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
+    if isinstance(error, ModuleNotFoundError):
+        return _missing(error)
+    if not isinstance(error, OSError):
+        return None
+    path = str(error.filename or "a file")
+    if error.errno in _FULL:
+        return f"{path!r} cannot be written ({error.strerror}); make room, and give the same command again"
+    gone = (
+        error.errno == errno.ENOENT
+        and output is not None
+        and pathlib.Path(output) in pathlib.Path(path).parents
+    )
+    if gone or error.errno in _REFUSED:
+        return f"{path!r} cannot be used ({error.strerror}); choose another path, or change the rights of this one"
+    return None
+
+
+def check_device() -> None:
+    """Raises `UserError` if JAX_PLATFORMS names a device that JAX does not find: of some, JAX only asserts that they are."""
+    import jax
+
+    platforms = jax.config.values["jax_platforms"]
+    if not platforms:
+        return
+    try:
+        jax.local_devices()
+    except (AssertionError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "")[:200] or "no plugin for it is installed"
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX does not find this device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
+        ) from error
+
+
+def _missing(error: ModuleNotFoundError) -> str | None:
+    """Returns the line for a module that an extra brings, None for another one."""
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return f"{module} is not installed; run: pip install '.[{extra}]' in the folder of spectr_jax, which brings it"
+    return None

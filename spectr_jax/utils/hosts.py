@@ -1,0 +1,93 @@
+"""Several processes as one run: how they meet, and how they share small things."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from spectr_jax.utils.errors import UserError
+
+HEARTBEAT_SECONDS = 30
+"""Seconds that processes wait for a silent one before they end too."""
+
+
+def connect(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> None:
+    """Joins this process to the others; call it before JAX is used.
+
+    Args:
+      coordinator: HOST:PORT of process 0; None to ask the environment (TPU pods, Slurm, Open MPI), as for the others.
+      processes: how many there are.
+      process: the index of this one.
+
+    Raises:
+      UserError: the values do not fit together, nothing was found in the environment, or nobody answers.
+    """
+    given = {"coordinator": coordinator, "processes": processes, "process_id": process}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise UserError(
+            f"--{missing[0]} is missing; give --coordinator, --processes and --process_id together, or none"
+        )
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise UserError(
+            f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as host0:1234"
+        )
+    if processes is not None and processes < 1:
+        raise UserError(f"--processes={processes} is less than 1; give how many there are")
+    if processes is not None and process is not None and not 0 <= process < processes:
+        raise UserError(
+            f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} has its own"
+        )
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        )
+    except (RuntimeError, ValueError) as error:
+        where = (
+            f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
+        )
+        raise UserError(
+            f"no other processes were found {where} ({str(error).splitlines()[0]}); start all of them, with --coordinator, "
+            "--processes and --process_id where the environment does not tell"
+        ) from error
+
+
+def is_first() -> bool:
+    """Returns whether this process is the one that writes files and prints."""
+    return jax.process_index() == 0
+
+
+def own_share(count: int) -> slice:
+    """This process's part of `count` things that are dealt out evenly, such as the rows of a batch."""
+    share = count // jax.process_count()
+    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, by process; each of them must call this."""
+    if jax.process_count() == 1:
+        return [value]
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(content)))
+    padded = np.pad(content, (0, int(sizes.max()) - len(content)))
+    rows = multihost_utils.process_allgather(padded)
+    return [
+        json.loads(row[:size].tobytes()) for row, size in zip(np.asarray(rows), sizes, strict=True)
+    ]
+
+
+def wait_for_all(what: str) -> None:
+    """A barrier named `what`: returns when all processes have called it."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def fetch(tree: Any) -> Any:
+    """Returns the arrays of a pytree as whole NumPy arrays, gathered from all devices; each process must call this."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,0 +1,73 @@
+"""Where arrays live: one mesh with axes `data` and `fsdp`, on one device or many, on one host or many."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spectr_jax.utils.errors import UserError
+
+AXES = ("data", "fsdp")
+ROWS = PartitionSpec(AXES)
+"""Rows of a batch, or sequences, over all devices."""
+
+
+def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+    """Returns all devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters.
+
+    Raises:
+      UserError: `fsdp` does not divide their number.
+    """
+    count = len(devices or jax.devices())
+    if fsdp < 1 or count % fsdp:
+        raise UserError(f"mesh.fsdp={fsdp} does not divide the {count} devices; choose a divisor")
+    return jax.make_mesh(
+        (count // fsdp, fsdp), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+
+
+def state_sharding(mesh: Mesh, abstract: Any) -> Any:
+    """Returns the rule for parameters and optimizer state: the largest axis that `fsdp` divides is split, the rest
+    replicated."""
+    fsdp = mesh.shape["fsdp"]
+
+    def rule(leaf):
+        axes: list[str | None] = [None] * len(leaf.shape)
+        divisible = [
+            axis for axis, size in enumerate(leaf.shape) if size % fsdp == 0 and size >= fsdp
+        ]
+        if fsdp > 1 and divisible:
+            axes[max(divisible, key=lambda axis: leaf.shape[axis])] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(rule, abstract)
+
+
+def put_rows(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This process's rows of a batch, its share of them in order, as arrays of the whole mesh."""
+    place = NamedSharding(mesh, ROWS)
+    return {
+        name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()
+    }
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """Arrays that every process has, on every device of the mesh."""
+    return put(tree, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree))
+
+
+def put(tree: Any, places: Any) -> Any:
+    """Arrays that every process has, each at its sharding in `places`."""
+
+    def put_one(leaf, place):
+        if leaf.sharding == place:
+            return leaf
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, place)
+        on_host = np.asarray(
+            leaf
+        )  # A device of one process cannot always send to those of another.
+        return jax.make_array_from_callback(leaf.shape, place, lambda index: on_host[index])
+
+    return jax.tree.map(put_one, tree, places)

@@ -1,0 +1,79 @@
+"""The figures of the papers, at toy size."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from spectr_jax.experiments.figures.acceptance import FIGURES, Settings, run
+from spectr_jax.utils.errors import UserError
+
+pytestmark = pytest.mark.xdist_group("figures")  # They share what they look at.
+SETTINGS = Settings(draws=300, pairs=3)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two figures are of one function: here of one vocabulary too, so that they share programs."""
+    folder = tmp_path_factory.mktemp("figures")
+    with pytest.MonkeyPatch.context() as patched:
+        second = "spectr_plus_plus_figure_2"
+        patched.setitem(FIGURES, second, functools.partial(FIGURES[second], vocabulary=5))
+        return folder, run(SETTINGS, tuple(FIGURES), folder)
+
+
+@pytest.mark.slow
+def test_each_figure_is_written(made):
+    folder, figures = made
+    for name, figure in figures.items():
+        assert (folder / f"{name}.png").stat().st_size > 10_000
+        stored = json.loads((folder / f"{name}.json").read_text())
+        assert stored["title"] == figure.title and stored["settings"]["pairs"] == 3
+        assert {"command", "commit", "hardware", "seconds"} <= stored.keys()
+        for ours, theirs in zip(figure.series, stored["series"], strict=True):
+            assert list(ours.y) == theirs["y"] and len(theirs["x"]) == len(theirs["y"])
+
+
+@pytest.mark.slow
+def test_points_lie_on_their_curves(made):
+    for figure in made[1].values():
+        curves = {
+            series.label: series
+            for series in figure.series
+            if series.error is None and series.panel == 0
+        }
+        points = [series for series in figure.series if series.error is not None and series.like]
+        assert points
+        for series in points:
+            curve = curves[series.like]
+            at = [int(np.argmin(np.abs(np.asarray(curve.x) - x))) for x in series.x]
+            bars = 5 * np.maximum(series.error, 1 / 300)
+            assert np.all(np.abs(np.asarray(curve.y)[at] - series.y) < bars), (figure.title, series)
+
+
+@pytest.mark.slow
+def test_the_linear_program_is_on_the_exact_curve(made):
+    series = {each.label: each for each in made[1]["spectr_figure_5"].series}
+    exact, program = series["OTM-k, exact plan"], series["OTM-k, linear program"]
+    assert len(program.y) >= 3
+    np.testing.assert_allclose(program.y, exact.y[: len(program.y)], atol=1e-8)
+    assert exact.y[0] == pytest.approx(series["K-SEQ"].y[0]) and exact.y[1] > series["K-SEQ"].y[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "message"),
+    [
+        (("spectr_figure_4",), SETTINGS, r"unknown figure 'spectr_figure_4'; did you mean"),
+        (("spectr_figure_1",), Settings(draws=0), "--draws=0 is less than 1"),
+        (("spectr_figure_5",), Settings(draft="nowhere"), "no model at 'nowhere'"),
+        (
+            ("spectr_figure_5",),
+            Settings(prompt="long " * 200),
+            "the prompt has .* tokens and 'draft_2m' a context of 128",
+        ),
+    ],
+)
+def test_bad_settings(tmp_path, names, settings, message):
+    with pytest.raises(UserError, match=message):
+        run(settings, names, tmp_path / "figures")

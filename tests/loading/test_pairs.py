@@ -1,0 +1,125 @@
+"""Targets and drafts whose vocabularies differ by added or padded tokens decode together; others are refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from spectr_jax import check_model, generate, get_method, load
+from spectr_jax.loading.pairs import fitted, load_pair
+from spectr_jax.models.formats.gpt2 import save_gpt2
+from spectr_jax.models.layers.attention import causal
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.models.vocabulary import SharedTokens
+from spectr_jax.utils.errors import UserError
+
+SIZE = 264
+SHAPE = TransformerConfig(
+    layers=1, width=16, mlp=32, heads=2, vocab_size=SIZE, context=64, attention_bias=True
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """GPT-2s: `plain`, `added` with two more tokens, `padded` with more rows than tokens, and `another` vocabulary."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for seed, (name, size, added) in enumerate(
+        [
+            ("plain", SIZE, []),
+            ("added", SIZE + 2, ["<think>", "</think>"]),
+            ("padded", SIZE + 14, []),
+            ("another", SIZE, []),
+        ]
+    ):
+        made = tokenizers.ByteLevelBPETokenizer()
+        text = [f"{'other' if name == 'another' else 'law'} {number}" for number in range(99)]
+        made.train_from_iterator(
+            text, vocab_size=SIZE, special_tokens=["<s>", "</s>"][: 1 + (name == "another")]
+        )
+        made.add_special_tokens(added)
+        shape = dataclasses.replace(SHAPE, vocab_size=size)
+        save_gpt2(folder / name, Transformer(shape, rngs=nnx.Rngs(seed)), bos=0, eos=0)
+        made.save(str(folder / name / "tokenizer.json"))
+    return folder
+
+
+def logits_of(model, tokens):
+    call = jnp.arange(tokens.shape[1])[None], causal(jnp.ones(tokens.shape, jnp.int32))
+    return np.asarray(model.extend(tokens, *call)[0])
+
+
+@pytest.mark.parametrize(
+    ("draft", "target"),
+    [
+        ("plain", "added"),
+        pytest.param("added", "plain", marks=pytest.mark.slow),
+        pytest.param("padded", "plain", marks=pytest.mark.slow),
+        pytest.param("plain", "padded", marks=pytest.mark.slow),
+    ],
+)
+def test_vocabularies_that_differ_by_added_tokens(folders, draft, target):
+    whole, (drafting,) = load_pair(f"hf:{folders / target}", (f"hf:{folders / draft}",), "float32")
+    alone = load(f"hf:{folders / draft}").model
+    assert (
+        drafting.model.vocab_size == whole.model.vocab_size
+        and drafting.model.context == alone.context
+    )
+    tokens = jnp.array([[0, 5, 17, SIZE - 1]])
+    masked = logits_of(drafting.model, tokens)
+    shared = SIZE if "added" in (draft, target) else min(alone.vocab_size, whole.model.vocab_size)
+    np.testing.assert_array_equal(masked[..., :shared], logits_of(alone, tokens)[..., :shared])
+    assert (masked[..., shared:] == -np.inf).all()
+    check_model(drafting.model)
+    prompts, lengths = whole.tokenizer.prompts(["law 3", "law 77 law"])
+    made = generate(
+        jax.random.key(0),
+        get_method("otm_layer", tree="2,1"),
+        whole,
+        drafting,
+        prompts,
+        lengths,
+        12,
+    )
+    assert (made.lengths > lengths).all()
+
+
+def test_a_token_that_the_draft_lacks_is_read_as_another(folders):
+    alone = load(f"hf:{folders / 'plain'}").model
+    model = SharedTokens(alone, (np.arange(SIZE + 2) < SIZE) & (np.arange(SIZE + 2) != 7))
+    tokens = jnp.array([[3, 7, 5, SIZE + 1]])
+    read = logits_of(model, tokens)
+    np.testing.assert_array_equal(
+        read[..., 8:SIZE], logits_of(alone, jnp.array([[3, 0, 5, 0]]))[..., 8:SIZE]
+    )
+    assert (read[..., 7] == -np.inf).all()
+
+
+def test_one_vocabulary_is_left_as_it_is(folders):
+    plain = load(f"hf:{folders / 'plain'}")
+    assert fitted(plain, plain) is plain
+
+
+def test_others_are_refused(folders):
+    with pytest.raises(
+        UserError,
+        match=r"draft 'another' and target 'plain' have different vocabularies: of 264 tokens \d+ are",
+    ):
+        load_pair(f"hf:{folders / 'plain'}", (f"hf:{folders / 'another'}",), "float32")
+    alone, other = load(f"hf:{folders / 'plain'}"), load(f"hf:{folders / 'padded'}")
+    with pytest.raises(
+        UserError,
+        match=r"278 tokens and the target 264; use one vocabulary for both, or spectr_jax\.pairs",
+    ):
+        generate(
+            jax.random.key(0),
+            get_method("speculative"),
+            alone,
+            other,
+            np.zeros((1, 2), np.int32),
+            np.array([2]),
+            4,
+        )
