@@ -21,20 +21,18 @@ def get_config(target: str = "20m"):
     if target not in TARGETS:
         raise unknown("target of a ladder", target, TARGETS)
     config = eval_config()
-    config.target = "embedded:20m"
-    config.drafts = ("embedded:2m", "embedded:6m")
+    config.target = "20m"
+    config.drafts = ("2m", "6m")
     config.num_prompts = 48
     config.batch_size = 16
     config.max_new_tokens = 32
     if target == "97m":
         config.target = "97m"
-        config.drafts = (*config.drafts, "embedded:20m")
+        config.drafts = (*config.drafts, "20m")
         config.methods = ("spectr", "otm_block", "otm_layer")
         config.update(dtype="bfloat16", num_prompts=64, batch_size=32, optimal_acceptance=False)
     if target == "smollm2":
         config.target = "smollm2"
-        config.drafts = tuple(
-            f"results/smollm2/students/smollm2_{size}" for size in ("2m", "6m", "20m")
-        )
+        config.drafts = ("smollm2-6m",)
         config.update(dtype="bfloat16", num_prompts=32, seeds=(0, 1), optimal_acceptance=False)
     return config

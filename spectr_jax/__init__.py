@@ -6,7 +6,7 @@ A whole program:
 import jax
 from spectr_jax import Policy, generate, get_method, load
 
-target, draft = load("embedded:20m", dtype="int8"), load("embedded:2m", dtype="int8")  # or your own models
+target, draft = load("20m", dtype="int8"), load("2m", dtype="int8")  # or your own models
 tokenizer = target.tokenizer
 prompts, lengths = tokenizer.prompts(["The committee will meet again next week to"])
 method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos)

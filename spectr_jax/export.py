@@ -2,10 +2,10 @@
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
     python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m --dtype=int8 --part_mb=16
-    python -m spectr_jax.export --model=embedded:6m --out=draft_6m --format=gpt2
+    python -m spectr_jax.export --model=6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-What it writes can be a target or draft wherever a model is named, as --config.target=results/target_97m/target_97m or
+What it writes can be a target or draft wherever a model is named, as --config.target=runs/models/draft_6m or
 hf:draft_6m.
 """
 

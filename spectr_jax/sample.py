@@ -47,14 +47,14 @@ _LAYERS = flags.DEFINE_integer(
 )
 _TARGET = flags.DEFINE_string(
     "target",
-    "embedded:20m",
-    "The target: embedded:NAME, a file, a workdir, hf:FOLDER, gguf:FILE, smollm2, random:NAME.",
+    "20m",
+    "The target: a published model such as 20m, smollm2, a file, a workdir, hf:FOLDER, gguf:FILE.",
 )
 _DRAFT = flags.DEFINE_string(
     "draft",
     None,
     "The draft model, named as --target is. It needs the target's vocabulary; added or padded tokens may differ. (default: "
-    "embedded:2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the baseline decodes then)",
+    "2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the baseline decodes then)",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
@@ -106,7 +106,7 @@ _COLOUR = flags.DEFINE_enum(
 def main():
     from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
     from spectr_jax.decoding.policy import check_policy
-    from spectr_jax.loading.by_name import SMOLLM2, check_dtype
+    from spectr_jax.loading.by_name import PUBLISHED, SMOLLM2, check_dtype
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
@@ -122,7 +122,7 @@ def main():
     )
     check_policy(policy)
     check_policy(own, owner="draft_")
-    small = _TARGET.value.startswith("embedded:") or _TARGET.value == SMOLLM2
+    small = _TARGET.value in (*PUBLISHED, SMOLLM2)
     dtype = _DTYPE.value or ("int8" if small else None)
     if dtype is not None:
         check_dtype(dtype)

@@ -42,7 +42,7 @@ TABLE = random_table(0, 4)
         ({"mesh": "cpu"}, "mesh='cpu': is not a mesh"),
         ({"policy": 1.0}, "policy=1.0: is not a Policy"),
         ({"draft_policy": {}}, "draft_policy={}: is not a Policy"),
-        ({"target": "embedded:2m"}, "a str is no model"),
+        ({"target": "2m"}, "a str is no model"),
         ({"draft": 7}, "a int is no model"),
     ],
 )
@@ -90,12 +90,12 @@ def _select(drafts):
         (lambda: get_method("kseq_gamma", gamma=1e39), r"gamma=1e\+39 is not at least 1"),
         (lambda: load(None), "spec=None: must name a model"),
         (lambda: load(7), "spec=7: must name a model"),
-        (lambda: load("embedded:2m", dtype=np.float32), "dtype=.*float32.* is not known"),
+        (lambda: load("2m", dtype=np.float32), "dtype=.*float32.* is not known"),
         (lambda: _select([2**32 + 1]), "must be whole numbers within int32"),
         (lambda: _select([0.5]), "must be whole numbers within int32"),
         (lambda: check_plan("otm"), "plan='otm': is not a Plan"),
         (lambda: check_method("block"), "method='block' is no Method"),
-        (lambda: check_model("embedded:2m"), "a str is no model"),
+        (lambda: check_model("2m"), "a str is no model"),
         (lambda: check_model(TableModel(TABLE), layers="1"), "layers='1'"),
     ],
 )

@@ -29,7 +29,7 @@ IMPORTED_BY_THE_SERVER = (
     "spectr_jax.experiments.figures.acceptance",
 )
 
-EAGLE = "results/smollm2/eagle/smollm2_eagle"
+EAGLE = "smollm2-draft"
 """A draft that sees its target's features."""
 
 PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
@@ -40,7 +40,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "spectr_jax.label": (
         "out",
         "--text=spectr_jax/embedded/prompts.txt",
-        "--teacher=embedded:2m",
+        "--teacher=2m",
         "--count=200",
     ),
     "spectr_jax.export": ("out", "--model=/nowhere"),
@@ -60,7 +60,7 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/dev/compare_architectures.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
     "scripts/dev/compare_losses.py": ("workdir",),
-    "scripts/dev/compare_drafts.py": ("workdir", f"--draft={EAGLE}", "--target=embedded:2m"),
+    "scripts/dev/compare_drafts.py": ("workdir", f"--draft={EAGLE}", "--target=2m"),
 }
 (
     TRAIN,
@@ -151,7 +151,7 @@ CASES = [
     (EVAL, "--config.methods=('spectre',)", "unknown method 'spectre'; did you mean 'spectr'?"),
     (EVAL, "--config.num_drafts=(0,)", "config field 'num_drafts' is 0; give at least 1"),
     (EVAL, "--config.draft_lengths=(4,-1)", "config field 'draft_lengths' is -1; give at least 1"),
-    (EVAL, "--config.target=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (EVAL, "--config.target=7m", "no model at '7m'"),
     (EVAL, "--config.target=/nowhere", "no model at '/nowhere'"),
     (EVAL, "--config.prompt_tokens=100", "exceed the context 128"),
     (EVAL, "--config.num_prompts=5000", "has 257 prompts, num_prompts is 5000; lower it"),
@@ -210,7 +210,7 @@ CASES = [
     (SAMPLE, "--import=scripts.dev.bench_select --import=none", "--import=none fails"),
     (FIGURES, "--only=spectr_figure_4", "unknown figure 'spectr_figure_4'; did you mean"),
     (FIGURES, "--draws=0", "--draws=0 is less than 1; give at least 1"),
-    (FIGURES, "--target=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (FIGURES, "--target=7m", "no model at '7m'"),
     (FIGURES, "--pairs=many", "flag --pairs=many"),
     (
         FIGURES,
@@ -225,7 +225,7 @@ CASES = [
     (PACK, "--tokenizer=README.md", "'README.md' is not a SentencePiece model"),
     (PACK, "--length=1", "flag --length=1: 1 is not integer >= 2"),
     (PACK, "--compress true", "unexpected argument 'true'"),
-    (LABEL, "--teacher=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (LABEL, "--teacher=7m", "no model at '7m'"),
     (LABEL, "--text=", "--text is missing; give a corpus, or --write=chats"),
     (LABEL, "--write=chats", "--write=chats takes no --text"),
     (LABEL, "--write=chats --text=", "the model has no chat template; give an instructed one"),
@@ -285,7 +285,7 @@ CASES = [
     ),
     (
         EVAL,
-        f"{LATENCY} --config.models=('embedded:2m',) --config.draft={EAGLE}",
+        f"{LATENCY} --config.models=('2m',) --config.draft={EAGLE}",
         "sees 576 features of its target",
     ),
     (
@@ -304,12 +304,12 @@ CASES = [
     (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
     (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2|llama>"),
     (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),
-    (EXPORT, "--format=gpt2 --model=embedded:draft_7m", "unknown embedded model 'draft_7m'"),
+    (EXPORT, "--format=gpt2 --model=7m", "no model at '7m'"),
     (EXPORT, "--format=llama --part_mb=3", "--part_mb=3.0 is not for --format=llama"),
     (
         EXPORT,
-        "--format=llama --model=embedded:2m",
-        "--model=embedded:2m is not of the Llama family; give --format=gpt2",
+        "--format=llama --model=2m",
+        "--model=2m is not of the Llama family; give --format=gpt2",
     ),
     *(
         (
@@ -363,8 +363,8 @@ CASES = [
         "--prompt is empty, which is nothing to answer; give --chat a message",
     ),
     (SAMPLE, "--tree=4;2", "tree '4;2' is not known; give the children of each level"),
-    (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give embedded:NAME"),
-    (SAMPLE, "--target=", "no model at ''; give embedded:NAME"),
+    (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give random:NAME"),
+    (SAMPLE, "--target=", "no model at ''; give random:NAME"),
     (SAMPLE, "--draft=hf:/nowhere", "no folder '/nowhere'; give hf: and the folder of a model"),
     (SAMPLE, "--dtype=half", "dtype='half' is not known; give one of float32, bfloat16, int8"),
     (SAMPLE, "--temperature=-1", "temperature=-1.0: is not a finite number"),
@@ -558,9 +558,7 @@ def test_what_is_missing(run):
 
 
 def test_an_empty_prompt_is_said_to_be_one(run):
-    ended = run(
-        SAMPLE, "--prompt=", "--target=embedded:2m", "--method=baseline", "--max_new_tokens=2"
-    )
+    ended = run(SAMPLE, "--prompt=", "--target=2m", "--method=baseline", "--max_new_tokens=2")
     assert (
         ended.status == 0
         and ended.stderr == "--prompt is empty: the sequence begins from nothing\n"

@@ -37,7 +37,7 @@ def test_outputs_follow_the_target_on_the_device(name):
 )
 def test_greedy_decoding_equals_the_baseline(name, dtype):
     """In bfloat16 sums of other widths may break a tie of two logits otherwise: then the two differ by one rounding."""
-    target, draft = load("embedded:6m", dtype), load("embedded:2m", dtype)
+    target, draft = load("6m", dtype), load("2m", dtype)
     plain = generate(
         jax.random.key(0), get_method("baseline"), target, None, *PROMPTS, 24, Policy(temperature=0)
     )
@@ -52,7 +52,7 @@ def test_greedy_decoding_equals_the_baseline(name, dtype):
 def test_the_same_key_gives_the_same_tokens_in_another_process(name):
     code = (
         "import jax, numpy as np; from spectr_jax import *; from tests.test_gpu import PROMPTS;"
-        f"out = generate(jax.random.key(3), get_method({name!r}), load('embedded:6m'), load('embedded:2m'), *PROMPTS, 16);"
+        f"out = generate(jax.random.key(3), get_method({name!r}), load('6m'), load('2m'), *PROMPTS, 16);"
         "print(np.asarray(out.tokens).tolist(), np.asarray(out.target_calls).tolist())"
     )
     runs = [
@@ -63,7 +63,7 @@ def test_the_same_key_gives_the_same_tokens_in_another_process(name):
 
 
 def test_logits_of_cached_decoding_are_those_of_a_full_forward():
-    model = load("embedded:6m").model
+    model = load("6m").model
     tokens = np.random.default_rng(1).integers(3, 280, (2, 12))
     positions, visible = (
         jnp.broadcast_to(jnp.arange(12), (2, 12)),

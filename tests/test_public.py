@@ -49,7 +49,7 @@ def test_an_import_waits_for_nothing_that_is_not_used():
 
 
 def test_an_embedded_model_needs_no_orbax_and_nothing_of_hugging_faces():
-    names = _imported("from spectr_jax import load\nload('embedded:2m')")
+    names = _imported("from spectr_jax import load\nload('2m')")
     assert {"safetensors", "sentencepiece"} <= names
     assert not names & (set(HEAVY) - {"safetensors", "sentencepiece"})
 
@@ -71,10 +71,10 @@ def test_the_first_program(name, capsys):
     """The whole of it, with the 6M for the 20M, which has four times its parameters."""
     program = PROGRAMS[name]
     assert (
-        'load("embedded:20m", dtype="int8")' in program
+        'load("20m", dtype="int8")' in program
         and len([line for line in program.splitlines() if line]) <= 10
     )
-    exec(compile(program.replace("embedded:20m", "embedded:6m"), "program", "exec"), found := {})
+    exec(compile(program.replace("20m", "6m"), "program", "exec"), found := {})
     text = capsys.readouterr().out.splitlines()[0]
     assert text.startswith("The committee will meet again next week to") and len(text) > 60
     out, tokenizer = found["out"], found["tokenizer"]

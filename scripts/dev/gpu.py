@@ -48,7 +48,7 @@ PLAIN = (("baseline", {}), ("speculative", {"draft_length": 4}), ("block", {"dra
 LARGE = (*PLAIN, ("otm_block", {"tree": "4,2,1,1"}), ("otm_layer", {"tree": "8x4"}))
 SEQUENCES = (1, 8, 32, 250)
 TOKENS = 64
-TARGETS = ("97m", "embedded:6m")
+TARGETS = ("97m", "6m")
 
 
 class Row(NamedTuple):
@@ -171,7 +171,7 @@ def shape(name: str) -> LlamaConfig:
 def pair(name: str) -> tuple[Frozen, Frozen]:
     """Returns target and draft of a row."""
     if name == "97m":
-        target, draft = TARGETS if not _TOY.value else ("embedded:6m", "embedded:2m")
+        target, draft = TARGETS if not _TOY.value else ("6m", "2m")
         return freeze(load(target, dtype="bfloat16")), freeze(load(draft, dtype="bfloat16"))
     target, draft, agreement = name.split(", ")
     return large(target, 1.0), large(draft, float(agreement))

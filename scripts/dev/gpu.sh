@@ -66,21 +66,21 @@ speed() {
 
 tables() {
   if [ -n "$toy" ]; then
-    eval_ 300 configs/latency.py latency --config.models="('embedded:6m','embedded:2m')" --config.draft=embedded:2m \
+    eval_ 300 configs/latency.py latency --config.models="('6m','2m')" --config.draft=2m \
       --config.methods="('spectr',)" --config.runs=3 --config.batch_sizes="(1,2)"
     eval_ 400 configs/ladder.py ladder --config.num_prompts=4 --config.batch_size=4 --config.max_new_tokens=8 \
-      --config.drafts="('embedded:2m',)" --config.num_drafts="(2,)" --config.draft_lengths="(4,)" --config.seeds="(0,)"
+      --config.drafts="('2m',)" --config.num_drafts="(2,)" --config.draft_lengths="(4,)" --config.seeds="(0,)"
     return
   fi
   local target=97m
-  eval_ 60 configs/latency.py latency --config.models="('$target','embedded:6m')" --config.draft=embedded:6m \
+  eval_ 60 configs/latency.py latency --config.models="('$target','6m')" --config.draft=6m \
     --config.dtype=bfloat16 --config.methods="('spectr','otm_layer')" --config.runs=300
   eval_ 240 configs/ladder.py:97m ladder --config.num_prompts=250 --config.batch_size=250 --config.max_new_tokens=64
 }
 
 transformers() {
-  local rounds=15 target=97m draft=embedded:6m
-  [ -z "$toy" ] || { rounds=1 target=embedded:6m draft=embedded:2m; }
+  local rounds=15 target=97m draft=6m
+  [ -z "$toy" ] || { rounds=1 target=6m draft=2m; }
   limited 90 "$python" scripts/dev/compare_peers.py --workdir="$out/peers" --target=$target --draft=$draft \
     --peers_python="${PEERS_PYTHON:-$python}" --peers_dtype=bfloat16 --compiled --dtypes=bfloat16 --trees="8x4;4,2,1,1" \
     --rounds=$rounds --batch=1

@@ -33,14 +33,14 @@ fastest() { # NAME SEQUENCES FLAG...
         --config.size=16 --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' "${@:3}"
 }
 on() { printf -- '--tree=%s ' "$@"; } # TREE...: flags, to be split
-pair=(--config.target=embedded:20m --config.draft=embedded:2m)
+pair=(--config.target=20m --config.draft=2m)
 
 tables() {
     evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
-        --config.models="('embedded:2m','embedded:6m','embedded:20m','results/target_97m/target_97m')"
+        --config.models="('2m','6m','20m','97m')"
     evaluated target_97m/cpu ladder.py:97m
     fastest target_97m/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(1,2,3,4)' \
-        --config.target=97m --config.draft=embedded:6m --config.dtype=int8
+        --config.target=97m --config.draft=6m --config.dtype=int8
     evaluated demo demo.py:full
     evaluated ladder ladder.py
     evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
@@ -59,9 +59,9 @@ tables() {
         $(on 1x8 2x4 4x2 2,2 1x16 2x8 4x4 2,2,1,1 4x8 8x4 4,2,1,1)
     table layer:dynamic scripts/dev/compare_dynamic.py
     verified layer:verifiers $(on 8x8 4x8 2x8 8x4 4x4 2x4 1x8 2,2,1,1 4,2,1,1 4,2,1,1,1,1,1,1)
-    verified layer/6m --drafts=embedded:6m $(on 8x8 4x8 2x8 8x4 4x4 2x4)
+    verified layer/6m --drafts=6m $(on 8x8 4x8 2x8 8x4 4x4 2x4)
     table figures -m spectr_jax.experiments.figures
-    table ladder:figure -m spectr_jax.experiments.figures --only=spectr_figure_5 --target=embedded:20m --draft=embedded:6m
+    table ladder:figure -m spectr_jax.experiments.figures --only=spectr_figure_5 --target=20m --draft=6m
 }
 
 of_smollm2() {

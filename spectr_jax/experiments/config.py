@@ -9,7 +9,7 @@ from ml_collections.config_dict import placeholder
 def decoding_config() -> dict[str, Any]:
     """Returns the fields that all evaluations share: the target, the prompts and the sampling policy."""
     return {
-        "target": "embedded:6m",
+        "target": "6m",
         "dtype": "float32",
         "prompts": "embedded",  # or a corpus, as in data.train of a training config
         "tfds_dir": "",
@@ -31,7 +31,7 @@ def eval_config() -> ml_collections.ConfigDict:
         {
             "experiment": "tokens_per_call",
             **decoding_config(),
-            "drafts": ("embedded:2m",),
+            "drafts": ("2m",),
             "num_drafts": (1, 2, 4, 8),
             "draft_lengths": (4, 8),
             "methods": (
@@ -51,7 +51,7 @@ def trees_config() -> ml_collections.ConfigDict:
         {
             "experiment": "trees",
             **decoding_config(),
-            "draft": "embedded:2m",
+            "draft": "2m",
             "methods": (  # Compared at each N, on the trees that they can draft.
                 *(
                     "speculative",
@@ -115,7 +115,7 @@ def quality_config() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(
         {
             "experiment": "quality",
-            "models": ("embedded:2m", "embedded:6m"),
+            "models": ("2m", "6m"),
             "dtypes": ("float32", "bfloat16", "int8"),
             "heldout": "tfds:lm1b:test",
             "tfds_dir": "",
@@ -131,7 +131,7 @@ def auto_config() -> ml_collections.ConfigDict:
         {
             "experiment": "auto",
             **decoding_config(),
-            "draft": "embedded:2m",
+            "draft": "2m",
             "methods": (
                 "speculative",
                 "block",

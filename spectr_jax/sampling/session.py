@@ -20,7 +20,7 @@ from spectr_jax.loading.pairs import fitted, load_alone, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils.errors import UserError
 
-DEFAULT_DRAFT = "embedded:2m"
+DEFAULT_DRAFT = "2m"
 ROUNDS = 5
 """Timed runs of a method and of the baseline, in turns, after one of each that is not timed."""
 PARTIAL = "\ufffd"

@@ -214,7 +214,7 @@ def test_what_does_not_go_together(make, message):
 def test_on_the_command_line_without_a_draft(tmp_path):
     prompt, page = "The committee will meet again. The committee", tmp_path / "page.html"
     flags = [
-        "--target=embedded:2m",
+        "--target=2m",
         "--method=lookup",
         "--max_new_tokens=8",
         "--temperature=0",

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pathlib
 import re
 import types
 
@@ -109,19 +108,16 @@ def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
 
 def test_a_draft_without_a_tokenizer_can_be_timed(toy, tmp_path, monkeypatch):
     """Only one that sees the features of a target cannot be called by itself."""
-    timed, smollm2 = [], pathlib.Path(__file__).parents[2] / "results/smollm2"
+    timed = []
     monkeypatch.setattr(
         latency, "measure_cells", lambda config, models, journal: timed.extend(models) or 1 / 0
     )
-    models = str(toy.folder / "target.safetensors"), str(smollm2 / "students/smollm2_2m")
+    models = str(toy.folder / "target.safetensors"), "smollm2-6m"
     with pytest.raises(ZeroDivisionError):
         latency.run(_config(toy.folder, models=models), tmp_path)
-    assert [model.name for model in timed] == ["target", "smollm2_2m"]
+    assert [model.name for model in timed] == ["target", "smollm2_6m"]
     with pytest.raises(UserError, match="sees the features of a target, and can only draft for it"):
-        latency.run(
-            _config(toy.folder, models=(models[0], str(smollm2 / "eagle/smollm2_eagle"))),
-            tmp_path / "other",
-        )
+        latency.run(_config(toy.folder, models=(models[0], "smollm2-draft")), tmp_path / "other")
 
 
 @pytest.mark.slow

@@ -346,7 +346,7 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
             "'block', which drafts one chain only; add 1 to num_drafts",
         ),
         ({"dtype": "int4"}, "dtype='int4' is not known"),
-        ({"target": "embedded:none"}, "unknown embedded model 'none'"),
+        ({"target": "none"}, "no model at 'none'"),
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
     ],
 )
@@ -358,7 +358,7 @@ def test_bad_configs(toy, tmp_path, changes, message):
 
 def test_the_embedded_ladder():
     for name in ("draft_2m", "draft_6m", "draft_20m"):
-        trained = load(f"embedded:{name}")
+        trained = load(f"{name}")
         assert dataclasses.replace(trained.model.config, dropout=0.0) == LADDER[name]
         assert trained.tokenizer.vocab_size == 8192
     assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) < 40e6

@@ -58,7 +58,7 @@ def test_a_short_name_is_the_model_of_the_ladder():
     short, full = load("random:2m"), load("random:draft_2m")
     assert short.name == full.name == "random:draft_2m"
     jax.tree.map(np.testing.assert_array_equal, nnx.state(short.model), nnx.state(full.model))
-    assert load("embedded:2m").name == load("embedded:draft_2m").name == "draft_2m"
+    assert load("2m").name == "draft_2m"
 
 
 def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
@@ -68,14 +68,12 @@ def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
         tmp_path / "draft_20m", trained.model, trained.tokenizer.proto, {}, "int8", part_bytes=6_000
     )
     assert len(files) > 2
-    monkeypatch.setattr(by_name, "EMBEDDED", tmp_path)
-    assert by_name.embedded_names() == ["draft_20m"]
-    for spec in ("embedded:20m", "embedded:draft_20m"):
-        assert load(spec).name == "draft_20m"
+    monkeypatch.setitem(by_name.PUBLISHED, "20m", tmp_path / "draft_20m")
+    assert load("20m").name == "draft_20m"
     tokens = np.random.default_rng(0).integers(0, 283, (2, 16))
     for dtype in ("float32", "int8"):
         np.testing.assert_allclose(
-            _probabilities(load("embedded:20m", dtype).model, tokens),
+            _probabilities(load("20m", dtype).model, tokens),
             _probabilities(trained.model, tokens),
             atol=0.01,
         )
@@ -83,7 +81,7 @@ def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=rf"draft_20m.*{len(files) - 1} of {len(files)} parts are there"
     ):
-        load("embedded:20m")
+        load("20m")
 
 
 def test_the_draft_of_smollm2_that_results_has():
@@ -133,7 +131,7 @@ def test_a_loader_of_ones_own(monkeypatch):
     ):
         load("mine:table", "int8")
     with pytest.raises(
-        UserError, match=r"no model at 'mein:x'; give embedded:NAME, .*gguf:NAME, mine:NAME"
+        UserError, match=r"no model at 'mein:x'; give random:NAME, .*gguf:NAME, mine:NAME"
     ):
         load("mein:x")
     for prefix, message in (
@@ -148,7 +146,7 @@ def test_dtypes_that_are_not_there():
     with pytest.raises(
         UserError, match="dtype='float16' is not known; give one of float32, bfloat16, int8"
     ):
-        load("embedded:2m", "float16")
+        load("2m", "float16")
 
 
 def test_an_unknown_shape_is_named():
@@ -256,16 +254,8 @@ def test_a_model_in_another_place(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "embeded:6m",
-            "no model at 'embeded:6m'; did you mean 'embedded:6m'\\? give embedded:NAME",
-        ),
-        (
-            "draft_6m",
-            "no model at 'draft_6m'; did you mean 'embedded:draft_6m'\\? give embedded:NAME",
-        ),
         ("smolm2", "no model at 'smolm2'; did you mean 'smollm2'\\? give"),
-        ("embedded:9m", "unknown embedded model '9m'; .*known: draft_20m, draft_2m, draft_6m"),
+        ("9m", "no model at '9m'; did you mean"),
         ("~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
         ("hf:~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
         (
@@ -274,7 +264,7 @@ def test_a_model_in_another_place(tmp_path):
         ),
         (
             "nowhere",
-            r"no model at 'nowhere'; give embedded:NAME, .*hf:NAME, gguf:NAME, smollm2, a .* file or .*embedded:draft_6m",
+            r"no model at 'nowhere'; give random:NAME, .*hf:NAME, gguf:NAME, smollm2, a .* file or .*6m",
         ),
     ],
 )

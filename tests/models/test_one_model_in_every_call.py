@@ -20,11 +20,10 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
-RESULTS = pathlib.Path(__file__).parents[2] / "results"
 PAIRS = {
-    "embedded": ("embedded:20m", "embedded:2m"),
-    "97m": (str(RESULTS / "target_97m" / "target_97m"), "embedded:6m"),
-    "smollm2": ("smollm2", str(RESULTS / "smollm2" / "eagle" / "smollm2_eagle")),
+    "embedded": ("20m", "2m"),
+    "97m": ("97m", "6m"),
+    "smollm2": ("smollm2", "smollm2-draft"),
 }
 METHODS = {
     "block": {"draft_length": 8},

@@ -104,7 +104,7 @@ def test_a_model_in_bfloat16_can_be_quantized(kernels):
 
 
 def test_models_load_in_int8():
-    model = load("embedded:draft_2m", "int8").model
+    model = load("2m", "int8").model
     assert isinstance(model.blocks[0].up, Int8Linear) and model.head.kernel[...].shape == (
         8192,
         128,

@@ -53,8 +53,8 @@ def test_a_target_of_another_vocabulary_is_decoded_by_the_baseline(toy, monkeypa
             match=f"method 'otm' needs a draft model with the vocabulary of '{spec}'; give --dr",
         ):
             session.open_session(get_method("otm", tree="2,1"), spec, None, "float32", 6, Policy())
-    for draft, name in ((None, "draft_2m"), ("embedded:6m", "draft_6m")):
-        opened = session.open_session(None, "embedded:6m", draft, "float32", 6, Policy())
+    for draft, name in ((None, "draft_2m"), ("6m", "draft_6m")):
+        opened = session.open_session(None, "6m", draft, "float32", 6, Policy())
         assert (opened.method.name, opened.method.tree.height, opened.draft.name) == (
             "block",
             3,

@@ -18,13 +18,13 @@ _ONLY = flags.DEFINE_list(
 )
 _TARGET = flags.DEFINE_string(
     "target",
-    "embedded:6m",
-    "The target of SpecTr's Figure 5: embedded:NAME, a model file or a workdir.",
+    "6m",
+    "The target of SpecTr's Figure 5: a published model, a model file or a workdir.",
 )
 _DRAFT = flags.DEFINE_string(
     "draft",
-    "embedded:2m",
-    "The draft of SpecTr's Figure 5: embedded:NAME, a model file or a workdir.",
+    "2m",
+    "The draft of SpecTr's Figure 5: a published model, a model file or a workdir.",
 )
 _PROMPT = flags.DEFINE_string(
     "prompt", "He said he also has asked prosecutors to", "The prompt of SpecTr's Figure 5."

@@ -41,8 +41,8 @@ class Settings:
       seed: of the random pairs and the measured points.
     """
 
-    target: str = "embedded:6m"
-    draft: str = "embedded:2m"
+    target: str = "6m"
+    draft: str = "2m"
     prompt: str = "He said he also has asked prosecutors to"
     draws: int = 20_000
     pairs: int = 100
