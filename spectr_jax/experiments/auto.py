@@ -70,7 +70,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_auto_config(config)
-    target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
+    target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
 
     journal = Journal(workdir, NAME, config, report.weights(target, draft))
     bench = Bench(config, target, [draft], prompts, journal)

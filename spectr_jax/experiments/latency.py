@@ -40,7 +40,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models or the workdir, before any measurement.
     """
     check_latency_config(config)
-    measurement.claim_workdir(config, workdir, NAME)
+    measurement.check_table(config, workdir, NAME)
     target, *others = config.models
     models = [
         load_alone(target, config.dtype),

@@ -62,7 +62,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         raise UserError(
             f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple"
         )
-    measurement.claim_workdir(config, workdir, NAME)
+    measurement.check_table(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     contenders = [_contender(spec) for spec in config.models]
     kept = fitting(sentences, contenders, config.sentences, config.heldout)

@@ -69,7 +69,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_spec_bench_config(config)
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
     questions = spread(read_questions(config.questions), config.questions_per_task)
-    measurement.claim_workdir(config, workdir, NAME)
+    measurement.check_table(config, workdir, NAME)
     target, drafts = _load(config, methods)
     check_room(config, questions, [target, *drafts])
     small = freeze(drafts[0].model) if drafts else None

@@ -51,7 +51,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_eval_config(config)
-    target, drafts, prompts = measurement.open_run(config, workdir, NAME, tuple(config.drafts))
+    target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     summaries: list[dict[str, Any]] = []

@@ -68,7 +68,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
     """
     check_trees_config(config)
-    target, (draft,), prompts = measurement.open_run(config, workdir, NAME, (config.draft,))
+    target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
     if config.exit_layer >= target.model.layers:
         raise UserError(
             f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0"

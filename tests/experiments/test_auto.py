@@ -141,7 +141,7 @@ def test_methods_without_a_table_are_replayed(toy, tmp_path):
         num_drafts=(1, 2),
         size=4,
     )
-    target, drafts, prompts = measurement.open_run(config, tmp_path, "auto", (config.draft,))
+    target, drafts, prompts = measurement.open_table(config, tmp_path, "auto", (config.draft,))
     table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config, []))
     acceptance = auto.measure_acceptance(table)
     shapes = ["2", "2,1"]  # Two chains of three have more than four nodes.

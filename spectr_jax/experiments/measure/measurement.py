@@ -114,7 +114,7 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> 
     return Prompts(tokens.reshape(*split, -1), lengths.reshape(split), config.num_prompts)
 
 
-def open_run(
+def open_table(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str, drafts: tuple[str, ...]
 ) -> tuple[Trained, list[Trained], Prompts]:
     """Returns the target, the drafts and the prompts of a table `name`.
@@ -122,7 +122,7 @@ def open_run(
     Raises:
       UserError: anything wrong with them or with the workdir.
     """
-    claim_workdir(config, workdir, name)
+    check_table(config, workdir, name)
     target, loaded = load_pair(config.target, drafts, config.dtype)
     prompts = read_prompts(config, target.tokenizer)
     check_contexts(config, prompts, [target, *loaded])
@@ -214,7 +214,7 @@ def _indices(config: ml_collections.ConfigDict, batch: int) -> np.ndarray:
     return np.arange(batch * config.batch_size, (batch + 1) * config.batch_size)
 
 
-def claim_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:
+def check_table(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:
     """Raises `UserError` if `workdir` holds the table `name` of another config."""
     path = workdir / f"{name}.json"
     if not path.exists():
