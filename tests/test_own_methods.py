@@ -163,14 +163,12 @@ def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
 
 
 def test_whole_paths_need_a_winner():
-    with pytest.raises(UserError, match=r"plan='kseq': names no winner among i.i.d. drafts"):
+    with pytest.raises(UserError, match="plan='kseq'"):
         Block(transport.get("kseq"))
 
 
 def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
-    with pytest.raises(
-        UserError, match="method 'bad': it chooses one of K chains, and its tree is not K chains"
-    ):
+    with pytest.raises(UserError, match=r"method 'bad': parents=\(0, 1, 1\)"):
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 

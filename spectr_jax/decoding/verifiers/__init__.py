@@ -1,4 +1,4 @@
-"""Verifiers: how the tokens of a call are chosen from a drafted and scored tree. One file each."""
+"""Verifiers: rules that choose a call's tokens from a drafted and scored tree. One file each."""
 
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.verifiers.block import Block

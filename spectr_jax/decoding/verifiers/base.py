@@ -1,8 +1,8 @@
-"""Phase 3 of a call (select): what a verifier is, what it returns, and how the walks of verifiers are run.
+"""Phase 3 of a call (select): the verifier interface, and helpers that run a verifier's walk.
 
-A walk goes down the tree one level after another. On an accelerator the number of kernels and the stops of the host
-decide how long it takes: everything of the size of the vocabulary is computed at all nodes at once, and the number of
-levels is static. On a CPU the work decides: nodes are visited only when the walk comes to them.
+A walk descends the tree level by level. On an accelerator, launch overhead and host stops dominate
+its time: everything of the size of the vocabulary is computed at all nodes at once, and the number
+of steps is static. On a CPU, arithmetic dominates: a node is computed when the walk reaches it.
 """
 
 import abc
@@ -23,23 +23,23 @@ from spectr_jax.transport.base import draw
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 SMALL_VOCABULARY = 64
-"""The largest vocabulary for which a CPU takes as long to start an operation as to compute it."""
+"""The largest vocabulary for which launch overhead dominates on a CPU too."""
 
 UNROLLED = 16
-"""The largest number of steps of a walk that are compiled one by one, so that small operations are fused across them."""
+"""Walks of at most this many steps are unrolled, so that XLA fuses operations across steps."""
 
 State = TypeVar("State")
 Result = TypeVar("Result")
 
 
 class Selection(NamedTuple):
-    """The tokens that one call emits for one sequence; those of several have a leading batch dimension.
+    """The tokens that one call emits for one sequence; for a batch, all shapes have a leading B.
 
     Attributes:
       tokens: [height + 1] int32; entries from `emitted` on are unused.
-      emitted: [] int32, the number of emitted tokens: the accepted drafts and one more, a correction or a bonus.
+      emitted: [] int32, the number of accepted drafts plus one for the correction or bonus token.
       path: [height] int32, the node of each accepted draft.
-      drafts: [height + 1] int32, how many drafts there were for each token; 0 for a bonus.
+      drafts: [height + 1] int32, the number of drafts for each token; 0 for a bonus.
     """
 
     tokens: Int[Array, "*batch steps"]
@@ -52,11 +52,12 @@ class Selection(NamedTuple):
 class Verifier(abc.ABC):
     """Chooses the tokens that one call emits, so that they follow the target's distribution.
 
-    A verifier is a frozen dataclass: equal ones must hash alike, or `generate` compiles again.
+    A verifier is a frozen dataclass. Equal verifiers must hash alike, or `generate` recompiles.
 
     Attributes:
-      statistic: what has to be observed of its drafts to predict its tokens per call (`planning.prediction`): "carriers",
-        "winners" or "children", and then it has an attribute `plan`; None if nothing of these predicts them.
+      statistic: the statistic of the drafts that predicts the verifier's tokens per call
+        (`planning.prediction`): "carriers", "winners" or "children". Such a verifier has an
+        attribute `plan`. None if none of these statistics predicts them.
     """
 
     statistic: ClassVar[str | None] = None
@@ -64,10 +65,11 @@ class Verifier(abc.ABC):
     @property
     @abc.abstractmethod
     def rule(self) -> str:
-        """How siblings must be drafted: one of `drafting.RULES`, or "given" for drafts that a method's drafter finds."""
+        """Returns how siblings must be drafted: a key of `drafting.RULES`, or "given" for drafts
+        that come from the method's drafter."""
 
     def check(self, tree: Tree) -> None:  # noqa: B027
-        """Raises `UserError` if this verifier is not exact on `tree`. The default accepts every tree."""
+        """Raises `UserError` if this verifier is not exact on `tree`; by default it accepts all."""
 
     @abc.abstractmethod
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
@@ -80,29 +82,31 @@ def for_each_sequence(
     keys_B: Key[Array, " batch"],
     scored_B: ScoredTree,
 ) -> Selection:
-    """Runs `verifier` on each sequence of a batch; consumes `keys_B`. The result for a finished sequence is unused.
+    """Returns the `Selection` of `verifier` for each sequence of a batch; consumes `keys_B`.
 
-    A CPU takes the sequences in turn, so that none waits for a longer path of another. An accelerator, and a CPU with a
-    small vocabulary, takes all at once.
+    The result for a finished sequence is unused. A CPU runs the sequences one after another, so
+    that none waits for another's longer path. An accelerator, or a CPU with a small vocabulary,
+    runs all at once.
 
     Args:
-      verifier: of the method.
-      done_B: [B] bool, sequences that are finished.
+      verifier: that of the method.
+      done_B: [B] bool, whether each sequence is finished.
       keys_B: [B] typed keys.
-      scored_B: its arrays have a leading B.
+      scored_B: a `ScoredTree` whose arrays have a leading B.
     """
     return for_each_row(scored_B, ~done_B, verifier, keys_B, scored_B)
 
 
 def in_turn(vocab_size: int) -> bool:
-    """Returns whether sequences, and nodes, are best taken one after another: on a CPU, unless the vocabulary is small."""
+    """Returns whether sequences and nodes run one after another: on a CPU, unless V is small."""
     return cpu.on_cpu() and vocab_size > SMALL_VOCABULARY
 
 
 def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns `function`, which takes a node: on an accelerator as a lookup in its results at all nodes at once.
+    """Returns `function` of a node; on an accelerator, as a lookup in its results at all nodes.
 
-    What else the returned function is given, a CPU passes on: values at the node that are known already.
+    Further arguments of the returned function are values already known at the node. A CPU passes
+    them to `function`, and an accelerator ignores them.
     """
     if in_turn(scored.vocab_size):
         return function
@@ -118,13 +122,14 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
 def for_each_row(
     scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Any
 ) -> Result:
-    """Returns `function` of each row of the arrays or pytrees; the result of a row that is not `wanted` is unused."""
+    """Returns `function` of each row of `arrays`; the result of a row not `wanted` is unused."""
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
 
     def of_row(row: tuple[Any, ...]) -> Result:
+        is_wanted, *values = row
         result: Result = jax.lax.cond(
-            row[0], lambda: function(*row[1:]), lambda: zeros_like_output(function, *row[1:])
+            is_wanted, lambda: function(*values), lambda: zeros_like_output(function, *values)
         )
         return result
 
@@ -140,10 +145,11 @@ def repeat(
     state: State,
     settles: bool = False,
 ) -> State:
-    """Applies `step` to `state` while it is `alive`, which it is at most `times` times.
+    """Returns `state` after applying `step` while it is `alive`, at most `times` times.
 
-    An accelerator takes all steps, so that the host need not ask whether to continue; a state that is not alive stays
-    as it is. Pass `settles=True` if `step` leaves such a state unchanged by itself, which saves the selection.
+    An accelerator takes all `times` steps, so that the host need not decide whether to continue,
+    and keeps a state that is not alive. Pass `settles=True` if `step` itself leaves such a state
+    unchanged, which saves the selection.
     """
     if in_turn(scored.vocab_size):
         last: State = jax.lax.while_loop(alive, step, state)
@@ -152,9 +158,9 @@ def repeat(
     def step_if_alive(_: IntScalar | int, state: State) -> State:
         if settles:
             return step(state)
-        going = alive(state)
-        after: State = jax.tree.map(lambda new, old: jnp.where(going, new, old), step(state), state)
-        return after
+        is_alive, after = alive(state), step(state)
+        kept: State = jax.tree.map(lambda new, old: jnp.where(is_alive, new, old), after, state)
+        return kept
 
     end: State = jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
     return end
@@ -164,9 +170,9 @@ class Candidates(NamedTuple):
     """The drafts for the token after a node, in the order in which they were drawn.
 
     Attributes:
-      nodes: [k] int32; the children of all nodes that spell the same tokens.
-      tokens: [k] int32.
-      valid: [k] bool; the others are padding.
+      nodes: [k] int32, the children of all nodes that spell the same tokens.
+      tokens: [k] int32, the token of each draft.
+      valid: [k] bool; invalid entries are padding.
     """
 
     nodes: Int[Array, " k"]
@@ -178,23 +184,22 @@ class Candidates(NamedTuple):
         return self.nodes[jnp.argmax(self.valid)]
 
     def carrying(self, tree: Tree, token: IntScalar) -> tuple[IntScalar, BoolScalar]:
-        """Returns the node at which the walk continues if `token` was chosen, and whether there is one.
+        """Returns the node where the walk continues after `token`, and whether there is one.
 
-        Of several it is one with children, if there is one: the draft model ran on nodes with children only, so the path
-        goes through these, and the draft's cache keeps their rows.
+        A node with children is preferred: the draft model ran only there, so the path goes through
+        rows that the draft's cache has.
         """
         carried = self.valid & (self.tokens == token)
         inner = jnp.asarray(np.isin(np.arange(tree.size + 1), tree.inner))
-        return self.nodes[jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))], jnp.any(
-            carried
-        )
+        best = jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))
+        return self.nodes[best], jnp.any(carried)
 
 
 def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidates]:
-    """Returns a function of a node that returns its `Candidates`.
+    """Returns a function from a node to its `Candidates`.
 
-    I.i.d. drafts below all nodes that spell the same tokens are i.i.d. drafts of one distribution. Drafts by other rules
-    are distinct among siblings, so that no two nodes spell the same tokens.
+    With i.i.d. drafts, the drafts below all nodes that spell the same tokens are i.i.d. from one
+    distribution. By the other rules siblings are distinct, so no two nodes spell the same tokens.
     """
     tree = scored.tree
     if rule != "iid":
@@ -202,9 +207,8 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
 
         def of_node(node: IntScalar) -> Candidates:
             tokens = scored.tokens[table[node]]
-            return Candidates(
-                nodes=table[node], tokens=tokens, valid=(table[node] >= 0) & (tokens >= 0)
-            )
+            valid = (table[node] >= 0) & (tokens >= 0)
+            return Candidates(nodes=table[node], tokens=tokens, valid=valid)
 
         return of_node
     alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
@@ -221,7 +225,10 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
 def ending_at(
     scored: ScoredTree, node: IntScalar, token: IntScalar, drafts: Int[Array, " nodes"]
 ) -> Selection:
-    """Returns what a call emits that ends at `node`: the path to it and `token`; `drafts` [N + 1] are those of each node."""
+    """Returns the `Selection` that emits the path to `node`, then `token`.
+
+    `drafts` [N + 1] is the number of drafts at each node.
+    """
     tree = scored.tree
     depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]
     above = jnp.concatenate([jnp.zeros(1, jnp.int32), path])
@@ -234,14 +241,14 @@ def ending_at(
 
 
 def last_token(key: PRNGKeyArray, weights: Probs) -> IntScalar:
-    """Draws a token from `weights` [V], or returns -1 where none is positive, as for logits that are NaN; consumes `key`."""
+    """Draws a token from `weights` [V], or -1 if none is positive (NaN logits); consumes `key`."""
     return jnp.where(jnp.any(weights > 0), draw(key, weights), -1)
 
 
 def residual_mass(residual: Probs, q: Probs, reached: FloatScalar) -> FloatScalar:
-    """Returns the sum of what is left of `reached * q` once the drafts have taken their part.
+    """Returns the sum of `residual`, what the drafts leave of `reached * q`.
 
-    Where q is 0 everywhere, the target has no distribution. Then no draft can be accepted, and all of `reached` is left for
-    the token -1, which ends the sequence.
+    If q is 0 everywhere, the target has no distribution and no draft can be accepted. Then all of
+    `reached` is left for the token -1, which ends the sequence.
     """
     return jnp.where(jnp.any(q > 0), jnp.sum(residual), reached)

@@ -1,8 +1,8 @@
-"""Drafts that are given: each token is drawn from the target, and the walk continues at the draft that is this token.
+"""A verifier for drafts that no model draws: it draws each token from the target.
 
-Drafts that a rule finds, such as `decoding.lookup`, are no draws: given the sequence so far, each has probability 1. Then a
-draw from q is exact, and accepts with the probability q of the drafted set, which no exact choice exceeds: the token has
-distribution q for each set of drafts, and is in the set with that probability.
+The walk continues at the draft that equals the drawn token. Drafts that a `Drafter` finds, such as
+`decoding.lookup`, are functions of the sequence so far, so a draw from q is exact. It accepts with
+the probability that q gives to the set of drafts, which no exact verifier exceeds.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from spectr_jax.transport.base import Plan
 
 @dataclasses.dataclass(frozen=True)
 class FromTarget(TokenByToken):
-    """Verifies drafts of any origin that are functions of the sequence so far. Siblings are distinct."""
+    """Verifies drafts that are functions of the sequence so far. Siblings must be distinct."""
 
     plan: Plan = dataclasses.field(default_factory=lambda: transport.get("naive"), init=False)
 
@@ -24,4 +24,4 @@ class FromTarget(TokenByToken):
 
 
 GIVEN = "given"
-"""The rule of drafts that are not drawn: a `Drafter` finds them."""
+"""The rule of drafts that are found by a `Drafter` instead of drawn."""

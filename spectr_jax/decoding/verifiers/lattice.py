@@ -1,4 +1,4 @@
-"""Uniforms that are evenly spread over their draws: a randomly shifted lattice (Cranley and Patterson, 1976)."""
+"""Evenly spread uniforms: a randomly shifted lattice (Cranley and Patterson, 1976)."""
 
 import jax
 import numpy as np
@@ -8,14 +8,17 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 def uniforms(
     key: PRNGKeyArray, shape: tuple[int, int], draws: int
 ) -> Float[Array, "rows columns draws"]:
-    """Returns uniforms [*shape, draws], independent within each draw; consumes `key`."""
+    """Returns uniforms [*shape, draws]: independent within a draw, evenly spread over the draws.
+
+    Consumes `key`.
+    """
     steps = np.sqrt(_primes(shape[0] * shape[1])).reshape(*shape, 1) * np.arange(draws) % 1
     shifted: Array = (jax.random.uniform(key, (*shape, 1)) + steps.astype(np.float32)) % 1
     return shifted
 
 
 def _primes(count: int) -> Int[np.ndarray, " {count}"]:
-    """Returns the first prime numbers."""
+    """Returns the first `count` prime numbers."""
     limit = 20 + int(1.5 * count * np.log(count + 2))
     sieve = np.ones(limit, bool)
     sieve[:2] = False

@@ -1,26 +1,34 @@
-r"""Phase 3 of a call (select): all drafts of a layer compete, and any path of the tree can be the accepted one.
+r"""Phase 3 of a call (select): layer verification in which all drafts of a layer compete.
 
-`otm_block` follows one path, that of the winners, and the rest of the tree is lost. Here each node v of a layer, with all
-that spell the same tokens taken as one, has a score w_v in [0, 1], the probability that the output passes through it. The
-root has 1. From the root down, with q and p the distributions at v, k_v its drafts and b_v = w_v / sum of w its budget:
+`otm_block` follows the path of the winners and discards the rest of the tree. Here any path can be
+accepted. Nodes that spell the same tokens count as one node. Each node v has a score $w_v$ in
+[0, 1], the probability that the output passes through it; the root has score 1. Let p and q be the
+distributions at v, $k_v$ its number of drafts, and $b_v$ its budget: $w_v$ divided by the sum of w
+over the nodes of the layer that have drafts. From the root down:
 
-1. v runs the optimal plan (`transport.otm`) for kappa_v = k_v / b_v drafts, a real number, with the winner's distribution
-   g_v. Each draft takes its cell as there, a uniform place U in it (within the cumulative sum of p), and competes with
-   U^kappa_v. The highest of the whole layer wins: it is v's token t with probability b_v g_v(t).
-2. Let pi(v, t) be the probability of that given the drafts. The node of t below v gets the score
+1. v runs the optimal plan (`transport.otm`) for a real number $\kappa_v = k_v / b_v$ of drafts,
+   with winner's distribution $g_v$. Each draft takes a cell as in that plan, draws a uniform place
+   U in it (within the cumulative sum of p), and competes with $U^{\kappa_v}$. The highest value of
+   the layer wins. It belongs to token t of v with probability $b_v g_v(t)$.
+2. Let $\pi(v, t)$ be the probability of that given the drafts. The child of v with token t gets
+   the score $w_{vt}$, and v keeps the residual $R_v$ (at a leaf, $w_v q_v$):
 
-$$w_{vt} = \pi(v, t) \min\left(1, \frac{w_v q_v(t)}{b_v g_v(t)}\right), \qquad R_v(x) = (w_v q_v(x) - b_v g_v(x))_+$$
+$$w_{vt} = \pi(v, t) \min\left(1, \frac{w_v q_v(t)}{b_v g_v(t)}\right), \qquad
+R_v(x) = (w_v q_v(x) - b_v g_v(x))_+.$$
 
-   and R_v is what is left to v (at a leaf all of w_v q_v). In the mean over drafts w_vt is w_v q_v(t) - R_v(t).
+   Averaged over drafts, $w_{vt} = w_v q_v(t) - R_v(t)$.
 
-Then, from the deepest layer up, with S the sum of w and r that of all R of a layer: stop there with probability
-r / (r + 1 - S), at a node drawn by the sum of its R, and emit the path to it and a token drawn from R. The sweep is that of
-layer verification (Cha et al., 2026); the competition is ours. The proof is in docs/otm_layer.md.
+Then, from the deepest layer up, let S be the sum of w in a layer and r that of all its R. The sweep
+stops at the layer with probability r / (r + 1 - S). There it draws a node by the sum of its R, and
+emits the path to it and a token drawn from R. The sweep is that of layer verification (Cha et al.,
+2026); the competition is ours. docs/otm_layer.md has the proof.
 
-pi is the mean of `competitions` drawn competitions: exact for any number of them, since the mean of a share is right and the
-shares sum to 1. With one chain this is block verification (Sun et al., 2024), on one level it accepts as `otm` does.
+The code draws `competitions` competitions and takes their mean for $\pi$. This is exact for any
+number of them, because the shares are unbiased and sum to 1. One chain gives block verification
+(Sun et al., 2024); on one level the acceptance is that of `otm`.
 
-Shape suffixes: N drafted nodes, W nodes of a layer, D drafts of a layer (the nodes of the next), M competitions, C cells.
+Shape suffixes: N drafted nodes, W nodes of a layer, D drafts of a layer (the nodes of the next),
+L layers, M competitions, C cells.
 """
 
 import dataclasses
@@ -35,35 +43,26 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, checked
-from spectr_jax.decoding.verifiers import lattice
-from spectr_jax.decoding.verifiers.base import (
-    Selection,
-    Verifier,
-    at_nodes,
-    candidates,
-    ending_at,
-    for_each_row,
-    last_token,
-    repeat,
-    residual_mass,
-)
+from spectr_jax.decoding.verifiers import base, lattice
+from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.transport import otm
 from spectr_jax.transport.base import draw, or_else
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 COMPETITIONS = 64
-"""Drawn for a layer by default."""
+"""The default number of competitions per layer."""
 MOST = 64
-"""Ratios q / p above this share a cell of a large vocabulary."""
+"""With a large vocabulary, all ratios q / p above this share one cell."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer(Verifier):
-    """Verifies any path of the tree: all i.i.d. drafts of a layer compete.
+    """Verifies all paths of a tree of i.i.d. drafts; the drafts of a layer compete.
 
     Attributes:
-      competitions: drawn for each layer; more of them make the scores less noisy, and the sequences no more exact.
+      competitions: the number drawn per layer. More make the scores less noisy, which raises the
+        acceptance; the output is exact for any number.
     """
 
     rule = "iid"
@@ -76,31 +75,18 @@ class Layer(Verifier):
         """See `Verifier`. Consumes `key`."""
         classes = _classes(scored)
         scores = _scores(key, scored, classes, self.competitions)
-        return _sweep(
-            jax.random.fold_in(key, scored.length + scored.tree.height + 1), scored, classes, scores
-        )
-
-    def expected(self, key: PRNGKeyArray, scored: ScoredTree) -> tuple[FloatScalar, FloatScalar]:
-        """Returns the expected number of emitted tokens given the drafts and the competitions of `key`, which it consumes;
-        and one more than the sum of all scores, which has the same mean over drafted trees."""
-        scores = _scores(key, scored, _classes(scored), self.competitions)
-        residual_L, score_L = _of_layers(scored.tree, scores)
-        open_L = residual_L + jnp.maximum(1 - score_L, 0)
-        continues_L = 1 - jnp.where(
-            residual_L > 0, residual_L / jnp.where(residual_L > 0, open_L, 1), 0
-        )
-        reaches_L = 1 - jnp.cumprod(continues_L[::-1])[::-1]  # The sweep stops there or deeper.
-        return 1 + jnp.sum(reaches_L[1:]), jnp.sum(score_L)
+        sweep_key = jax.random.fold_in(key, scored.length + scored.tree.height + 1)
+        return _sweep(sweep_key, scored, classes, scores)
 
 
 class _Classes(NamedTuple):
-    """Which nodes spell the same tokens, [N + 1] each: the first of them stands for all.
+    """The classes of nodes that spell the same tokens, [N + 1] each; the first node represents all.
 
     Attributes:
-      first: the first node that spells the same tokens.
-      child: a draft below them, or 0 if there is none.
-      drafts: k, the number of drafts below them.
-      drawable: whether it is a draft (`ScoredTree.drawable`).
+      first: the first node of the class.
+      child: a draft below the class, or 0 if there is none.
+      drafts: k, the number of drafts below the class.
+      drawable: whether the node is a draft (`ScoredTree.drawable`).
     """
 
     first: Int[Array, " nodes"]
@@ -110,7 +96,7 @@ class _Classes(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Of nodes [N + 1]; 0 for nodes for which another stands.
+    """The results of the competitions, by node [N + 1]; 0 for nodes that another represents.
 
     Attributes:
       score: w.
@@ -124,14 +110,14 @@ class _Scores(NamedTuple):
 
 
 class _Contest(NamedTuple):
-    """How the D drafts of a layer compete, if they belong to this node; or those of each of its W nodes.
+    """How the D drafts of a layer would compete at one node; for W nodes, with a leading W.
 
     Attributes:
-      matching: of the cells that exchange drafts.
+      matching: the cells that exchange drafts.
       below: [C] mass of p before each cell.
       above: [C] mass of p after each cell.
-      mass: [C] of each cell.
-      cell: [D] of each draft, before it moves.
+      mass: [C] mass of p in each cell.
+      cell: [D] the cell of each draft, before it moves.
       rho: [D] g / p of each draft.
     """
 
@@ -144,10 +130,10 @@ class _Contest(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The optimal plan at a node, for the D drafts of the layer; or at each of W nodes.
+    """The optimal plan at one node for the D drafts of the layer; for W nodes, with a leading W.
 
     Attributes:
-      contest: of those of this node.
+      contest: how the drafts compete.
       ratio: [D] w q / (b g) of each draft.
       residual: [] the sum of R.
     """
@@ -160,44 +146,43 @@ class _Plan(NamedTuple):
 _PlanAt: TypeAlias = Callable[
     [Int[Array, " drafts"], IntScalar, IntScalar, FloatScalar, FloatScalar], _Plan
 ]
-"""A function of the tokens of a layer's drafts, a node, its k, its score and its budget."""
+"""(tokens of the layer's drafts, node, k, score, budget) -> the plan at the node."""
 
 
 def _classes(scored: ScoredTree) -> _Classes:
-    """Returns which nodes spell the same tokens."""
+    """Returns the classes of nodes that spell the same tokens."""
     drawable = scored.drawable()
     first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
-    below = candidates(scored, "iid")
+    below = base.candidates(scored, "iid")
 
-    def of_drafts(node: IntScalar) -> tuple[IntScalar, IntScalar]:
+    def of_node(node: IntScalar) -> tuple[IntScalar, IntScalar]:
         drafts = below(node)
-        return jnp.where(jnp.any(drafts.valid), drafts.first(), 0), jnp.sum(
-            drafts.valid, dtype=jnp.int32
-        )
+        child = jnp.where(jnp.any(drafts.valid), drafts.first(), 0)
+        return child, jnp.sum(drafts.valid, dtype=jnp.int32)
 
-    child, drafts = jax.vmap(of_drafts)(jnp.arange(scored.tree.size + 1))
+    child, drafts = jax.vmap(of_node)(jnp.arange(scored.tree.size + 1))
     return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
 def _p_and_q(
     scored: ScoredTree, child_N: Int[Array, " nodes"], node: IntScalar
 ) -> tuple[Probs, Probs]:
-    """Returns p and q at a node; p is 0 where it is undefined."""
+    """Returns p and q at a node; p is 0 where the draft distribution is undefined."""
     p, q = scored.p_and_q(node, child_N[node])
     return jnp.where(p > 0, p, 0), q
 
 
 def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
-    """Returns the scores of all nodes, from the root down. Consumes `key`."""
+    """Returns the scores of all nodes, computed from the root down. Consumes `key`."""
     depths = jnp.asarray(scored.tree.depth)
-    p_and_q_at = at_nodes(scored, functools.partial(_p_and_q, scored, classes.child))
+    p_and_q_at = base.at_nodes(scored, functools.partial(_p_and_q, scored, classes.child))
 
     def cells_of(node: IntScalar, p: Probs | None = None, q: Probs | None = None) -> otm.Cells:
         if p is None or q is None:
             p, q = p_and_q_at(node)
         return otm.cells_of(p, q, MOST)
 
-    cells_at = at_nodes(scored, cells_of)
+    cells_at = base.at_nodes(scored, cells_of)
 
     def plan_at(
         tokens_D: Int[Array, " drafts"],
@@ -206,7 +191,6 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         score: FloatScalar,
         budget: FloatScalar,
     ) -> _Plan:
-        """Returns the plan at a node, for drafts with these tokens."""
         p, q = p_and_q_at(node)
 
         def several() -> tuple[_Contest, Probs]:
@@ -215,13 +199,9 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         contest, g = jax.lax.cond(
             _is_alone(k, budget), lambda: (zeros_like_output(several)[0], p), several
         )
-        won_D = budget * g[tokens_D]
-        ratio_D = jnp.where(
-            q[tokens_D] > 0,
-            score * q[tokens_D] / jnp.maximum(won_D, jnp.finfo(won_D.dtype).tiny),
-            0,
-        )
-        residual = residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
+        won_D = jnp.maximum(budget * g[tokens_D], jnp.finfo(g.dtype).tiny)
+        ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / won_D, 0)
+        residual = base.residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
         return _Plan(contest=contest, ratio=ratio_D, residual=residual)
 
     def alive(carry: tuple[IntScalar, _Scores]) -> BoolScalar:
@@ -235,7 +215,7 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
 
     none = jnp.zeros(scored.tree.size + 1, scored.p.dtype)
     start = jnp.int32(0), _Scores(score=none.at[0].set(1), budget=none, residual=none)
-    return repeat(scored, scored.tree.height + 1, alive, step, start, settles=True)[1]
+    return base.repeat(scored, scored.tree.height + 1, alive, step, start, settles=True)[1]
 
 
 def _compete(
@@ -247,22 +227,21 @@ def _compete(
     scores: _Scores,
     competitions: int,
 ) -> _Scores:
-    """Lets the drafts below the layer at `depth` compete: returns the scores with those of the next layer, and all else of
-    this one. Consumes `key`."""
+    """Returns the scores after the drafts below the layer at `depth` have competed.
+
+    It sets the scores of the next layer, and the budgets and residuals of this one. Consumes `key`.
+    """
     tree = scored.tree
     levels, parent = jnp.asarray(tree.level_table, jnp.int32), jnp.asarray(tree.parent, jnp.int32)
     nodes_W, drafts_D = levels[depth], levels[depth + 1]
-    owner_D, first_D, tokens_D = (
-        classes.first[parent[drafts_D]],
-        classes.first[drafts_D],
-        scored.tokens[drafts_D],
-    )
-    stands_W = (nodes_W >= 0) & (classes.first[nodes_W] == nodes_W)
-    score_W, k_W = jnp.where(stands_W, scores.score[nodes_W], 0), classes.drafts[nodes_W]
+    owner_D, first_D = classes.first[parent[drafts_D]], classes.first[drafts_D]
+    tokens_D = scored.tokens[drafts_D]
+    is_first_W = (nodes_W >= 0) & (classes.first[nodes_W] == nodes_W)
+    score_W, k_W = jnp.where(is_first_W, scores.score[nodes_W], 0), classes.drafts[nodes_W]
     competing_W = jnp.where(k_W > 0, score_W, 0)
     budget_W = competing_W / jnp.maximum(jnp.sum(competing_W), jnp.finfo(score_W.dtype).tiny)
     plan_of = functools.partial(plan_at, tokens_D)
-    plans_W = for_each_row(scored, score_W > 0, plan_of, nodes_W, k_W, score_W, budget_W)
+    plans_W = base.for_each_row(scored, score_W > 0, plan_of, nodes_W, k_W, score_W, budget_W)
 
     belongs_WxD = (owner_D == nodes_W[:, None]) & (score_W > 0)[:, None]
     competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & classes.drawable[drafts_D]
@@ -271,19 +250,18 @@ def _compete(
     ratio_D = jnp.take_along_axis(plans_W.ratio, node_D[None], axis=0)[0]
     won_D = jnp.sum(jnp.where(first_D[:, None] == first_D, share_D, 0), axis=1)
     below_D = jnp.where(competes_D & (first_D == drafts_D), won_D * jnp.minimum(ratio_D, 1), 0)
+    residual_W = jnp.where(score_W > 0, plans_W.residual, 0)
     return _Scores(
         score=_at_level(tree, depth + 1, below_D, scores.score),
         budget=_at_level(tree, depth, budget_W, scores.budget),
-        residual=_at_level(
-            tree, depth, jnp.where(score_W > 0, plans_W.residual, 0), scores.residual
-        ),
+        residual=_at_level(tree, depth, residual_W, scores.residual),
     )
 
 
 def _at_level(
     tree: Tree, depth: IntScalar, values_W: Float[Array, " width"], of_nodes: Float[Array, " nodes"]
 ) -> Float[Array, " nodes"]:
-    """Returns `of_nodes` with the values of the nodes of one level."""
+    """Returns `of_nodes` with the entries of one level replaced by `values_W`."""
     rank = np.concatenate([np.arange(len(nodes)) for nodes in tree.levels])
     return jnp.where(jnp.asarray(tree.depth) == depth, values_W[rank], of_nodes)
 
@@ -296,7 +274,7 @@ def _contest(
     budget: FloatScalar,
     tokens_D: Int[Array, " drafts"],
 ) -> tuple[_Contest, Probs]:
-    """Returns how drafts with these tokens compete, and the winner's distribution g."""
+    """Returns how drafts with tokens `tokens_D` compete, and the winner's distribution g."""
     winner, shared = _winner(cells, k, budget)
     rho = otm.token_ratios(p, q, cells.of_token, shared)
     contest = _Contest(
@@ -313,7 +291,7 @@ def _contest(
 def _winner(
     cells: otm.Cells, k: IntScalar, budget: FloatScalar
 ) -> tuple[otm.WinnerPmf, Float[Array, " cells"]]:
-    """Returns the winner's distribution by cell, and the ratios that tokens share, for kappa drafts."""
+    """Returns the winner's distribution by cell for kappa drafts, and the cells' shared ratios."""
     winner = otm.winner_pmf(cells.p, cells.q, _kappa(k, budget))
     return winner, otm.shared_ratios(cells, winner)
 
@@ -329,17 +307,17 @@ def _winner_pmf(p: Probs, q: Probs, k: IntScalar, budget: FloatScalar) -> Probs:
         of_token, shared = zeros_like_output(several)
         return of_token, jnp.ones_like(shared)
 
-    # Looked up outside, or XLA on a CPU computes what a cell shares again for each of its tokens.
+    # The lookup is outside the branches: inside, XLA on a CPU recomputes each cell for each token.
     return p * otm.token_ratios(p, q, *jax.lax.cond(_is_alone(k, budget), alone, several))
 
 
 def _is_alone(k: IntScalar, budget: FloatScalar) -> BoolScalar:
-    """Returns whether the layer has one draft and no other: it wins, and g is p."""
+    """Returns whether the layer has a single draft, which then wins, so that g is p."""
     return (k == 1) & (budget == 1)
 
 
 def _kappa(k: Int[Array, "*width"], budget: Float[Array, "*width"]) -> Float[Array, "*width"]:
-    """Returns k / b, and finite: a node of such a small budget as 1e-30 is never seen."""
+    """Returns k / b, kept finite: a budget below 1e-30 does not matter in practice."""
     return jnp.maximum(k / jnp.clip(budget, 1e-30, 1), 1)
 
 
@@ -351,7 +329,7 @@ def _shares(
     competes_D: Bool[Array, " drafts"],
     competitions: int,
 ) -> Float[Array, " drafts"]:
-    """Returns how many of the competitions each draft of the layer wins, as a share; consumes `key`."""
+    """Returns the share of the competitions that each draft of the layer wins; consumes `key`."""
     alone_D = competes_D.astype(kappa_W.dtype)
     D = len(competes_D)
     if D == 1:
@@ -363,9 +341,8 @@ def _shares(
         places = jax.vmap(functools.partial(_places, contests_W, kappa_W))
         places_DxM = places(uniforms_Dx3xM, node_D, jnp.arange(D))
         winner_M = jnp.argmax(jnp.where(competes_D[:, None], places_DxM, -jnp.inf), axis=0)
-        return jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1) * jnp.asarray(
-            1 / competitions, kappa_W.dtype
-        )
+        wins_D = jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1)
+        return wins_D * jnp.asarray(1 / competitions, kappa_W.dtype)
 
     shares_D: Array = jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
     return shares_D
@@ -378,42 +355,34 @@ def _places(
     node: IntScalar,
     draft: IntScalar,
 ) -> Float[Array, " competitions"]:
-    """Returns kappa log U of one draft, in each competition; near 1 it is precise, as large kappa want it."""
+    """Returns kappa log U of one draft in each competition, precise near U = 1 for large kappa."""
     contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
     level, move, place = uniforms_3xM
     cell = otm.moved(contest.matching, contest.cell[draft], contest.rho[draft], level, move)
     below = contest.below[cell] + place * contest.mass[cell]
     above = contest.above[cell] + (1 - place) * contest.mass[cell]
-    tiny = jnp.finfo(below.dtype).tiny
-    return kappa_W[node] * jnp.where(
-        above < 0.5, jnp.log1p(-jnp.minimum(above, 0.75)), jnp.log(jnp.maximum(below, tiny))
-    )
-
-
-def _of_layers(tree: Tree, scores: _Scores) -> Float[Array, "2 steps"]:
-    """Returns r and S of each layer."""
-    sums = jnp.zeros((2, tree.height + 1), scores.score.dtype)
-    return sums.at[:, jnp.asarray(tree.depth)].add(jnp.stack([scores.residual, scores.score]))
+    near_1 = jnp.log1p(-jnp.minimum(above, 0.75))
+    elsewhere = jnp.log(jnp.maximum(below, jnp.finfo(below.dtype).tiny))
+    return kappa_W[node] * jnp.where(above < 0.5, near_1, elsewhere)
 
 
 def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
-    """Stops at a node, from the deepest layer up, and emits the path to it and one more token; consumes `key`."""
+    """Returns the path to the node where the sweep stops, and one more token; consumes `key`."""
     tree = scored.tree
     layer_key, node_key, token_key = jax.random.split(key, 3)
     depth = jnp.asarray(tree.depth)
-    residual_L, score_L = _of_layers(tree, scores)
+    sums = jnp.zeros((2, tree.height + 1), scores.score.dtype)
+    residual_L, score_L = sums.at[:, depth].add(jnp.stack([scores.residual, scores.score]))
     uniform_L = jax.random.uniform(layer_key, (tree.height + 1,))
     stops_L = (uniform_L * (residual_L + jnp.maximum(1 - score_L, 0)) < residual_L).at[0].set(True)
     last = (tree.height - jnp.argmax(stops_L[::-1])).astype(jnp.int32)
     is_root = jnp.arange(tree.size + 1) == 0
     weights = jnp.where(depth == last, scores.residual, 0)
-    node = draw(
-        node_key, or_else(weights, is_root.astype(weights.dtype))
-    )  # By rounding alone none is left.
+    # All weights are 0 only by rounding.
+    node = draw(node_key, or_else(weights, is_root.astype(weights.dtype)))
 
     p, q = _p_and_q(scored, classes.child, node)
     g = _winner_pmf(p, q, classes.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
-    return ending_at(
-        scored, node, last_token(token_key, or_else(left, q)), classes.drafts[classes.first]
-    )
+    token = base.last_token(token_key, or_else(left, q))
+    return base.ending_at(scored, node, token, classes.drafts[classes.first])

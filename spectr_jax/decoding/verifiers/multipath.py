@@ -1,28 +1,31 @@
-r"""Phase 3 of a call (select): greedy multi-path block verification, GBV (Thomas and Pal, 2026, arXiv 2602.16961).
+r"""Phase 3 of a call (select): greedy multi-path block verification, GBV.
 
-Of K i.i.d. chains one is chosen, and block verification (`decoding/verifiers/block.py`) decides how much of it to keep. The
-chosen one is the largest in the order of dictionaries, where at each node tokens are ranked by q / p: among the chains
-that agree with it so far, its next token has the highest ratio. Let u be the draft probability of the path so far and a
-that of all paths of its length that rank below it. With P the prefix sums of p in the order of the ratios, the next token
-c of the chosen chain has the distribution
+Source: Thomas and Pal, 2026, arXiv 2602.16961. Block verification (`decoding/verifiers/block.py`)
+is applied to one of K i.i.d. chains, the lexicographically largest when the tokens at each node are
+ranked by q / p: among the chains that share its prefix, its next token has the highest ratio. Let u
+be the draft probability of the path so far, and a that of all paths of its length that rank below
+it. Let P be the prefix sums of p in the order of the ratios. The next token c of the chosen chain
+has the distribution
 
 $$g_c = \frac{(a + u P_c)^K - (a + u P_{c-1})^K}{(a + u)^K - a^K}.$$
 
-It is not given how many chains agree with the path so far, as that of `gbv_conditional` is.
+Unlike in `gbv_conditional`, it is not conditioned on the number of chains that share the path.
 
-Here $\beta = a / (a + u)$ is carried down, and with $y_c = \beta + (1 - \beta) P_c$
+The code carries $\beta = a / (a + u)$ down the path. With $y_c = \beta + (1 - \beta) P_c$ and j
+from 0 to K - 1,
 
-$$g_c = p_c \ \frac{\sum_j y_c^j \ y_{c-1}^{K-1-j}}{\sum_j \beta^j}, \qquad \beta' = \frac{y_{c-1}}{y_c},$$
+$$g_c = p_c \ \frac{\sum_j y_c^j \ y_{c-1}^{K-1-j}}{\sum_j \beta^j}, \qquad
+\beta' = \frac{y_{c-1}}{y_c}.$$
 
-with j from 0 to K - 1: sums of positive numbers, which lose nothing however improbable the path is.
+These are sums of positive numbers, which stay accurate however improbable the path is.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.scored import ScoredTree
@@ -30,13 +33,15 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.verifiers.block import along_winners
 from spectr_jax.transport.otm import cumulative
-from spectr_jax.transport.types import FloatScalar, IntScalar, Probs
+from spectr_jax.transport.types import Drafts, FloatScalar, IntScalar, Probs, Valid
 from spectr_jax.utils.errors import UserError
+
+AnyFloat: TypeAlias = Float[Array, "*vocab"]
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiPath(Verifier):
-    """Verifies one of K i.i.d. chains, the first in an order of ratios, as a whole."""
+    """Verifies one of K i.i.d. chains as a whole: the one whose tokens have the highest q / p."""
 
     rule = "iid"
 
@@ -44,7 +49,7 @@ class MultiPath(Verifier):
         """Raises `UserError` unless the tree is K chains of one length."""
         if tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
             raise UserError(
-                "it chooses one of K chains, and its tree is not K chains; give num_drafts"
+                f"parents={tree.parents!r:.60}: must be K chains of one length; give num_drafts"
             )
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
@@ -52,13 +57,9 @@ class MultiPath(Verifier):
         chains = len(scored.tree.levels[1]) if scored.tree.size else 1
 
         def win_at(
-            key: PRNGKeyArray,
-            p: Probs,
-            q: Probs,
-            drafts: Int[Array, " k"],
-            valid: Bool[Array, " k"],
+            key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
         ) -> tuple[Ranked, IntScalar, IntScalar]:
-            del key  # Tokens of equal ratio are ranked by their numbers.
+            del key  # Tokens of equal ratio are ranked by index.
             ranked = ranked_by_ratio(p, q)
             draft = jnp.argmax(jnp.where(valid, ranked.rank[drafts], -1))
             return ranked, draft, drafts[draft]
@@ -74,13 +75,13 @@ class MultiPath(Verifier):
 
 
 class Ranked(NamedTuple):
-    """Tokens in the order of their ratios q / p, those of equal ratio by their numbers. All are by token, [V].
+    """The order of tokens by q / p, ties by index. All fields are [V], by token.
 
     Attributes:
       rank: int32.
       p: draft distribution.
       below: mass of p that ranks below the token.
-      upto: mass of p up to the token.
+      upto: the same, including the token.
     """
 
     rank: Int[Array, " vocab"]
@@ -90,7 +91,7 @@ class Ranked(NamedTuple):
 
 
 def ranked_by_ratio(p: Probs, q: Probs) -> Ranked:
-    """Returns the order of tokens by q / p, for p [V] and q [V]; tokens that are never drafted come last."""
+    """Returns the order of tokens by q / p, for p [V] and q [V]; tokens with p = 0 come last."""
     order = jnp.argsort(jnp.where(p > 0, q / jnp.where(p > 0, p, 1), jnp.inf))
     rank = jnp.zeros(len(p), jnp.int32).at[order].set(jnp.arange(len(p), dtype=jnp.int32))
     upto = jnp.minimum(cumulative(jnp, p[order]), 1)
@@ -98,32 +99,25 @@ def ranked_by_ratio(p: Probs, q: Probs) -> Ranked:
 
 
 def winner_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, Probs, Probs]:
-    """Returns by token [V] the winner's distribution g, and y below the token and up to it.
+    """Returns the winner's distribution g, and y below and up to each token, all [V].
 
     Args:
-      ranked: tokens at the node.
-      beta: [] the share of paths that rank below, among those that rank below or pass through the node.
+      ranked: the order of tokens at the node.
+      beta: [] draft probability of the paths that rank below the node, divided by that of these
+        paths and the node's own.
       chains: K, static.
     """
     below, upto = (beta + (1 - beta) * mass for mass in (ranked.below, ranked.upto))
-    g = (
-        ranked.p
-        * _mixed_powers(upto, below, chains)
-        / _mixed_powers(jnp.ones_like(beta), beta, chains)
-    )
-    return g, below, upto
+    scaled = ranked.p * _mixed_powers(upto, below, chains)
+    return scaled / _mixed_powers(jnp.ones_like(beta), beta, chains), below, upto
 
 
-def _mixed_powers(
-    x: Float[Array, "*vocab"], y: Float[Array, "*vocab"], k: int
-) -> Float[Array, "*vocab"]:
+def _mixed_powers(x: AnyFloat, y: AnyFloat, k: int) -> AnyFloat:
     """Returns the sum of x^j y^(k-1-j) over j = 0..k-1, which is (x^k - y^k) / (x - y)."""
 
-    def add(
-        _: IntScalar | int, carry: tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]
-    ) -> tuple[Float[Array, "*vocab"], Float[Array, "*vocab"]]:
+    def add(_: IntScalar | int, carry: tuple[AnyFloat, AnyFloat]) -> tuple[AnyFloat, AnyFloat]:
         total, power = carry
         return total * x + power, power * y
 
-    total: Array = jax.lax.fori_loop(1, k, add, (jnp.ones_like(x), y), unroll=True)[0]
+    total: AnyFloat = jax.lax.fori_loop(1, k, add, (jnp.ones_like(x), y), unroll=True)[0]
     return total

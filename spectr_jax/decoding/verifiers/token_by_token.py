@@ -1,9 +1,8 @@
-"""Token by token: a plan chooses at a node, and the walk continues at the drafts that carry its token.
+"""Token-by-token verification: SpecTr's Algorithm 3, and ERSD's Algorithms 4 and 5.
 
-This is SpecTr's Algorithm 3, and ERSD's Algorithms 4 and 5.
-
-The candidates at a node are the children of all nodes that spell the same tokens. Their number is the k of the plan's
-choice. At a leaf there is none, and a plan without drafts draws from q: that is the bonus token.
+At each node a plan chooses a token, and the walk continues at a draft with that token, if there is
+one. The k drafts at a node are the children of all nodes that spell the same tokens. A leaf has no
+drafts, and a plan without drafts draws from q: that is the bonus token.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ from spectr_jax.transport.types import BoolScalar, IntScalar
 
 class _Chosen(NamedTuple):
     token: IntScalar
-    next: IntScalar  # The node that carries it.
-    accepted: BoolScalar  # Whether there is one.
+    next: IntScalar  # The node where the walk continues.
+    accepted: BoolScalar  # Whether there is such a node.
     drafts: IntScalar
 
 
@@ -37,7 +36,7 @@ class _Walk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TokenByToken(Verifier):
-    """Verifies by one choice of a plan at each node, from the root down.
+    """Verifies with one choice of a plan per node, from the root down.
 
     Attributes:
       plan: any transport plan; its drafting rule is the verifier's.
@@ -51,9 +50,8 @@ class TokenByToken(Verifier):
 
     @property
     def statistic(self) -> str | None:  # type: ignore[override]
-        return {"iid": "carriers", "without_replacement": "children", "race": "children"}.get(
-            self.rule
-        )
+        statistics = {"iid": "carriers", "without_replacement": "children", "race": "children"}
+        return statistics.get(self.rule)
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
@@ -66,9 +64,8 @@ class TokenByToken(Verifier):
             own_key = jax.random.fold_in(key, scored.length + depth[node])
             token = self.plan.select(own_key, p, q, drafts.tokens, drafts.valid).token
             next_node, accepted = drafts.carrying(tree, token)
-            return _Chosen(
-                token=token, next=next_node, accepted=accepted, drafts=jnp.sum(drafts.valid)
-            )
+            count = jnp.sum(drafts.valid)
+            return _Chosen(token=token, next=next_node, accepted=accepted, drafts=count)
 
         chosen_at = at_nodes(scored, choose)
 
@@ -83,17 +80,10 @@ class TokenByToken(Verifier):
                 drafts=walk.drafts.at[walk.depth].set(chosen.drafts),
             )
 
-        zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros(tree.height + 1, jnp.int32)
+        zero, zeros = jnp.zeros((), jnp.int32), jnp.zeros(tree.height + 1, jnp.int32)
         start = _Walk(
-            depth=zero,
-            node=zero,
-            alive=jnp.ones((), bool),
-            tokens=by_depth,
-            path=by_depth,
-            drafts=by_depth,
+            depth=zero, node=zero, alive=jnp.ones((), bool), tokens=zeros, path=zeros, drafts=zeros
         )
         end = repeat(scored, tree.height + 1, lambda walk: walk.alive, step, start)
-        # The last token is never a node.
-        return Selection(
-            tokens=end.tokens, emitted=end.depth, path=end.path[: tree.height], drafts=end.drafts
-        )
+        path = end.path[: tree.height]  # The last token is never a node.
+        return Selection(tokens=end.tokens, emitted=end.depth, path=path, drafts=end.drafts)

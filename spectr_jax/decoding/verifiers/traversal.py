@@ -1,18 +1,21 @@
-r"""Phase 3 of a call (select): from the leaves to the root (traversal verification, Weng et al., 2025, arXiv 2505.12398).
+r"""Phase 3 of a call (select): traversal verification (Weng et al., 2025, arXiv 2505.12398).
 
-Nodes are visited depth first, each after its children, in the order in which siblings were drawn without replacement. A node
-u has a score r_u, a distribution q_u of what follows it and the draft distribution p_u of its next child; at first q_u is
-the target's and p_u the draft's, and the root has score 1. A child of token x begins with
+Drafts are verified from the leaves to the root. Nodes are visited depth first, siblings in the
+order in which they were drawn without replacement, and each node is decided after its children. A
+node u has a score $r_u$, a distribution $q_u$ of the next token and the draft distribution $p_u$ of
+its next child. Initially $q_u$ is the target's, $p_u$ is the draft's, and the root has score 1. A
+child with token x starts with
 
 $$r = \min\left(1, \frac{r_u \ q_u(x)}{p_u(x)}\right).$$
 
-Once all below it is rejected, a node is accepted with probability r: the path to it is emitted, and a token drawn from its
-q. Otherwise its parent u loses it, and the next sibling begins from
+Once all its children are rejected, a node is accepted with probability r: the call emits the path
+to it and a token drawn from its q. Otherwise its parent u is updated for the next sibling to
 
-$$q_u' = N (r_u q_u - p_u)_+, \qquad r_u' = \frac{\sum (r_u q_u - p_u)_+}{\sum (r_u q_u - p_u)_+ + 1 - r_u}, \qquad
+$$q_u' = N (r_u q_u - p_u)_+, \qquad
+r_u' = \frac{\sum (r_u q_u - p_u)_+}{\sum (r_u q_u - p_u)_+ + 1 - r_u}, \qquad
 p_u' = N (p_u \text{ without } x),$$
 
-where N normalises. The root is accepted when nothing else is. On a chain this is block verification.
+where N normalises. The root is accepted if no other node is. On a chain this is block verification.
 """
 
 import dataclasses
@@ -25,27 +28,21 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.verifiers.base import (
-    Selection,
-    Verifier,
-    ending_at,
-    last_token,
-    repeat,
-    residual_mass,
-)
+from spectr_jax.decoding.verifiers import base
+from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.transport.base import or_else
 from spectr_jax.transport.types import BoolScalar, IntScalar, Probs
 
 
 class _State(NamedTuple):
-    """The visit under way. Rows are the depths 0..height of the path to it.
+    """The state of the traversal. Rows belong to the nodes at depths 0..height of the current path.
 
     Attributes:
-      visit: [] the index of the next one.
-      accepted: [] bool, whether the last node was.
+      visit: [] the index of the next visit.
+      accepted: [] bool, whether the last node was accepted.
       score: [height + 1] r.
-      q: [height + 1, V]
-      p: [height + 1, V]
+      q: [height + 1, V] distribution of the next token.
+      p: [height + 1, V] draft distribution of the next child.
     """
 
     visit: IntScalar
@@ -66,9 +63,8 @@ class Traversal(Verifier):
         tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
         nodes, begins = (jnp.asarray(each) for each in _visits(tree))
         accept_key, token_key = jax.random.split(jax.random.fold_in(key, scored.length))
-        uniforms = (
-            jax.random.uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
-        )  # The root is always accepted.
+        # The root is always accepted.
+        uniforms = jax.random.uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
 
         def step(state: _State) -> _State:
             node, begin = nodes[state.visit], begins[state.visit]
@@ -79,43 +75,41 @@ class Traversal(Verifier):
         start = _State(
             visit=jnp.int32(0), accepted=jnp.zeros((), bool), score=rows[:, 0], q=rows, p=rows
         )
-        last = repeat(scored, len(nodes), lambda state: ~state.accepted, step, start)
+        last = base.repeat(scored, len(nodes), lambda state: ~state.accepted, step, start)
         node = nodes[last.visit - 1]
         children = jnp.asarray(np.sum(tree.children_table >= 0, axis=1, dtype=np.int32))
-        return ending_at(scored, node, last_token(token_key, last.q[depths[node]]), children)
+        token = base.last_token(token_key, last.q[depths[node]])
+        return base.ending_at(scored, node, token, children)
 
 
 def _begun(
     scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar
 ) -> _State:
-    """Begins the visit of `node`: it gets its score, by the present state of its parent, and its distributions."""
+    """Returns the state with the score of `node`, which depends on its parent's current state, and
+    with its distributions."""
     del uniforms
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
     chance, own = state.p[above, token], state.score[above] * state.q[above, token]
-    score = jnp.where(
-        (chance > 0) & (node > 0), jnp.minimum(own / jnp.where(chance > 0, chance, 1), 1), node == 0
-    )
+    drawable = (chance > 0) & (node > 0)
+    ratio = jnp.minimum(own / jnp.where(chance > 0, chance, 1), 1)
+    scores = state.score.at[depth].set(jnp.where(drawable, ratio, node == 0))
     first_child = jnp.asarray(np.maximum(scored.tree.children_table[:, 0], 0))[node]
     p, q = scored.p_and_q(node, first_child)
-    return state._replace(
-        score=state.score.at[depth].set(score),
-        q=state.q.at[depth].set(q),
-        p=state.p.at[depth].set(p),
-    )
+    return state._replace(score=scores, q=state.q.at[depth].set(q), p=state.p.at[depth].set(p))
 
 
 def _ended(
     scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar
 ) -> _State:
-    """Ends the visit of `node`: it is accepted, or its parent loses it. The root is accepted."""
+    """Returns the state after the decision on `node`; if it is rejected, its parent is updated."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
     accepted = uniforms[node] < state.score[depth]
     p, q, score = state.p[above], state.q[above], state.score[above]
     residual = jnp.maximum(score * q - p, 0)
-    mass = residual_mass(residual, q, score)
-    lost = ~accepted & (p[token] > 0)  # A draft that could not be drawn tells nothing.
+    mass = base.residual_mass(residual, q, score)
+    lost = ~accepted & (p[token] > 0)  # A draft that p cannot draw carries no information.
     left = jnp.where(mass > 0, mass / jnp.maximum(mass + (1 - score), jnp.finfo(p.dtype).tiny), 0)
     return state._replace(
         accepted=accepted,
@@ -126,13 +120,16 @@ def _ended(
 
 
 def _normal(weights: Probs) -> Probs:
-    """Returns the weights scaled to sum to 1, or zeros as they are."""
+    """Returns the weights scaled to sum to 1; zeros stay zeros."""
     total = jnp.sum(weights)
     return weights / jnp.where(total > 0, total, 1)
 
 
 def _visits(tree: Tree) -> tuple[Int[np.ndarray, " visits"], Bool[np.ndarray, " visits"]]:
-    """Returns the nodes in the order of the visits, depth first, and whether each begins with the node or ends with it."""
+    """Returns the node of each visit, depth first, and whether it is the first visit of that node.
+
+    A node is visited before its children, to get its score, and after them, to be decided.
+    """
     nodes, begins, stack = [], [], [(0, True)]
     while stack:
         node, first = stack.pop()
