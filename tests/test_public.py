@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tomllib
 
-import jax
 import numpy as np
 import pytest
 
 import spectr_jax
 from spectr_jax import decoding
-from spectr_jax.utils.errors import EXTRAS, UserError
+from spectr_jax.utils.errors import EXTRAS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = {
@@ -82,14 +81,11 @@ def test_the_first_program(name, capsys):
     assert 0 < len(new) <= 40 and tokenizer.eos not in new[:-1] and tokenizer.bos not in new
 
 
-def test_decoding_generate_is_a_module_that_can_be_called():
+def test_decoding_generate_is_the_module_and_spectr_jax_generate_its_function():
     import spectr_jax.decoding.generate as module
-    from spectr_jax.decoding import generate
 
-    assert generate is module is decoding.generate is sys.modules["spectr_jax.decoding.generate"]
+    assert module is decoding.generate is sys.modules["spectr_jax.decoding.generate"]
     assert module.generate is spectr_jax.generate and module.Generation is decoding.Generation
-    with pytest.raises(UserError, match="a NoneType is no model"):
-        generate(jax.random.key(0), decoding.get_method("baseline"), None, None, [[1]], [1], 1)
 
 
 def _requirements(lines):

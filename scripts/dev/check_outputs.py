@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.experiments.measure import report
 from spectr_jax.loading.pairs import load_pair

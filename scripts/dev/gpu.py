@@ -24,8 +24,8 @@ from absl import flags
 from flax import nnx
 
 from spectr_jax import load
-from spectr_jax.decoding import Method, generate, get_method
-from spectr_jax.decoding.generate import lower
+from spectr_jax.decoding import Method, get_method
+from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.compilation import side_by_side
 from spectr_jax.models.frozen import Frozen, freeze

@@ -1,6 +1,5 @@
-"""Decoding: how the tokens of a call are drafted, scored, chosen and committed."""
+"""Decoding: drafts, scores, verifies and commits the tokens of each call of the target."""
 
-from spectr_jax.decoding import generate
 from spectr_jax.decoding.generate import Generation, decode
 from spectr_jax.decoding.loop import Call
 from spectr_jax.decoding.methods import METHODS, Method, get_method, register
@@ -17,7 +16,6 @@ __all__ = [
     "Step",
     "bias",
     "decode",
-    "generate",
     "get_method",
     "only",
     "register",

@@ -1,15 +1,12 @@
 """Whole generations in one jitted call: draft, score, select, commit, until every sequence is done.
 
 `generate` checks its input and runs on any devices; `decode` is the pure function below it, for a `jax.jit` of your own.
-The module itself can be called as `generate` is: `spectr_jax.decoding.generate` is both.
 
 Shape suffixes: B sequences, T tokens of a sequence.
 """
 
 import dataclasses
 import functools
-import sys
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -251,12 +248,3 @@ def decode(
         observed=end.observed,
         logprobs=jax.tree.map(until_end, end.logprobs),
     )
-
-
-class _CallableModule(types.ModuleType):
-    """`from spectr_jax.decoding import generate` gives this module, which was the function for its first users."""
-
-    __call__ = staticmethod(generate)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from spectr_jax.decoding import METHODS, Policy, decode, generate, get_method
+from spectr_jax.decoding import METHODS, Policy, decode, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.transformer import Transformer, TransformerConfig

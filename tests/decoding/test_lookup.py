@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import Method, Policy, generate, get_method
+from spectr_jax.decoding import Method, Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.lookup import Lookup
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import FromTarget, TokenByToken

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.request import BUCKET
 from spectr_jax.decoding.tree import Tree, chain

@@ -10,7 +10,8 @@ from flax import nnx
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.data.questions import Question, read_questions, spread
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.experiments import spec_bench
 from spectr_jax.experiments.config import spec_bench_config
 from spectr_jax.experiments.spec_bench import run

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spectr_jax import transport
-from spectr_jax.decoding import generate, get_method
+from spectr_jax.decoding import get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import METHODS
 from spectr_jax.decoding.tree import batch, chain, parse
 from spectr_jax.experiments import trees

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from spectr_jax import check_model
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu

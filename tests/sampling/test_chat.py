@@ -7,7 +7,8 @@ import tokenizers
 from flax import nnx
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig

@@ -15,7 +15,8 @@ import numpy as np
 from peers.environment import ask
 from peers.llama_cpp_build import Built
 
-from spectr_jax.decoding import Method, generate, get_method
+from spectr_jax.decoding import Method, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import EMBEDDED, SMOLLM2, Trained, load
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.formats.hf_llama import save_llama

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.tree import Tree, batch, chain, iid_chains, prefix_tree
 from spectr_jax.experiments.measure import replay
 from spectr_jax.models.table import TableModel, perturbed, random_table

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.experiments.measure.trace import read_calls, recorder
 from spectr_jax.models.table import TableModel, perturbed, random_table
 

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import generate, get_method
+from spectr_jax.decoding import get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.tree import Tree, batch, chain, prefix_tree
 from spectr_jax.experiments.planning import optimum
 from spectr_jax.models.table import TableModel, perturbed, random_table

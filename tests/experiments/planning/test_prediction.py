@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import METHODS, Method, generate, get_method
+from spectr_jax.decoding import METHODS, Method, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.tree import Tree, batch, prefix_tree
 from spectr_jax.experiments.measure.acceptance import observe_drafts, shares
 from spectr_jax.experiments.planning import prediction

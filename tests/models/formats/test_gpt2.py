@@ -12,7 +12,8 @@ import transformers
 from flax import nnx
 
 from spectr_jax import check_model
-from spectr_jax.decoding import Policy, generate, get_method
+from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.models.formats.gpt2 import gpt2_config, load_gpt2, save_gpt2
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
