@@ -1,8 +1,9 @@
-"""Phase 1 of a call: the draft model fills the tree, level by level (SpecTr, section 7).
+"""Phase 1 of a call (draft): the draft model fills the tree level by level (SpecTr, section 7).
 
-The draft model runs on the nodes that have children, the inner ones, and a rule draws the children of each.
+The draft model runs on the inner nodes, which have children. A rule draws the children of each.
 
-Shape suffixes: B sequences, N drafted nodes, I inner nodes (the root among them), W inner nodes of a level, V vocabulary.
+Shape suffixes: B sequences, N drafted nodes, I inner nodes (root included), W inner nodes of a
+level, V vocabulary, R recalled tokens.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from spectr_jax.transport.types import IntScalar, Probs
 
 
 class Drafts(NamedTuple):
-    """What the draft model proposes.
+    """The drafts of one call.
 
     Attributes:
       tokens: [B, N + 1] int32 by node; the root's is the last committed token.
@@ -41,18 +42,17 @@ class Drafts(NamedTuple):
 def iid(
     key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
-    """Returns independent draws from each distribution in p; consumes `key`."""
+    """Returns independent draws from each row of `p`; consumes `key`."""
     return _each(key, p, lambda k, probs: draw(k, probs, (int(counts.max()),)))
 
 
 def without_replacement(
     key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
-    """Returns distinct tokens for each node, drawn from p without replacement by one race per node (Gumbel top-k); consumes
-    `key`.
+    """Returns draws without replacement from each row of `p` (Gumbel top-k); consumes `key`.
 
-    They follow the Plackett-Luce distribution: each is drawn from p without those before it. Once the support of p is
-    exhausted, distinct tokens with p = 0 follow.
+    They follow the Plackett-Luce distribution: each is drawn from p without the tokens before it.
+    Once the support of p is exhausted, distinct tokens with p = 0 follow.
     """
     return _each(key, p, lambda k, probs: race_plan.arrivals(k, probs, int(counts.max())))
 
@@ -60,24 +60,28 @@ def without_replacement(
 def race(
     key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
-    """Returns what `without_replacement` does, with one race for all nodes of the level, which `transport.race` uses too."""
+    """Returns draws without replacement, like `without_replacement`, with one race for all rows.
+
+    The plan `transport.race` runs the same race with the same `key`.
+    """
     return jax.vmap(lambda probs: race_plan.arrivals(key, probs, int(counts.max())))(p)
 
 
 def greedy(
     key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
 ) -> Int[Array, "width children"]:
-    """Returns for each node the likeliest tokens of p, and as its last child a draw from the others (Hu et al., 2025);
-    consumes `key`."""
+    """Returns the likeliest tokens of each row of `p` and, as last child, a draw from the others.
+
+    Consumes `key`. Source: Hu et al., 2025.
+    """
 
     def likeliest_and_one(
         key: PRNGKeyArray, probs: Probs, count: IntScalar
     ) -> Int[Array, " children"]:
         likeliest = jax.lax.top_k(probs, int(counts.max()) - 1)[1]
         is_likeliest = jnp.arange(int(counts.max())) < count - 1
-        one = draw(
-            key, probs.at[jnp.where(is_likeliest[:-1], likeliest, len(probs))].set(0, mode="drop")
-        )
+        taken = jnp.where(is_likeliest[:-1], likeliest, len(probs))
+        one = draw(key, probs.at[taken].set(0, mode="drop"))
         return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
 
     return _each(key, p, likeliest_and_one, jnp.asarray(counts))
@@ -94,17 +98,18 @@ RULES: dict[str, Rule] = {
     "race": race,
     "greedy": greedy,
 }
-"""How the children of the W inner nodes of a level are drawn, by the name in `Plan.drafts`.
+"""The rules that draw the children of the W inner nodes of a level, by their name in `Plan.drafts`.
 
-Each is a function of a key, the distributions p [W, V] and `counts` [W], the number of children of each node. It returns
-[W, C] tokens, C the largest count; entries at and beyond a node's count are unused.
+A rule is a function of a key, the distributions p [W, V], and the number of children of each node,
+`counts` [W]. It returns tokens [W, C], where C is the largest count. Entries from a node's count on
+are unused.
 """
 
 
 def committed_length(
     lengths_B: Int[Array, " batch"], recalled: int = features.RECALLED
 ) -> Int[Array, " batch"]:
-    """Returns the number of tokens that the draft's cache holds between calls, for sequences of these lengths."""
+    """Returns the draft cache's length between calls, for sequences of `lengths_B` tokens."""
     return jnp.maximum(lengths_B - recalled, 0)
 
 
@@ -122,35 +127,33 @@ def draft(
     """Draws the tokens of the tree.
 
     Args:
-      keys_B: one typed key per sequence, consumed; depth d after n committed tokens uses `fold_in(key, n + d - 1)`.
+      keys_B: one typed key per sequence, consumed. The nodes at depth d, after n committed tokens,
+        use `fold_in(key, n + d - 1)`.
       model: the draft model.
       rule: one of `RULES`.
       tree: static.
       policy: applied to the draft's logits.
-      tokens_BxT: committed tokens, of `lengths_B` (at least 1) each.
-      lengths_B: int32.
-      cache: of length `committed_length(lengths_B, R)`, R as `features.recalled` says.
-      features_BxRxE: the target's features that come with the last R tokens, for a draft that sees them.
+      tokens_BxT: the first `lengths_B` of each row are committed.
+      lengths_B: int32, at least 1.
+      cache: of length `committed_length(lengths_B, R)`, where R is `features.recalled`.
+      features_BxRxE: the target's features for the last R tokens, if the draft sees features.
     """
-    # In a sequence shorter than R the root is an earlier one of the recalled slots, and the slots after it are unused.
+    # In a sequence shorter than R the root is not the last recalled slot; later slots are unused.
     root_B = lengths_B - 1 - cache.lengths
     ran = _recall(model, features.recalled(model, tree), tokens_BxT, root_B, cache, features_BxRxE)
     tokens, p = [jnp.take_along_axis(tokens_BxT, lengths_B[:, None] - 1, axis=1)], []
     for depth, nodes in enumerate(tree.levels[1:]):
         parents = np.intersect1d(tree.levels[depth], tree.inner)
-        drafted_BxN = jnp.concatenate(tokens, axis=1)
-        logits = processing.at_nodes(
-            policy, tree, parents, ran.logits, drafted_BxN, tokens_BxT, lengths_B
-        )
-        p.append(_within(model, probabilities(logits, policy), tokens_BxT, lengths_B + depth))
-        level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + depth)
+        committed = jnp.concatenate(tokens, axis=1), tokens_BxT, lengths_B
+        logits = processing.at_nodes(policy, tree, parents, ran.logits, *committed)
+        positions_B = lengths_B + depth
+        p.append(_within(model, probabilities(logits, policy), tokens_BxT, positions_B))
+        level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
         tokens.append(_children(level_keys_B, rule, tree, nodes, p[-1]))
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
-            positions_B = lengths_B + depth
-            ran = _run_on_level(
-                model, tree, inner, tokens[-1][:, inner - nodes[0]], positions_B, root_B, ran
-            )
+            inner_tokens = tokens[-1][:, inner - nodes[0]]
+            ran = _run_on_level(model, tree, inner, inner_tokens, positions_B, root_B, ran)
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(p, axis=1), ran.cache)
 
 
@@ -160,19 +163,19 @@ def _within(
     tokens_BxT: Array,
     positions_B: Int[Array, " batch"],
 ) -> Float[Array, "batch width vocab"]:
-    """Returns `p_BxWxV` with 0 for positions past the draft's context: such drafts count as not drawn, in every verifier."""
+    """Returns `p_BxWxV`, or 0 past the draft's context: verifiers ignore drafts with p = 0."""
     if tokens_BxT.shape[1] <= model.context:
         return p_BxWxV
     return jnp.where(positions_B[:, None, None] <= model.context, p_BxWxV, 0)
 
 
 class _Ran(NamedTuple):
-    """What the draft model returned for the root, or for the inner nodes of a level.
+    """The draft model's outputs for the root, or for the inner nodes of a level.
 
     Attributes:
       logits: of the token after each node.
-      own: its own features of each node; None for a draft that sees none.
-      cache: with these nodes, and those above them, pending.
+      own: the draft's own features of each node; None if it sees no features.
+      cache: with these nodes and those above them pending.
     """
 
     logits: Float[Array, "batch width vocab"]
@@ -188,22 +191,16 @@ def _recall(
     cache: Cache,
     features_BxRxE: Float[Array, "batch recalled features"] | None,
 ) -> _Ran:
-    """Runs the draft on the last R committed tokens; returns what it says of the root."""
+    """Runs the draft on the last R committed tokens; returns its outputs for the root."""
     recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
     if features_BxRxE is not None:
         shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
         features_BxRxE = jnp.take_along_axis(features_BxRxE, shifted_BxR[..., None], axis=1)
-    return _Ran(
-        *features.extend(
-            model,
-            jnp.take_along_axis(tokens_BxT, recalled_BxR, axis=1),
-            jnp.minimum(recalled_BxR, model.context - 1),
-            jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
-            cache,
-            features_BxNxE=features_BxRxE,
-            only_B=root_B,
-        )
-    )
+    tokens_BxR = jnp.take_along_axis(tokens_BxT, recalled_BxR, axis=1)
+    positions_BxR = jnp.minimum(recalled_BxR, model.context - 1)
+    visible = jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R))
+    new = tokens_BxR, positions_BxR, visible
+    return _Ran(*features.extend(model, *new, cache, features_BxNxE=features_BxRxE, only_B=root_B))
 
 
 def _run_on_level(
@@ -215,50 +212,33 @@ def _run_on_level(
     root_B: Int[Array, " batch"],
     above: _Ran,
 ) -> _Ran:
-    """Runs the draft on the `inner` nodes of a level; `above` is what it returned for the inner nodes of the one above."""
+    """Runs the draft on the `inner` nodes of a level, given its outputs for the level `above`."""
     R = features.recalled(model, tree)
-    first_rank = int(tree.inner_rank[inner[0]])
-    return _Ran(
-        *features.extend(
-            model,
-            tokens_BxW,
-            jnp.broadcast_to(
-                jnp.minimum(positions_B, model.context - 1)[:, None], tokens_BxW.shape
-            ),
-            _visible(tree, inner, R, root_B),
-            above.cache,
-            R + first_rank - 1,
-            features_BxNxE=None
-            if above.own is None
-            else above.own[:, _parent_rank_in_level(tree, inner)],
-        )
-    )
+    pending = R + int(tree.inner_rank[inner[0]]) - 1
+    parents = tree.parent[inner]
+    inner_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
+    own = None if above.own is None else above.own[:, np.searchsorted(inner_above, parents)]
+    positions_B = jnp.minimum(positions_B, model.context - 1)
+    positions_BxW = jnp.broadcast_to(positions_B[:, None], tokens_BxW.shape)
+    new = tokens_BxW, positions_BxW, _visible(tree, inner, R, root_B)
+    return _Ran(*features.extend(model, *new, above.cache, pending, features_BxNxE=own))
 
 
 def _visible(
     tree: Tree, inner: Int[np.ndarray, " width"], R: int, root_B: Int[Array, " batch"]
 ) -> Bool[Array, "batch width visible"]:
-    """Returns which of the R recalled tokens and of the inner nodes so far, their own level's included, nodes see."""
+    """Returns the mask of the `inner` nodes of a level over the pending tokens.
+
+    These are the R recalled tokens, then the inner nodes up to and including this level.
+    """
     B, W = len(root_B), len(inner)
     sees_recalled_BxR = jnp.arange(R) <= root_B[:, None]
-    among_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : tree.inner_rank[inner[-1]] + 1])]
-    return jnp.concatenate(
-        [
-            jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)),
-            jnp.broadcast_to(among_inner, (B, *among_inner.shape)),
-        ],
-        axis=-1,
+    sees_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : tree.inner_rank[inner[-1]] + 1])]
+    parts = (
+        jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)),
+        jnp.broadcast_to(sees_inner, (B, *sees_inner.shape)),
     )
-
-
-def _parent_rank_in_level(
-    tree: Tree, inner: Int[np.ndarray, " width"]
-) -> Int[np.ndarray, " width"]:
-    """Returns which of the inner nodes of the level above is the parent of each of the `inner` nodes of one level."""
-    parents = tree.parent[inner]
-    level_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
-    rank: Int[np.ndarray, " width"] = np.searchsorted(level_above, parents)
-    return rank
+    return jnp.concatenate(parts, axis=-1)
 
 
 def commit(
@@ -269,31 +249,29 @@ def commit(
     old_lengths_B: Int[Array, " batch"],
     new_lengths_B: Int[Array, " batch"],
 ) -> Cache:
-    """Keeps the accepted path in the draft's cache, except its last node, which may be a leaf and is run again.
+    """Keeps the accepted path, except its last node, in the draft's cache.
 
-    A draft that sees features runs on all of it again, with the target's.
+    The last node may be a leaf, on which the draft has not run, so the next call recalls it. A
+    draft that sees features recalls all tokens that the call added, with the target's features.
 
     Args:
       model: the draft model, or its frozen copy.
       cache: with the inner nodes of a drafted tree pending.
       tree: static.
-      path_BxD: int32 accepted nodes, root excluded, in order; later entries are ignored.
-      old_lengths_B: lengths of the sequences before the call.
-      new_lengths_B: after it.
+      path_BxD: int32, accepted nodes in order, root excluded; later entries are ignored.
+      old_lengths_B: the lengths of the sequences before the call.
+      new_lengths_B: their lengths after it.
     """
     if features_seen(model):
         return Cache(cache.rows, committed_length(new_lengths_B, features.recalled(model, tree)))
     roots_B = old_lengths_B - 1 - cache.lengths
-    index_D = jnp.arange(
-        1, path_BxD.shape[1] + features.RECALLED
-    )  # The first recalled row is in its place.
+    height = path_BxD.shape[1]
+    # The first recalled row is in its place already.
+    index_D = jnp.arange(1, height + features.RECALLED)
     below_root = index_D[None, :] - roots_B[:, None] - 1
-    nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, path_BxD.shape[1] - 1), axis=1)
-    pending = jnp.where(
-        below_root < 0,
-        index_D[None, :],
-        features.RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1,
-    )
+    nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, height - 1), axis=1)
+    of_nodes = features.RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1
+    pending = jnp.where(below_root < 0, index_D[None, :], of_nodes)
     return keep(cache, pending, committed_length(new_lengths_B), settled=1)
 
 
@@ -304,7 +282,7 @@ def _children(
     nodes: Int[np.ndarray, " level"],
     p_BxWxV: Float[Array, "batch width vocab"],
 ) -> Int[Array, "batch level"]:
-    """Returns the tokens of the `nodes` of a level, drawn from their parents' distributions `p_BxWxV`."""
+    """Returns tokens for the `nodes` of a level, drawn from `p_BxWxV` at their parents."""
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     parents = parents - parents.min()
     counts = np.bincount(parents)
@@ -317,5 +295,5 @@ def _each(
     draw_children: Callable[..., Int[Array, " children"]],
     *of_each: Shaped[Array, "width ..."],
 ) -> Int[Array, "width children"]:
-    """Returns what `draw_children` draws for each node with a key of its own; consumes `key`."""
+    """Returns `draw_children(key, p, ...)` of each row, each with its own key; consumes `key`."""
     return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV, *of_each)

@@ -1,8 +1,9 @@
-"""Log-probabilities of emitted tokens, from the logits of the call of the target that verified them.
+"""Log-probabilities of emitted tokens, from the logits of the call that verified them.
 
 Shape suffixes: B sequences, N nodes, S tokens of a call, T tokens of a sequence, V vocabulary.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,10 +16,12 @@ from spectr_jax.decoding.verifiers.base import Selection
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of tokens, float32; 0 for the prompt and after the end, NaN for -1, where there was no distribution.
+    """Log-probabilities of tokens, float32.
+
+    They are 0 for the prompt and after the end, and NaN for a token of -1.
 
     Attributes:
-      policy: under the distribution that the policy makes of the target's logits, which the tokens were drawn from.
+      policy: under the distribution that the tokens follow: the target's, after the policy.
       model: under the target's own distribution, at temperature 1.
     """
 
@@ -29,16 +32,14 @@ class Logprobs(NamedTuple):
 def of_call(
     scored: ScoredTree, logits_BxNxV: Float[Array, "batch nodes vocab"], chosen: Selection
 ) -> Logprobs:
-    """Returns the log-probabilities [B, S] of the tokens of a call; those after the emitted ones are undefined.
+    """Returns the log-probabilities [B, S] of a call's tokens; undefined after the emitted ones.
 
     Args:
-      scored: of all sequences.
-      logits_BxNxV: the target's own, before the policy's `process`.
-      chosen: the tokens, and the path of nodes that they follow.
+      scored: a batch.
+      logits_BxNxV: the target's, before the policy's `process`.
+      chosen: a batch.
     """
-    above_BxS = jnp.pad(
-        jnp.maximum(chosen.path, 0), ((0, 0), (1, 0))
-    )  # The first token follows the root.
+    above_BxS = jnp.pad(jnp.maximum(chosen.path, 0), ((0, 0), (1, 0)))  # The root comes first.
     tokens_BxSx1 = jnp.maximum(chosen.tokens, 0)[..., None]
 
     def rows(of_nodes: Float[Array, "batch nodes vocab"]) -> Float[Array, "batch steps vocab"]:
@@ -52,12 +53,7 @@ def of_call(
 
 
 def written(all_BxT: Logprobs, new_BxS: Logprobs, starts_B: Int[Array, " batch"]) -> Logprobs:
-    """Returns the log-probabilities of sequences, with those of a call from `starts_B` on."""
-
-    def write(row: Array, new: Array, start: Array) -> Array:
-        updated: Array = jax.lax.dynamic_update_slice_in_dim(row, new, start, 0)
-        return updated
-
-    return Logprobs(
-        *(jax.vmap(write)(*each, starts_B) for each in zip(all_BxT, new_BxS, strict=True))
-    )
+    """Returns `all_BxT` with the log-probabilities of a call, `new_BxS`, written at `starts_B`."""
+    update = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
+    updated: Logprobs = jax.tree.map(lambda all, new: update(all, new, starts_B), all_BxT, new_BxS)
+    return updated

@@ -1,9 +1,11 @@
-"""Drafts without a model: what followed the last tokens where they occurred before, in the prompt or in the output.
+"""Prompt lookup: drafts without a model, copied from earlier occurrences of the last tokens.
 
-Known as prompt lookup decoding (Saxena, 2023; LLMA: Yang et al., 2023, arXiv 2304.04487). It pays where outputs repeat their
-inputs: summaries, edits, retrieval, chats that quote.
+It pays where outputs repeat their inputs: summaries, edits, retrieval, chats that quote.
 
-Shape names: time T (committed tokens and the room after them), width W (inner nodes of a level), nodes N + 1.
+Sources: Saxena, 2023; LLMA (Yang et al., 2023, arXiv 2304.04487).
+
+Shape names: time T (committed tokens, then unused room), width W (inner nodes of a level), nodes
+N + 1.
 """
 
 import dataclasses
@@ -21,22 +23,22 @@ from spectr_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """Fills a tree with what followed earlier occurrences of the last n tokens.
+    """Fills a tree with the tokens that followed earlier occurrences of the last n tokens.
 
-    Occurrences are ranked: those of longer n-grams first, later ones before earlier ones. The children of a node are the
-    first distinct tokens that follow, in that order, where the tokens so far are the path to the node. A chain is thus what
-    followed the latest occurrence of the longest n-gram; K chains begin with K different tokens; in a prefix tree the
-    occurrences share their common prefixes.
+    Longer n-grams rank first; among equals, later occurrences do. The children of a node are the
+    first distinct tokens, in that order, that follow its path in an occurrence. A chain therefore
+    copies what followed the best occurrence, and K chains begin with K different tokens.
 
-    A copy that reaches the end of the sequence continues with its own beginning, so that a repeated phrase is drafted as
-    often as the tree is deep. A node has the token -1, and thus no draft, if no occurrence is left for it.
+    A copy that reaches the end of the sequence continues from its own start, so that a repeated
+    phrase fills the whole depth of the tree. A node without an occurrence has the token -1, which
+    means no draft.
 
     Attributes:
       max_ngram: the largest n, at least 1.
       min_ngram: the smallest n, from 1 to `max_ngram`.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     max_ngram: int = 3
@@ -46,35 +48,38 @@ class Lookup:
         trees.checked(max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         if self.min_ngram > self.max_ngram:
             raise UserError(
-                f"min_ngram={self.min_ngram}: must be at most max_ngram={self.max_ngram}; lower it, or raise max_ngram"
+                f"min_ngram={self.min_ngram}: must be at most max_ngram={self.max_ngram}"
             )
 
     def __call__(
         self, tree: Tree, tokens: Int[Array, " time"], length: IntScalar
     ) -> Int[Array, " nodes"]:
-        """Returns the tokens of the drafted nodes 1..N, -1 where there is none, for one sequence.
+        """Returns the tokens of the drafted nodes 1..N of one sequence; -1 means no draft.
 
         Args:
           tree: static.
-          tokens: [T] int32; those from `length` on are ignored.
+          tokens: [T] int32; entries from `length` on are ignored.
           length: [] int32, the number of committed tokens, at least 1.
         """
         rank = self._ranks(tokens, length)
         starts = jnp.arange(len(tokens))
         agree, by_level = rank[None] > 0, []
         for depth, nodes in enumerate(tree.levels[1:]):
-            # Beyond the end the copy continues with what it has copied.
+            # Past the end, a copy continues from its own start.
             following = tokens[starts + depth % jnp.maximum(length - starts, 1)]
-            places, ranks = tree.parent[nodes] - tree.levels[depth][0], tree.sibling_rank[nodes]
-            children = _children(rank, following, agree[np.unique(places)], int(ranks.max()) + 1)
-            rows = np.searchsorted(np.unique(places), places)
+            ranks = tree.sibling_rank[nodes]
+            inner, rows = np.unique(tree.parent[nodes], return_inverse=True)
+            agree_inner = agree[inner - tree.levels[depth][0]]
+            children = _children(rank, following, agree_inner, int(ranks.max()) + 1)
             by_level.append(children.tokens[ranks, rows])
             agree = children.agree[ranks, rows]
         return jnp.concatenate(by_level).astype(jnp.int32)
 
     def _ranks(self, tokens: Int[Array, " time"], length: IntScalar) -> Int[Array, " time"]:
-        """Returns by the place after an n-gram how it ranks among the occurrences, higher ones first; 0 where the last
-        tokens did not occur. Ranks differ."""
+        """Returns [T]: how the tokens before each place rank as an occurrence of the last tokens.
+
+        Ranks are distinct, and higher is better; 0 means that they do not match.
+        """
         T = len(tokens)
         place = jnp.arange(T)
         agree, matched = (place > 0) & (place < length), jnp.zeros(T, jnp.int32)
@@ -87,11 +92,11 @@ class Lookup:
 
 
 class _Children(NamedTuple):
-    """The children of W nodes, by their rank among siblings.
+    """The C children of each of W nodes.
 
     Attributes:
-      tokens: [C, W] -1 where no occurrence is left.
-      agree: [C, W, T] the occurrences that agree with the path to the child.
+      tokens: [C, W] int32; -1 where no occurrence is left.
+      agree: [C, W, T] bool, the occurrences that agree with the path to the child.
     """
 
     tokens: Int[Array, "children width"]
@@ -104,7 +109,7 @@ def _children(
     agree: Bool[Array, "width time"],
     count: int,
 ) -> _Children:
-    """Returns the first `count` distinct tokens in `following` of the occurrences that agree with each node, by rank."""
+    """Returns the best `count` distinct tokens of `following`, for each row of `agree`."""
     tokens, agreeing = [], []
     for _ in range(count):
         best = jnp.max(jnp.where(agree, rank, 0), axis=1)

@@ -1,4 +1,4 @@
-"""A drafted and scored tree: everything that a verifier sees of one call, for one sequence.
+"""A drafted and scored tree: everything that a verifier sees of one call.
 
 Shape names: nodes N + 1 (the root is node 0), inner I, vocab V.
 """
@@ -18,18 +18,18 @@ from spectr_jax.transport.types import IntScalar, Probs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoredTree:
-    """The drafts of one call, with the distributions of both models at the nodes.
+    """The drafts of one call, with both models' distributions at the nodes, for one sequence.
 
-    It is of one sequence; while the models run its arrays, those of the policy included, have a leading batch dimension.
+    For a batch, all arrays, those of the policy included, have a leading batch dimension.
 
     Attributes:
       tree: static, N drafted nodes.
-      policy: turns these logits into q.
-      length: [] int32, committed tokens of the sequence before the call.
-      tokens: [N + 1] int32 by node; the root's is the last committed one. A node of -1 has no draft.
-      p: [I, V] draft distributions at the inner nodes; [0, V] for drafts that are not drawn but given, which have
-        probability 1 each.
-      logits: [N + 1, V] of the target at each node, after the policy's process.
+      policy: turns `logits` into q.
+      length: [] int32, the number of committed tokens before the call.
+      tokens: [N + 1] int32 by node; the root's is the last committed token. -1 means no draft.
+      p: [I, V] draft distributions at the inner nodes; [0, V] if a drafter gives the drafts, which
+        then have probability 1 each.
+      logits: [N + 1, V] of the target at each node, after the policy's `process`.
     """
 
     tree: Tree = dataclasses.field(metadata={"static": True})
@@ -51,39 +51,39 @@ class ScoredTree:
         return pmf
 
     def p_and_q(self, node: IntScalar, child: IntScalar) -> tuple[Probs, Probs]:
-        """Returns the draft distribution [V] that `child` was drawn from, and the target distribution [V] at `node`.
+        """Returns the draft distribution [V] that `child` was drawn from, and q [V] at `node`.
 
-        The draft distribution is looked up by the child, because some of the nodes that spell the same tokens may be
-        leaves, where the draft model did not run. It is undefined if `child` is the root, and q where drafts are given.
-        Where the target has no distribution, as for logits that are NaN, q is 0 everywhere: its mass is that of -1,
-        which is no token.
+        The draft distribution is looked up by the child: of the nodes that spell the same tokens,
+        some may be leaves, where the draft model did not run. It is undefined if `child` is the
+        root, and equals q if a drafter gives the drafts. If the target has no distribution (NaN
+        logits), q is 0 everywhere, and its mass goes to the token -1.
         """
         q = self.q(node)
         q = jnp.where(q > 0, q, 0)
         return (self.p[self._rank_above(child)] if len(self.p) else q), q
 
     def spelled_alike(self) -> Bool[Array, "nodes nodes"]:
-        """Returns [N + 1, N + 1] bool; entry (i, j) says that nodes i and j spell the same tokens."""
+        """Returns [N + 1, N + 1] bool: whether nodes i and j spell the same tokens."""
         spelled = self.tokens[jnp.asarray(self.tree.paths)]
         depth = jnp.asarray(self.tree.depth)
         return jnp.all(spelled[:, None] == spelled, axis=-1) & (depth[:, None] == depth)
 
     def drawable(self) -> Bool[Array, " nodes"]:
-        """Returns [N + 1] bool: whether each node's token has a positive probability at its parent.
+        """Returns [N + 1] bool: whether each node's token has a positive draft probability.
 
-        None has where the draft distribution is undefined, as for logits that are NaN.
+        It is False where the draft has no distribution (NaN logits).
         """
         return self.draft_probability() > 0
 
     def draft_probability(self) -> Float[Array, " nodes"]:
-        """Returns [N + 1] the draft's probability of each node's token given its parent; 1 for the root."""
+        """Returns [N + 1], the draft probability of each node given its parent; 1 for the root."""
         if not len(self.p):
             return (self.tokens >= 0).astype(self.p.dtype)
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
         return jnp.concatenate([jnp.ones(1, self.p.dtype), self.p[rows, self.tokens[1:]]])
 
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
-        """Returns what would have been drafted and scored on `tree`, whose nodes are `nodes` [N' + 1] of this one."""
+        """Returns this drafted and scored tree cut to `tree`, whose nodes are `nodes` [N' + 1]."""
         p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
         return dataclasses.replace(
             self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes]

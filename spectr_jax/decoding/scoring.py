@@ -1,4 +1,4 @@
-"""Phase 2 of a call: the target model scores every node of the tree at once (SpecTr, section 7)."""
+"""Phase 2 of a call (score): the target scores the whole tree at once (SpecTr, section 7)."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -23,15 +23,15 @@ def score(
       model: the target.
       tree: static, N drafted nodes.
       tokens_BxN: [B, N + 1] int32 by node, the root's first.
-      lengths_B: of the committed tokens; the root's position is one less.
-      cache: of length `lengths_B - 1`: the root is not in it yet.
-      show: static; the layers whose outputs are wanted besides the last hidden states of the nodes; None for no features.
+      lengths_B: int32, the number of committed tokens, root included.
+      cache: of length `lengths_B - 1`: it does not hold the root yet.
+      show: static; see `features.extend`.
 
     Returns:
-      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the cache with all nodes
-      pending.
+      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the
+      cache with all nodes pending.
     """
-    # Nodes past the context are never emitted, and a NaN of one would not be hidden by its mask.
+    # Nodes past the context are never emitted, but a NaN there would get past the mask.
     positions = jnp.minimum(lengths_B[:, None] - 1 + jnp.asarray(tree.depth), model.context - 1)
     visible = jnp.broadcast_to(tree.ancestors, (lengths_B.shape[0], *tree.ancestors.shape))
     return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
@@ -43,7 +43,9 @@ def commit(
     path_BxD: Int[Array, "batch height"],
     new_lengths_B: Int[Array, " batch"],
 ) -> Cache:
-    """Keeps the root, whose row is in place already, and the accepted path [B, D] (nodes, root excluded) in the
-    target's cache. The rows of a chain are in place too."""
+    """Keeps the root and the accepted path [B, D] (nodes, root excluded) in the target's cache.
+
+    The root's row is in its place already, and so are the rows of a chain.
+    """
     moved = path_BxD[:, : 0 if tree.size == tree.height else None]
     return keep(cache, moved, new_lengths_B - 1, settled=1)

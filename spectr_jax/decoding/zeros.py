@@ -1,4 +1,4 @@
-"""Zeros in place of what a function would return."""
+"""Zeros of the shape of a function's output."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,8 +10,7 @@ Result = TypeVar("Result")
 
 
 def zeros_like_output(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns what `function(*arguments)` returns, with zeros in place of the values and without computing them."""
-    zeros: Result = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments)
-    )
+    """Returns zeros of the shapes and dtypes of `function(*arguments)`, which is not computed."""
+    output = jax.eval_shape(function, *arguments)
+    zeros: Result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), output)
     return zeros

@@ -183,7 +183,7 @@ def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
     [
         ({"questions": ""}, "questions='': names no file"),
         ({"questions": "nowhere.jsonl"}, "questions='nowhere.jsonl': cannot be read"),
-        ({"methods": ("lookup 2,x",)}, "tree '2,x' is not known"),
+        ({"methods": ("lookup 2,x",)}, "tree='2,x'"),
         ({"methods": ("block 2,1",)}, "methods='block 2,1': 'block' does not draft the tree '2,1'"),
         ({"methods": ("baseline",)}, "methods='baseline': drafts nothing"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
