@@ -23,8 +23,8 @@ class Place(NamedTuple):
     """What a loss sees at one place.
 
     Attributes:
-      log_p: [TOP] the student's, of the tokens that the teacher's labels name; -inf where its head does not score one.
-      log_q: [TOP] the teacher's, of the same tokens.
+      log_p: [L] the student's, of the labelled tokens; -inf where its head does not score one.
+      log_q: [L] the teacher's, of the same tokens.
       log_target: [] the student's, of the token that follows in the text; -inf where none does or its head lacks it.
     """
 

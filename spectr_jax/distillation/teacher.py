@@ -4,6 +4,7 @@ Texts are sentences of a corpus, continuations that the teacher samples of their
 from its chat template alone, the user's part too (Magpie: Xu et al., 2024, arXiv 2406.08464).
 """
 
+import functools
 import io
 import pathlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from spectr_jax.decoding.generate import generate
 from spectr_jax.distillation import labels
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
@@ -28,7 +30,7 @@ from spectr_jax.utils.files import write_whole
 SHARD = 512
 """Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""
 WRITTEN = 64
-"""Texts that the teacher writes at once."""
+"""Texts that the teacher writes at once on a CPU; an accelerator writes a whole shard."""
 ROWS = 4
 """Rows that the teacher reads at once."""
 LONGEST_BEGINNING = 12
@@ -178,8 +180,9 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
         key: jax.Array, texts: list[list[int]], shortest: int, longest: int, length: int
     ) -> list[list[int]]:
         rows: list[list[int]] = []
-        for first in range(0, len(texts), WRITTEN):
-            part = texts[first : first + WRITTEN]
+        at_once = WRITTEN if cpu.on_cpu() else SHARD
+        for first in range(0, len(texts), at_once):
+            part = texts[first : first + at_once]
             padded = np.array(
                 [[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in part], np.int32
             )
@@ -263,36 +266,38 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
 
 
 def taught(
-    model: Frozen, batch: dict[str, jax.Array], layers: tuple[int, ...] | None
+    model: Frozen,
+    batch: dict[str, jax.Array],
+    layers: tuple[int, ...] | None,
+    tokens: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns `batch` with the labels of a teacher: `top` and `log_probabilities` of `labels.batch_of`, in float32.
+    """Returns `batch` with a teacher's labels in float32.
 
     Args:
       model: the teacher.
       batch: `inputs`, `segments` and `positions`, [B, N].
-      layers: static; None for no `features`. Else these are the last hidden states and the outputs of the layers, [B, N, F].
+      layers: static. None adds no `features`. Otherwise they are the last hidden states and the
+        outputs of these layers, [B, N, F].
+      tokens: the tokens to label, int32 [W]; `log_probabilities` is then [B, N, W]. None labels
+        the `TOP` likeliest tokens of each place, and adds `top` (see `labels.batch_of`).
     """
     merged, place = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
+    label = functools.partial(_labels_of, tokens=tokens)
     if not model.features_shown:
-        top, logs = _labels_of(merged.extend(*place)[0])
-        return {**batch, "top": top, "log_probabilities": logs}
+        return {**batch, **label(merged.extend(*place)[0])}
     seen, _ = merged.hidden(*place, **({"also": layers} if layers else {}))
-    # Row by row: logits of all at once are hundreds of megabytes, which take longer to get than to fill.
-    top, logs = jax.lax.map(
-        lambda row: _labels_of(merged.scored(row)), seen[..., : model.features_shown]
-    )
-    return {
-        **batch,
-        "top": top,
-        "log_probabilities": logs,
-        **({} if layers is None else {"features": seen}),
-    }
+    # Row by row: a CPU takes longer to allocate the logits of a whole batch than to compute them.
+    found = jax.lax.map(lambda row: label(merged.scored(row)), seen[..., : model.features_shown])
+    return {**batch, **found, **({} if layers is None else {"features": seen})}
 
 
-def _labels_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest tokens of logits [..., V], and the logarithms of their probabilities."""
-    top, tokens = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
-    return tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the log-probabilities of `tokens`, or `top` and those of the likeliest tokens."""
+    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    if tokens is not None:
+        return {"log_probabilities": logits[..., tokens] - normaliser}
+    values, top = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
+    return {"top": top, "log_probabilities": values - normaliser}
 
 
 def write_labels(

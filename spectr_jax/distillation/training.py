@@ -259,15 +259,17 @@ def make_programs(
         text = total(losses.cross_entropy) if config.cross_entropy else 0.0
         return jnp.mean(own + config.cross_entropy * text), {"loss": own[0], "alpha_1": accepted[0]}
 
-    def labelled(batch, teacher):
-        return (
-            taught(teacher, batch, shape.feature_layers if shape.features else None)
-            if teacher
-            else batch
-        )
+    def labelled(batch, teacher, tokens=None):
+        layers = shape.feature_layers if shape.features else None
+        return taught(teacher, batch, layers, tokens) if teacher else batch
+
+    # Training labels all tokens of a small head: exact, and without a sort of the vocabulary, which
+    # takes a GPU longer than the teacher. Held-out scores use the same labels as those on disk.
+    head_tokens = jnp.asarray(tokens) if shape.head_tokens else None
 
     def step(state, batch, teacher=None):
-        return update(objective, optimizer, config.accumulate, state, labelled(batch, teacher))
+        taught_batch = labelled(batch, teacher, head_tokens)
+        return update(objective, optimizer, config.accumulate, state, taught_batch)
 
     return compiled(
         mesh,
@@ -288,7 +290,7 @@ def places(
 ) -> tuple[jax.Array, losses.Place]:
     """Returns what the losses see at each place [S, B, N] of a batch, and which of them are real.
 
-    The student's softmax is over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
+    A batch without `top` has labels of all tokens that the head scores. The student's softmax is over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
     there the student is run as at the first, second, ... level of a tree (`students.levels`).
     """
     student = model(params)
@@ -307,7 +309,8 @@ def places(
         batch["log_probabilities"], (len(hidden), *batch["log_probabilities"].shape)
     )
     real = (batch["segments"] > 0) & (batch["positions"] >= levels)
-    return real, losses.Place(of(batch["top"]), log_q, of(batch["targets"][..., None])[..., 0])
+    own = of(batch["top"]) if "top" in batch else log_p
+    return real, losses.Place(own, log_q, of(batch["targets"][..., None])[..., 0])
 
 
 def _at_each(function: Callable) -> Callable:

@@ -3,14 +3,16 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from spectr_jax import Policy, generate, get_method, load
-from spectr_jax.distillation import labels, online, students, training
+from spectr_jax.distillation import labels, losses, online, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.config import online_config
+from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.vocabulary import Kept
 from spectr_jax.models.weights import save_weights
@@ -116,6 +118,26 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
         np.asarray(found["features"])[real][:, :24], rows["features"][real], atol=4e-3
     )
     assert found["features"].shape[-1] == 48
+
+
+def test_training_labels_every_token_that_the_head_scores(config, teacher):
+    """The acceptance that a step sees is sum min(p, q) over the whole vocabulary."""
+    made = lessons(config(), teacher)
+    batch = next(iter(made.batches(0, 4)))
+    tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
+    labelled = teaching.taught(made.model, batch, (1,), jnp.asarray(tokens))
+    place = batch["inputs"], batch["positions"], causal(batch["segments"])
+    q = jax.nn.softmax(made.model.merge().extend(*place)[0])
+    np.testing.assert_allclose(jnp.exp(labelled["log_probabilities"]), q[..., tokens], atol=1e-5)
+    shape = training.student_config(config().model, made.vocab_size, 64)
+    student = students.build(shape, tokens, nnx.Rngs(3))
+    number_of = np.full(made.vocab_size, -1, np.int32)
+    number_of[tokens] = np.arange(KEPT)
+    _, seen = training.places(lambda _: student, jnp.asarray(number_of), 1, None, labelled)
+    p = jax.nn.softmax(student.head.linear(students.levels(student, labelled, 1)[0]))
+    wanted = np.minimum(p, q[..., tokens]).sum(-1)
+    found = jax.vmap(jax.vmap(losses.acceptance))(jax.tree.map(lambda part: part[0], seen))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
