@@ -180,9 +180,7 @@ def test_the_verifier_of_the_guide(monkeypatch):
 
 
 def test_a_plan_is_no_verifier():
-    with pytest.raises(
-        UserError, match="method 'bad': the verifier is a Plan, which must be a `Verifier`"
-    ):
+    with pytest.raises(UserError, match="method 'bad': the verifier is a Plan"):
         decoding.Method("bad", decoding.tree.parse("1,2"), transport.get("kseq"))
 
 
@@ -197,10 +195,7 @@ def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):
 
 
 def test_a_tree_and_its_numbers_are_not_both_taken():
-    with pytest.raises(
-        UserError,
-        match="method 'otm' is given tree='4,2' and num_drafts or draft_length; give one of them",
-    ):
+    with pytest.raises(UserError, match="tree='4,2'"):
         decoding.get_method("otm", tree="4,2", num_drafts=2)
     with pytest.raises(
         UserError, match="a tree of 100,000 nodes is too large; give at most 10,000"

@@ -237,12 +237,9 @@ def test_plans_that_cannot_be_registered(name, functions, message):
 
 
 def test_methods_that_cannot_be_registered():
-    with pytest.raises(UserError, match="method 'otm' is there already; choose another name"):
+    with pytest.raises(UserError, match="name='otm'"):
         decoding.register("otm", decoding.METHODS["otm"])
-    with pytest.raises(
-        UserError,
-        match=r"the factory of method 'mine' is Method\(.*; give a function of options that returns a",
-    ):
+    with pytest.raises(UserError, match=r"factory=Method\("):
         decoding.register("mine", decoding.get_method("baseline"))
 
 

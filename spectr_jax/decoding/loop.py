@@ -1,4 +1,4 @@
-"""What `generate` repeats: the state of a decoding, its start on the prompts, and one call of the target.
+"""The loop of `generate`: its state, its start on the prompts, and one call of the target.
 
 Shape suffixes: B sequences, T tokens of a sequence.
 """
@@ -6,7 +6,7 @@ Shape suffixes: B sequences, T tokens of a sequence.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,18 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
 PIECE = 64
-"""The most tokens of a prompt that the models run on at once: the memory of attention goes by it."""
+"""The most prompt tokens that a model runs on at once; this bounds the memory of attention."""
+
+Features: TypeAlias = Float[Array, "batch padded features"]
 
 
 class Call(NamedTuple):
-    """What `observe` is given of one call, for one sequence.
+    """One call of the target, as `observe` sees it, for one sequence.
 
     Attributes:
       key: for random numbers in `observe`; not used elsewhere.
       scored: the drafts, with the distributions of both models.
-      chosen: the tokens, the path and the numbers of drafts.
+      chosen: the emitted tokens and the accepted path.
     """
 
     key: Key[Array, "*batch"]
@@ -53,17 +55,17 @@ class Loop(NamedTuple):
 
     Attributes:
       step: the number of calls so far.
-      tokens: the committed tokens of each sequence, with room for the rest.
+      tokens: the committed tokens of each sequence, then unused room.
       lengths: the number of committed tokens.
-      done: whether a sequence has ended.
+      done: whether each sequence has ended.
       target_cache: holds all committed tokens but the last.
-      draft_cache: as `drafting.committed_length` says; None where no draft model is used.
-      features: the target's features that come with the last tokens, for a draft that sees them; else None.
-      calls: those of the target that each sequence took.
-      histogram: how many calls emitted 0, 1, 2, ... tokens.
-      observed: sums over the calls of what is observed; None for nothing.
-      logprobs: of the committed tokens; None if they are not wanted.
-      stop_states: of the automaton of stop sequences; None if there are none.
+      draft_cache: of length `drafting.committed_length`; None without a draft model.
+      features: the target's features for the last tokens; None if the draft sees no features.
+      calls: the number of target calls of each sequence.
+      histogram: the number of calls that emitted 0, 1, 2, ... tokens.
+      observed: sums over the calls of the outputs of `observe`; None without it.
+      logprobs: of the committed tokens; None unless they were requested.
+      stop_states: the states of the stop automaton; None without stop sequences.
     """
 
     step: IntScalar
@@ -80,28 +82,21 @@ class Loop(NamedTuple):
     stop_states: Int[Array, " batch"] | None = None
 
 
-def merged(method: Method, target: Frozen, draft: Frozen | None) -> tuple[Any, Any]:
-    """Returns the models of target and draft."""
-    large = target.merge()
-    if method.exit_layer:
-        return large, EarlyExit(large, method.exit_layer)
-    return large, draft.merge() if draft else None
-
-
 class _Selected(NamedTuple):
-    """What the target and the verifier make of the drafts of a call.
-
-    Attributes:
-      logits: of the target at the nodes.
-      shown: the target's features, for a draft that sees them.
-      cache: the target's, with the nodes pending.
-      chosen: the tokens.
-    """
+    """The outputs of the target and the verifier; `shown` are the features that the draft sees."""
 
     logits: Float[Array, "batch nodes vocab"]
     shown: Float[Array, "batch nodes features"] | None
     cache: Cache
     chosen: Selection
+
+
+def merged(method: Method, target: Frozen, draft: Frozen | None) -> tuple[Any, Any]:
+    """Returns the models of target and draft; the draft is None where the method needs none."""
+    large = target.merge()
+    if method.exit_layer:
+        return large, EarlyExit(large, method.exit_layer)
+    return large, draft.merge() if draft else None
 
 
 def prefill(
@@ -114,9 +109,9 @@ def prefill(
     logprobs: bool = False,
     stops: bool = False,
 ) -> Loop:
-    """Runs both models on the prompts, and returns the state before the first call.
+    """Runs both models on the prompts; returns the state before the first call.
 
-    Cache rows beyond the end of a shorter prompt are pending, and overwritten later.
+    Cache rows past the end of a shorter prompt are pending, and are overwritten later.
     """
     B, T = prompts_BxT.shape
     tree = method.tree
@@ -129,9 +124,8 @@ def prefill(
     if own is not None:
         before = None if shown is None else features.before(shown)
         draft_cache, _ = _run_on_prompts(own, prompts_BxT, lengths_B, capacity, before)
-        draft_cache = dataclasses.replace(
-            draft_cache, lengths=drafting.committed_length(lengths_B, recalled)
-        )
+        draft_lengths_B = drafting.committed_length(lengths_B, recalled)
+        draft_cache = dataclasses.replace(draft_cache, lengths=draft_lengths_B)
         last_features = None if shown is None else features.at_end(shown, lengths_B, recalled)
     tokens = jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1)))
     return Loop(
@@ -157,32 +151,40 @@ def _run_on_prompts(
     capacity: int,
     before_BxTxE: Float[Array, "batch given_time given_features"] | None = None,
     show: tuple[int, ...] | None = None,
-) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
+) -> tuple[Cache, Features | None]:
     """Runs a model on the prompts, in pieces of at most `PIECE` tokens.
 
-    Returns the cache after them, and the features of all tokens if the model shall `show` them. `before_BxTxE` are those
-    that come with the tokens.
+    Returns the cache after them, and the features of all tokens, as `show` says in
+    `features.extend`. `before_BxTxE` are the features that the model sees.
     """
     B, T = prompts_BxT.shape
     pieces = -(-T // PIECE)
     width = T if pieces == 1 else PIECE
-    padded_BxT = _padded(prompts_BxT, pieces * width)
-    padded_BxTxE = None if before_BxTxE is None else _padded(before_BxTxE, pieces * width)
+
+    def pad(rows_BxT: Shaped[Array, "batch time *row"]) -> Shaped[Array, "batch padded *row"]:
+        missing = pieces * width - rows_BxT.shape[1]
+        return jnp.pad(rows_BxT, ((0, 0), (0, missing), *[(0, 0)] * (rows_BxT.ndim - 2)))
+
+    padded: Any = jax.tree.map(pad, (prompts_BxT, before_BxTxE))
 
     def extend(
-        number: IntScalar | int, carry: tuple[Cache, Float[Array, "batch padded features"] | None]
-    ) -> tuple[Cache, Float[Array, "batch padded features"] | None]:
+        number: IntScalar | int, carry: tuple[Cache, Features | None]
+    ) -> tuple[Cache, Features | None]:
         cache, shown = carry
         first = number * width
-        piece = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=width, axis=1
+        piece = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
+        tokens, before = jax.tree.map(lambda rows: piece(rows, first), padded)
+        # Padding may exceed the context; a NaN embedding there would get past the mask.
+        positions = jnp.minimum(first + jnp.arange(width), model.context - 1)
+        positions = jnp.broadcast_to(positions, (B, width))
+        visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
+        cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
+        _, hidden, cache = features.extend(
+            model, tokens, positions, visible, cache, features_BxNxE=before, show=show
         )
-        before = None if padded_BxTxE is None else piece(padded_BxTxE)
-        cache, hidden = _run_on_piece(model, piece(padded_BxT), first, cache, before, show)
         if shown is not None and hidden is not None:
-            shown = jax.lax.dynamic_update_slice_in_dim(
-                shown, hidden.astype(shown.dtype), first, axis=1
-            )
+            hidden = hidden.astype(shown.dtype)
+            shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1)
         return cache, shown
 
     F = 0 if show is None else (1 + len(show)) * features_shown(model)
@@ -191,49 +193,18 @@ def _run_on_prompts(
     if pieces == 1:
         return extend(0, start)
     pieces_used = (jnp.max(lengths_B) + width - 1) // width
-    end: tuple[Cache, Array | None] = jax.lax.fori_loop(0, pieces_used, extend, start)
+    end: tuple[Cache, Features | None] = jax.lax.fori_loop(0, pieces_used, extend, start)
     return end
 
 
-def _padded(
-    rows_BxT: Shaped[Array, "batch time *row"], length: int
-) -> Shaped[Array, "batch padded *row"]:
-    """Returns the rows of each sequence, padded with zeros to `length`."""
-    return jnp.pad(
-        rows_BxT, ((0, 0), (0, length - rows_BxT.shape[1]), *[(0, 0)] * (rows_BxT.ndim - 2))
-    )
-
-
-def _run_on_piece(
-    model: Model,
-    tokens_BxP: Int[Array, "batch piece"],
-    first: IntScalar | int,
-    cache: Cache,
-    before_BxPxE: Float[Array, "batch piece given_features"] | None,
-    show: tuple[int, ...] | None,
-) -> tuple[Cache, Float[Array, "batch piece features"] | None]:
-    """Runs a model on tokens of the prompts, `first` and those behind it; returns the cache and the tokens' features."""
-    B, P = tokens_BxP.shape
-    visible = jnp.broadcast_to(np.tri(P, dtype=bool), (B, P, P))
-    # Padding may be longer than the context, and a model's embedding of a position past it NaN, which no mask hides.
-    positions = jnp.broadcast_to(jnp.minimum(first + jnp.arange(P), model.context - 1), (B, P))
-    cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
-    _, hidden, cache = features.extend(
-        model, tokens_BxP, positions, visible, cache, features_BxNxE=before_BxPxE, show=show
-    )
-    return cache, hidden
-
-
 def observe_call(observe: Callable[[Call], Any], call: Call) -> Any:
-    """Returns what `observe` returns for each sequence of a call."""
-
+    """Returns the outputs of `observe` for each sequence of a call; booleans become integers."""
     observed = jax.vmap(observe)(call)
-    # Sums of truth values are counts.
     return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
 
 def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, call: Call) -> Any:
-    """Returns the sums with this call's values added, for sequences that are not done."""
+    """Returns `loop.observed` plus the outputs of `observe` for the sequences that are not done."""
     if observe is None:
         return None
 
@@ -255,7 +226,7 @@ def call(
     draft_policy: Policy | None = None,
     stop: Stop | None = None,
 ) -> tuple[Loop, Call]:
-    """Calls the target once for all sequences, and returns the state after it and what `observe` is given of it.
+    """Calls the target once for all sequences; returns the next state and the `Call`.
 
     Finished sequences do not change.
     """
@@ -264,54 +235,47 @@ def call(
     draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(loop.lengths))
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     if method.verifier.rule == "race":
-        # A race belongs to a position of the sequence, not to a call: one decides draft and target, whatever the draft.
+        # One race per position, not per call, decides draft and target alike. The output then does
+        # not depend on the draft.
         draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
     else:
         draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     with jax.named_scope("draft"):
-        tokens_BxN, p, target_cache, draft_cache = _draft(
-            loop, method, target, draft, draft_keys, draft_policy
-        )
+        drafts = _draft(loop, method, target, draft, draft_keys, draft_policy)
+        tokens_BxN, p, target_cache, draft_cache = drafts
 
     def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
         tokens, nodes = tokens_BxN[:, : tree.size + 1], np.arange(tree.size + 1)
-        made = processing.at_nodes(
-            policy, tree, nodes, logits, jnp.maximum(tokens, 0), loop.tokens, loop.lengths
-        )
+        committed = jnp.maximum(tokens, 0), loop.tokens, loop.lengths
+        logits = processing.at_nodes(policy, tree, nodes, logits, *committed)
         return ScoredTree(
-            tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=made
+            tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=logits
         )
 
     def score_and_select(tree: Tree, cache: Cache) -> _Selected:
         with jax.named_scope("score"):
             show = None if loop.features is None else features.wanted(draft)
-            inputs = jnp.maximum(
-                tokens_BxN[:, : tree.size + 1], 0
-            )  # What follows nodes without a draft is unused.
-            logits, shown, cache = scoring.score(target, tree, inputs, loop.lengths, cache, show)
+            # The logits after nodes without a draft are unused.
+            tokens = jnp.maximum(tokens_BxN[:, : tree.size + 1], 0)
+            logits, shown, cache = scoring.score(target, tree, tokens, loop.lengths, cache, show)
         with jax.named_scope("select"):
-            chosen = for_each_sequence(
-                method.verifier, loop.done, select_keys, scored(tree, logits)
-            )
+            rows = loop.done, select_keys, scored(tree, logits)
+            chosen = for_each_sequence(method.verifier, *rows)
         return _Selected(logits, shown, cache, chosen)
 
-    if method.drafter is not None and cpu.on_cpu():  # The host of an accelerator would wait.
+    if method.drafter is not None and cpu.on_cpu():  # On an accelerator, the host would wait.
         drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
-        logits, shown, target_cache, chosen = _where_drafted(
-            drafted, score_and_select, tree, target_cache
-        )
+        selected = _where_drafted(drafted, score_and_select, tree, target_cache)
     else:
-        logits, shown, target_cache, chosen = score_and_select(tree, target_cache)
+        selected = score_and_select(tree, target_cache)
+    logits, shown, target_cache, chosen = selected
     with jax.named_scope("commit"):
-        after = _commit(
-            loop, tree, chosen, target_cache, draft, draft_cache, limits_B, policy, stop
-        )
+        until = limits_B, policy, stop
+        after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, *until)
         if loop.features is not None and shown is not None:
-            added = after.lengths - loop.lengths
-            after = after._replace(
-                features=features.after_call(loop.features, shown, chosen.path, added)
-            )
+            added = shown, chosen.path, after.lengths - loop.lengths
+            after = after._replace(features=features.after_call(loop.features, *added))
         if loop.logprobs is not None:
             new = logprobs.of_call(scored(tree, logits), logits, chosen)
             after = after._replace(logprobs=logprobs.written(loop.logprobs, new, loop.lengths))
@@ -325,38 +289,34 @@ def _where_drafted(
     tree: Tree,
     cache: Cache,
 ) -> _Selected:
-    """Returns what `score_and_select` does on `tree`; where nothing is drafted, what it does on the root alone, with zeros
-    for the other nodes."""
+    """Returns `score_and_select` of `tree` if anything is `drafted`, else of the root alone.
 
-    def on_tree(cache: Cache) -> _Selected:
-        return score_and_select(tree, cache)
+    In the latter case the outputs for the other nodes are zeros.
+    """
+    on_tree = functools.partial(score_and_select, tree)
 
     def on_root(cache: Cache) -> _Selected:
         def padded(narrow: Array, wide: Array) -> Array:
-            return jnp.pad(
-                narrow,
-                [(0, long - short) for short, long in zip(narrow.shape, wide.shape, strict=True)],
-            )
+            sizes = zip(narrow.shape, wide.shape, strict=True)
+            return jnp.pad(narrow, [(0, long - short) for short, long in sizes])
 
         selected: _Selected = jax.tree.map(padded, score_and_select(trees.none(), cache), start)
         return selected
 
-    def if_wanted(
+    def apply_if(
         wanted: BoolScalar, branch: Callable[[Cache], _Selected], before: _Selected
     ) -> _Selected:
-        """Returns what `branch` does to the cache where it is wanted: a loop of at most one turn, which updates the cache
-        in place. XLA would copy it for each branch of a conditional."""
-
+        # A loop of at most one iteration updates the cache in place. XLA would copy the cache for
+        # each branch of a conditional.
         def step(state: tuple[BoolScalar, _Selected]) -> tuple[BoolScalar, _Selected]:
             return jnp.zeros((), bool), branch(state[1].cache)
 
-        end: tuple[BoolScalar, _Selected] = jax.lax.while_loop(
-            lambda state: state[0], step, (wanted, before)
-        )
+        end: tuple[BoolScalar, _Selected]
+        end = jax.lax.while_loop(lambda state: state[0], step, (wanted, before))
         return end[1]
 
     start = zeros_like_output(on_tree, cache)._replace(cache=cache)
-    return if_wanted(~drafted, on_root, if_wanted(drafted, on_tree, start))
+    return apply_if(~drafted, on_root, apply_if(drafted, on_tree, start))
 
 
 def _draft(
@@ -367,38 +327,26 @@ def _draft(
     keys_B: Key[Array, " batch"],
     policy: Policy,
 ) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch inner vocab"], Cache, Cache | None]:
-    """Returns the tokens of the tree, the draft distributions, and the caches of target and draft."""
+    """Returns the tree's tokens, the draft distributions, and the caches of target and draft."""
     if method.drafter is not None or not method.tree.size:
         tokens_BxN = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
         if method.drafter is not None and method.tree.size:
-            found = jax.vmap(functools.partial(method.drafter, method.tree))(
-                loop.tokens, loop.lengths
-            )
+            find = functools.partial(method.drafter, method.tree)
+            found = jax.vmap(find)(loop.tokens, loop.lengths)
             tokens_BxN = jnp.concatenate([tokens_BxN, found], axis=1)
-        return (
-            tokens_BxN,
-            jnp.zeros((len(tokens_BxN), 0, target.vocab_size)),
-            loop.target_cache,
-            loop.draft_cache,
-        )
+        p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
+        return tokens_BxN, p, loop.target_cache, loop.draft_cache
     cache = loop.draft_cache
-    if (
-        method.exit_layer
-    ):  # The draft's rows are the target's: it temporarily uses the target's cache.
-        cache = dataclasses.replace(
-            loop.target_cache, lengths=drafting.committed_length(loop.lengths)
-        )
+    if method.exit_layer:  # The draft temporarily uses the target's cache: it has the same rows.
+        draft_lengths_B = drafting.committed_length(loop.lengths)
+        cache = dataclasses.replace(loop.target_cache, lengths=draft_lengths_B)
     assert draft is not None and cache is not None
     rule = drafting.RULES[method.verifier.rule]
     committed = loop.tokens, loop.lengths, cache, loop.features
     drafts = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
     if method.exit_layer:
-        return (
-            drafts.tokens,
-            drafts.p,
-            dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths),
-            None,
-        )
+        target_cache = dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths)
+        return drafts.tokens, drafts.p, target_cache, None
     return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
 
 
@@ -413,24 +361,29 @@ def _commit(
     policy: Policy,
     stop: Stop | None,
 ) -> Loop:
-    """Appends the chosen tokens to the sequences, and the accepted paths to the caches."""
-    stop_states = (
-        None
-        if stop is None or loop.stop_states is None
-        else stop.follow(loop.stop_states, chosen.tokens)
-    )
-    emitted, ended = _cut(chosen, policy, limits_B - loop.lengths, stop_states)
+    """Appends the chosen tokens, up to EOS, a stop or the limit, and commits the accepted path."""
+    stop_states = None
+    if stop is not None and loop.stop_states is not None:
+        stop_states = stop.follow(loop.stop_states, chosen.tokens)
+    emitted = jnp.minimum(chosen.emitted, limits_B - loop.lengths)
+    is_end = ends(chosen.tokens, policy)
+    if stop_states is not None:
+        is_end |= stop_states == MATCHED
+    is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
+    ended = jnp.any(is_end, axis=1)
+    emitted = jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted)
+    emitted = emitted.astype(jnp.int32)  # argmax gives int64 with x64.
     if stop_states is not None:
         stop_states = jnp.take_along_axis(stop_states, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
     if draft is not None and draft_cache is not None:
         draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
+    append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
+    counted = loop.histogram.at[jnp.arange(len(lengths)), emitted]
     return Loop(
         step=loop.step + 1,
-        tokens=jax.vmap(
-            lambda tokens, new, at: jax.lax.dynamic_update_slice_in_dim(tokens, new, at, 0)
-        )(loop.tokens, chosen.tokens, loop.lengths),
+        tokens=append(loop.tokens, chosen.tokens, loop.lengths),
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
         target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
@@ -439,27 +392,6 @@ def _commit(
         logprobs=loop.logprobs,
         stop_states=stop_states,
         calls=loop.calls + ~loop.done,
-        histogram=loop.histogram.at[jnp.arange(len(lengths)), emitted].add(
-            (~loop.done).astype(jnp.int32)
-        ),
+        histogram=counted.add((~loop.done).astype(jnp.int32)),
         observed=loop.observed,
     )
-
-
-def _cut(
-    chosen: Selection,
-    policy: Policy,
-    room_B: Int[Array, " batch"],
-    stop_states_BxS: Int[Array, "batch steps"] | None,
-) -> tuple[Int[Array, " batch"], Bool[Array, " batch"]]:
-    """Returns how many of the chosen tokens are emitted, up to EOS, a stop sequence and the limit, and whether one of the
-    first two is among them."""
-    emitted = jnp.minimum(chosen.emitted, room_B)
-    is_end = ends(chosen.tokens, policy)
-    if stop_states_BxS is not None:
-        is_end |= stop_states_BxS == MATCHED
-    is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
-    ended = jnp.any(is_end, axis=1)
-    return jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted).astype(
-        jnp.int32
-    ), ended  # int64 with x64.
