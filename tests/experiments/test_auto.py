@@ -224,7 +224,7 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
         ({"methods": ("baseline",)}, "methods has 'baseline', which has no prediction"),
         ({"methods": ("otm", "x")}, "unknown method 'x'"),
         ({"tries": 0}, "'tries' is 0"),
-        ({"temperature": 0.0}, "temperature=0.0 has no acceptance"),
+        ({"temperature": 0.0}, "temperature=0.0"),
     ],
 )
 def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):

@@ -251,9 +251,9 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
     [
         (
             '{"config_hash": "other", "hardware": "abacus"}\n',
-            "begun with another config, with other weights, on other hardware.*abacus",
+            "another config.*abacus",
         ),
-        ("{}}\n", "is damaged .*; remove it to begin again"),
+        ("{}}\n", "is damaged"),
     ],
 )
 def test_a_journal_of_another_run_is_left_alone(toy, tmp_path, content, message):
@@ -306,7 +306,7 @@ def test_prompts_are_cut_and_padded(toy):
 
 def test_a_workdir_of_another_config_is_left_alone(toy, tmp_path):
     (tmp_path / "tokens_per_call.json").write_text('{"config_hash": "other"}')
-    with pytest.raises(UserError, match="holds the table of another config"):
+    with pytest.raises(UserError, match="another config"):
         run(_config(toy.folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokens_per_call.json"]
 
@@ -334,8 +334,8 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_prompts": 10}, "has 9 prompts, num_prompts is 10; lower it"),
-        ({"max_new_tokens": 30}, "exceed the context 32 of 'target'; shorten one of them"),
+        ({"num_prompts": 10}, "num_prompts=10"),
+        ({"max_new_tokens": 30}, "exceed the context 32 of 'target'"),
         ({"methods": ("speck",)}, "unknown method 'speck'"),
         (
             {"methods": ("baseline",)},

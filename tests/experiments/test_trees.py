@@ -226,7 +226,7 @@ def test_carriers_of_iid_drafts():
     [
         ({"sizes": (0,)}, "config field 'sizes' is 0; give at least 1"),
         ({"extra_trees": ("star:3",)}, "tree='star:3'"),
-        ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "is no prefix tree"),
+        ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "prefix tree"),
         (
             {"extra_trees": ("4,4",)},
             r"extra tree '4,4' has 20 nodes, more than the largest of sizes=\(1,\)",

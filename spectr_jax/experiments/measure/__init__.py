@@ -1,1 +1,1 @@
-"""One method on prompts, timed and observed: what the tables of `spectr_jax.experiments` share."""
+"""One method on prompts, timed and observed: the parts that all tables share."""

@@ -1,6 +1,7 @@
-"""Acceptance, observed in decoding: of a plan beside the optimum, by node, and by number of drafts.
+"""Acceptance observed in decoding: compared with the optimum, by node, and by number of drafts.
 
-Each `observe_*` is given to `generate` as `observe`: a function of one `Call`, whose results are summed over calls.
+Each `observe_*` is, or returns, an `observe` for `generate`: a function of one `Call` whose results
+are summed over calls.
 """
 
 import functools
@@ -18,23 +19,25 @@ from spectr_jax.transport import Plan, otm
 
 
 class Nodes(NamedTuple):
-    """How often each node of a growing tree was accepted.
+    """The acceptance of each node of a growing tree.
 
     Attributes:
-      paths: the nodes in the order in which the tree grows, by child indices from the root.
-      accepted: [seeds, N] in that order.
+      paths: the nodes in the order in which the tree grows, as child indices from the root.
+      accepted: [seeds, N] the acceptance of each node, in that order.
     """
 
     paths: Sequence[tuple[int, ...]]
     accepted: np.ndarray
 
     def tokens(self) -> np.ndarray:
-        """Returns [seeds, N] tokens per call of the tree of the first n nodes: later nodes do not change the acceptance of
-        earlier ones."""
+        """Returns [seeds, N]: the tokens per call of the tree of the first n nodes.
+
+        Adding a node does not change the acceptance of the nodes before it.
+        """
         return 1 + np.cumsum(self.accepted, axis=1)
 
     def mean(self) -> dict[tuple[int, ...], float]:
-        """Returns the acceptance of each node, by path."""
+        """Returns the acceptance of each node by path, averaged over seeds."""
         return dict(zip(self.paths, self.accepted.mean(axis=0).tolist(), strict=True))
 
 
@@ -44,8 +47,9 @@ class PairAcceptance(NamedTuple):
     Attributes:
       R: by method, [N] acceptance by child index, made descending.
       nodes: by (method, shape), the acceptance of each node of the largest tree of that shape.
-      carriers: by method of i.i.d. drafts, [N + 1, N + 1] of its plan, as in `tree_search`.
-      kl: KL(target, draft) in bits, the mean over calls; NaN if no method drafts without replacement.
+      carriers: by method with i.i.d. drafts, `carriers` [N + 1, N + 1] as in `tree_search`.
+      kl: KL(target, draft) in bits, averaged over calls; NaN without a method that drafts without
+        replacement.
     """
 
     R: dict[str, list[float]]
@@ -55,29 +59,28 @@ class PairAcceptance(NamedTuple):
 
 
 def observe_accepted(call: Call) -> dict[str, jax.Array]:
-    """For `generate`, at next to no cost: sums over the nodes at which one call chose among drafts.
+    """Returns how often one call chose among drafts, and how often it accepted one. Almost free.
 
     Returns:
-      nodes: the number of such nodes.
-      accepted: at how many of them the token was a draft. Over `nodes`, the mean alpha_k of the plan.
+      nodes: the number of nodes where the call chose among drafts.
+      accepted: the number of these nodes where it chose a draft; accepted / nodes is the mean
+        acceptance alpha_k of the plan.
     """
     visited, depth = _visited(call)
-    # Where the token was a draft, the walk went on.
-    return {
-        "nodes": jnp.sum(visited),
-        "accepted": jnp.sum(visited & (depth < call.chosen.emitted - 1)),
-    }
+    accepted = visited & (depth < call.chosen.emitted - 1)  # All emitted tokens but the last.
+    return {"nodes": jnp.sum(visited), "accepted": jnp.sum(accepted)}
 
 
 def observe_optimum(call: Call) -> dict[str, jax.Array]:
-    """For `generate`, on prefix trees: the same, and at each of these nodes an `otm.acceptance`, which takes time.
+    """Returns the optimal acceptance at the nodes of `observe_accepted`, on prefix trees. Slow.
 
     Returns:
-      nodes: the number of such nodes.
-      optimum: the sum of alpha_k*, the largest acceptance that any plan has for i.i.d. drafts from these distributions.
+      nodes: the number of nodes where the call chose among drafts.
+      optimum: the sum over them of alpha_k*, the largest acceptance of any plan for k i.i.d.
+        drafts (`otm.acceptance`).
     """
     (visited, depth), drafts, scored = _visited(call), call.chosen.drafts, call.scored
-    if not len(scored.p):  # No drafts at all.
+    if not len(scored.p):  # The method has no draft distributions.
         return {"nodes": jnp.sum(visited), "optimum": jnp.zeros(())}
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
@@ -90,24 +93,28 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
 
 
 def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Returns [height + 1] bool, the depths at which there was a choice among drafts, and the depths."""
+    """Returns whether each depth [height + 1] had a choice among drafts, and the depths."""
     depth = jnp.arange(len(call.chosen.drafts))
     return (depth < call.chosen.emitted) & (call.chosen.drafts > 0), depth
 
 
 @functools.cache
 def observe_positions(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` that says where drafts are accepted: at which level of the tree, and how far in a sequence.
+    """Returns an `observe` that counts acceptance by tree level and by position in the sequence.
 
-    Nothing that follows EOS counts. The same object for the same capacity, so that nothing is compiled again.
+    Tokens after EOS do not count. The function is cached, so that `generate` does not recompile.
 
     Args:
-      capacity: the most tokens of a sequence, prompt included.
+      capacity: the largest number of tokens of a sequence, prompt included.
 
     Returns:
-      A function that returns `reached` [height], how often a token was chosen among drafts of each level, and `accepted`
-      [height], how often it was one of them; `calls`, `chosen_at` and `accepted_at`, all [capacity], count the calls that
-      start after so many tokens, and the tokens of these calls that were chosen among drafts, and that were drafts.
+      A function that returns a dictionary:
+
+      reached [height]: how often a token was chosen among the drafts of each level.
+      accepted [height]: how often a draft of each level was chosen.
+      calls [capacity]: the number of calls that start at each length.
+      chosen_at [capacity]: the tokens of those calls that were chosen among drafts.
+      accepted_at [capacity]: the tokens of those calls that were drafts.
     """
 
     def observe(call: Call) -> dict[str, jax.Array]:
@@ -128,10 +135,10 @@ def observe_positions(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
 
 def observe_nodes(call: Call) -> dict[str, jax.Array]:
-    """Returns an `observe` for any tree: sums over calls.
+    """Returns which nodes of any tree one call accepted, and the divergence at the root.
 
     Returns:
-      nodes: [N + 1] how often each node was accepted, except after EOS; for the root, the number of calls.
+      nodes: [N + 1] 1 for the root and for each accepted node up to EOS, else 0.
       kl: KL(target, draft) at the root, in bits.
     """
     chosen, scored, depth = call.chosen, call.scored, jnp.arange(call.scored.tree.height)
@@ -147,54 +154,50 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
 def observe_drafts(
     methods: tuple[Method, ...], kind: str | None = None
 ) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` for `generate` on a batch tree of K i.i.d. drafts: the first k are given to the plan of each
-    method, for each k. The same object for the same methods, so that nothing is compiled anew.
+    """Returns an `observe` that gives each method's plan the first k of K i.i.d. drafts, for all k.
+
+    It is for `generate` on a batch tree. The function is cached, so that `generate` does not
+    recompile.
 
     Args:
-      methods: whose drafts are i.i.d., of different names; their trees do not count.
-      kind: of `prediction.statistic`, for all of them; by default each method's own.
+      methods: methods with i.i.d. drafts and different names; their trees are ignored.
+      kind: the statistic to observe (`prediction.statistic`); by default each method's own.
 
     Returns:
-      A function that returns by method's name, for CARRIERS, [K + 1, K + 1] counts of how many of the k carry the token; for
-      WINNERS, [K + 1, R, K + 1] counts of the cell of the winner's ratio (`planning.prediction`) and of the drafts that are
-      its token.
+      A function that returns counts by method name. For CARRIERS they are [K + 1, K + 1]: how many
+      of the k drafts carry the chosen token. For WINNERS they are [K + 1, R, K + 1]: the cell of
+      the winner's ratio (`planning.prediction`), and how many drafts carry its token.
     """
 
     def observe(call: Call) -> dict[str, jax.Array]:
         drafts = call.scored.tokens[1:]
-        p, q = call.scored.p[0], call.scored.q(0)
+        p, q, K = call.scored.p[0], call.scored.q(0), len(drafts)
 
         def carriers(plan: Plan, k):
-            valid = jnp.arange(len(drafts)) < k
+            valid = jnp.arange(K) < k
             token = plan.select(jax.random.fold_in(call.key, k), p, q, drafts, valid).token
-            return jnp.zeros(len(drafts) + 1).at[jnp.sum(valid & (drafts == token))].add(1)
+            return jnp.zeros(K + 1).at[jnp.sum(valid & (drafts == token))].add(1)
 
         def winners(plan: Plan, k):
-            valid = jnp.arange(len(drafts)) < k
+            valid = jnp.arange(K) < k
             winner, g = plan.win(jax.random.fold_in(call.key, k), p, q, drafts, valid)
             token = drafts[winner]
             cell = ratio_cell(q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny))
-            return (
-                jnp.zeros((RATIOS, len(drafts) + 1))
-                .at[cell, jnp.sum(valid & (drafts == token))]
-                .add(1)
-            )
+            carried = jnp.sum(valid & (drafts == token))
+            return jnp.zeros((RATIOS, K + 1)).at[cell, carried].add(1)
 
         found = {}
         for method in methods:
             verifier: Any = method.verifier  # It has a statistic, and so a plan.
             count = winners if (kind or statistic(method)) == WINNERS else carriers
-            # One k after the other: some plans need much room.
-            found[method.name] = jax.lax.map(
-                functools.partial(count, verifier.plan), jnp.arange(len(drafts) + 1)
-            )
+            # One k at a time, because some plans need much memory.
+            of_plan = functools.partial(count, verifier.plan)
+            found[method.name] = jax.lax.map(of_plan, jnp.arange(K + 1))
         return found
 
     return observe
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Counts by number of drafts, as probabilities: each [i] sums to 1."""
-    return counts / counts.reshape(len(counts), -1).sum(axis=1).reshape(
-        -1, *[1] * (counts.ndim - 1)
-    )
+    """Returns counts [k, ...] as probabilities: those of each k sum to 1."""
+    return counts / counts.sum(axis=tuple(range(1, counts.ndim)), keepdims=True)

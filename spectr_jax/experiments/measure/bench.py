@@ -1,4 +1,4 @@
-"""A table at work: its programs are compiled ahead and run on the prompts, its journal is written, its bar moves."""
+"""The bench of a table: compiles its programs, runs them, and updates its journal and bar."""
 
 import functools
 from collections.abc import Mapping
@@ -16,15 +16,16 @@ from spectr_jax.utils import hosts
 
 
 class Bench(NamedTuple):
-    """What the rows of a table have in common.
+    """The inputs that the rows of a table share.
 
     Attributes:
-      config: of the table.
-      target: whose calls count.
+      config: the config of the table.
+      target: the target model.
       drafts: the draft models.
-      prompts: that are continued.
-      journal: of what was measured so far.
-      bar: moves with each program that is compiled and each batch that is run; without it compiling has one of its own.
+      prompts: the prompts to continue.
+      journal: the measurements so far.
+      bar: a progress bar, updated after each compiled program and each batch. Without one,
+        `compile` shows its own.
     """
 
     config: ml_collections.ConfigDict
@@ -35,7 +36,7 @@ class Bench(NamedTuple):
     bar: tqdm.tqdm | None = None
 
     def compile(self, programs: Mapping[str, Program]) -> None:
-        """Compiles programs, by what the bar calls them, ahead of `run`; JAX keeps them."""
+        """Compiles programs ahead of `run`; the keys are their labels on the bar."""
         bar = self.bar or progress(len(programs), "program", leave=False)
 
         def one(label: str, program: Program) -> None:
@@ -48,25 +49,16 @@ class Bench(NamedTuple):
             bar.close()
 
     def run(self, program: Program, seed: int, batches: int | None = None) -> Measurement:
-        """Decodes all prompts, or the first `batches` of them: `measurement.measure`."""
+        """Returns `measurement.measure` of the program."""
         method, draft, observe = program
         done = None if self.bar is None else self.bar.update
-        return measurement.measure(
-            method,
-            self.target,
-            draft,
-            self.prompts,
-            self.config,
-            seed,
-            batches=batches,
-            observe=observe,
-            done=done,
-        )
+        decode = functools.partial(measurement.measure, batches=batches, observe=observe, done=done)
+        return decode(method, self.target, draft, self.prompts, self.config, seed)
 
     def measured(
         self, name: str, program: Program, seed: int, batches: int | None = None
     ) -> Measurement:
-        """Returns what `run` returns, from the journal's entry `name` or written to it."""
+        """Returns the journal's entry `name`; if there is none, `run`s the program for it."""
         if self.bar is not None:
             self.bar.set_description(name)
             if name in self.journal:
@@ -75,7 +67,7 @@ class Bench(NamedTuple):
 
 
 def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
-    """Returns a bar of the first process."""
+    """Returns a progress bar that only the first process shows."""
     return tqdm.tqdm(
         total=total, unit=unit, leave=leave, dynamic_ncols=True, disable=not hosts.is_first()
     )

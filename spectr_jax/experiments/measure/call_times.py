@@ -1,8 +1,8 @@
-"""How long model calls, and the phases of a call of a method, take on this machine.
+"""Times of model calls and of the phases of a method's call on this machine.
 
-A timer is compiled when it is made, so that many can be made side by side (`timed`), and measures when it is called.
-All but `call_runs` time loops that run on the device, as in decoding: no Python runs between two calls, and caches are
-updated in place.
+A timer compiles when it is made, so that many compile in parallel (`timed`), and measures when it
+is called. All but `call_runs` time loops on the device, as in decoding: no Python runs between two
+calls, and caches are updated in place.
 """
 
 import dataclasses
@@ -29,23 +29,23 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import Frozen, freeze
 
 PASSES = 8
-"""Passes of a loop on the device, per measurement."""
+"""Passes of the device loop per measurement."""
 PHASES = ("draft", "score", "select", "commit")
-"""The phases of a call, by their `jax.named_scope` in `decoding.generate`."""
+"""The phases of a call, named as their `jax.named_scope` in `decoding.loop`."""
 
 Timer = Callable[[], float]
-"""Measures, and returns the median seconds of one pass."""
+"""A function that measures, and returns the median seconds of one pass."""
 
 
 def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Makes the timers of all tasks side by side, then runs them one after the other.
+    """Returns the seconds of all tasks; compiles them in parallel, then measures one at a time.
 
     Args:
-      label: for the progress bars.
-      tasks: by any name, functions that return a timer, or a pytree of them.
+      label: title of the progress bars.
+      tasks: by any name, functions that return a timer or a pytree of timers.
 
     Returns:
-      Seconds in place of the timers.
+      `tasks`, with the measured seconds instead of the timers.
     """
     return dict(zip(tasks, _one_by_one(label, list(tasks.values())), strict=True))
 
@@ -53,16 +53,15 @@ def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
 def timed_once(
     journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]
 ) -> dict[Any, Any]:
-    """As `timed`, with each task kept in the journal once measured; tasks found there are not run."""
+    """Returns what `timed` returns; runs only the tasks that the journal lacks, and stores them."""
     names = {task: f"{label} {task}" for task in tasks}
     found = _one_by_one(label, [make for task, make in tasks.items() if names[task] not in journal])
-    return {
-        task: journal.value(name, functools.partial(next, found)) for task, name in names.items()
-    }
+    take = functools.partial(next, found)
+    return {task: journal.value(name, take) for task, name in names.items()}
 
 
 def _one_by_one(label: str, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
-    """The seconds of each task, in order; the first comes when all are made."""
+    """Yields the seconds of each task, in order, once all are compiled."""
     bar = functools.partial(tqdm.tqdm, total=len(tasks), dynamic_ncols=True)
     made = list(bar(side_by_side(tasks), f"{label}, compiling"))
     for timers in bar(made, label):
@@ -72,17 +71,17 @@ def _one_by_one(label: str, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
 def call_seconds(
     model: Model, batch: int, tokens: Sequence[int], context: int = 64, repeats: int = 10
 ) -> Callable[[int], float]:
-    """Measures calls on each number of new tokens per sequence, after `context` committed random tokens.
+    """Returns the seconds of a call as a function of the number of new tokens per sequence.
 
     Args:
       model: an `nnx.Module` that follows `Model`.
-      batch: sequences in a call.
+      batch: number of sequences.
       tokens: ascending numbers of new tokens to measure.
-      context: committed tokens of each text.
-      repeats: measurements, of `PASSES` calls each, after one that compiles.
+      context: committed random tokens per sequence.
+      repeats: number of measurements, of `PASSES` calls each, after a warm-up.
 
     Returns:
-      A function of the number of tokens: the median seconds, between measured numbers by interpolation.
+      A function of the number of tokens that interpolates between the measured medians.
     """
     frozen = freeze(model)
 
@@ -100,8 +99,7 @@ def call_seconds(
 
 
 def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[], float]:
-    """Returns a function that makes one call on `count` new tokens from Python, and returns its seconds; the first has
-    compiled."""
+    """Returns a function that times one call from Python on `count` new tokens; it is compiled."""
     frozen = freeze(model)
     run = jax.jit(lambda frozen, new, cache: _extend(frozen.merge(), new, cache), donate_argnums=2)
     new, cache = _random_call(model, batch, count, context)
@@ -125,80 +123,70 @@ def phase_timers(
     repeats: int = 10,
     phases: Sequence[str] = (*PHASES, "call"),
 ) -> dict[str, Timer]:
-    """Timers of the phases of one call of `method` (draft, score, select and commit, each alone), and of the whole call.
+    """Returns timers, at temperature 1, of each phase of a call alone and of the whole call.
 
     Args:
-      method: one that drafts, with a model of its own.
-      target: an `nnx.Module` that follows `Model`.
-      draft: likewise.
-      batch: texts.
-      context: committed tokens of each text, random ones.
-      repeats: measurements, of `PASSES` passes each, at temperature 1.
-      phases: which are wanted.
+      method: a method with a draft model.
+      target, draft: `nnx.Module`s that follow `Model`.
+      batch: number of sequences.
+      context: committed random tokens per sequence.
+      repeats: number of measurements, of `PASSES` passes each, after a warm-up.
+      phases: names of the timers to make.
     """
     models = freeze(target), freeze(draft)
     tree, room = method.tree, method.tree.height + 1
     lengths = jnp.full(batch, context, jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)
-    prompts = jnp.asarray(
-        np.random.default_rng(0).integers(0, target.vocab_size, (batch, context)), jnp.int32
-    )
-    start = jax.jit(
-        lambda models: prefill(method, models[0].merge(), models[1].merge(), prompts, lengths, room)
-    )(models)
+    prompts = _random_tokens(target, batch, context)
+
+    def merged(models):
+        return models[0].merge(), models[1].merge()
+
+    start = jax.jit(lambda models: prefill(method, *merged(models), prompts, lengths, room))(models)
 
     def whole_call(models, loop):
-        return call(
-            loop, method, models[0].merge(), models[1].merge(), keys, lengths + room, Policy()
-        )
+        return call(loop, method, *merged(models), keys, lengths + room, Policy())
 
     def call_phase(_, models, loop):
         after, _ = whole_call(models, loop)
-        return start._replace(
-            step=after.step,
-            target_cache=_at(after.target_cache, start.target_cache.lengths),
-            draft_cache=_at(after.draft_cache, start.draft_cache.lengths),
-        )
+        target_cache = _at(after.target_cache, start.target_cache.lengths)
+        draft_cache = _at(after.draft_cache, start.draft_cache.lengths)
+        return start._replace(step=after.step, target_cache=target_cache, draft_cache=draft_cache)
 
     @jax.jit
     def sample(models, step):
         _, seen = whole_call(models, start._replace(step=step))
         return seen.scored.tokens, seen.scored.p, seen.scored.logits, seen.chosen
 
-    if set(phases) == {"draft"}:  # It needs a call's shapes alone.
+    if set(phases) == {"draft"}:  # Drafting needs only the shapes of a call.
         samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]
     else:
         samples = [sample(models, step) for step in np.arange(4)]
     tokens, p, logits, chosen = samples[0]
     caches = start.target_cache, start.draft_cache
-    drafted = drafting.Drafts(tokens, p, caches[1])
-    measured: dict[str, tuple[Callable, list[Any], Any]] = {
-        "draft": (
-            _draft_phase(method, keys, start.tokens, lengths),
-            [(models[1], start.features)],
-            drafted,
-        ),
-        "score": (
-            _score_phase(tree, lengths),
-            [(models[0], each[0]) for each in samples],
-            (logits, caches[0]),
-        ),
-        "select": (_select_phase(method, keys, lengths), [each[:3] for each in samples], chosen),
-        "commit": (_commit_phase(tree, models[1], lengths), [each[3] for each in samples], caches),
+    drafts, draft_inputs = drafting.Drafts(tokens, p, caches[1]), [(models[1], start.features)]
+    score_inputs = [(models[0], each[0]) for each in samples]
+    select_inputs, commit_inputs = [each[:3] for each in samples], [each[3] for each in samples]
+    loops: dict[str, tuple[Callable, list[Any], Any]] = {
+        "draft": (_draft_phase(method, keys, start.tokens, lengths), draft_inputs, drafts),
+        "score": (_score_phase(tree, lengths), score_inputs, (logits, caches[0])),
+        "select": (_select_phase(method, keys, lengths), select_inputs, chosen),
+        "commit": (_commit_phase(tree, models[1], lengths), commit_inputs, caches),
         "call": (call_phase, [models], start),
     }
-    return {name: _loop_timer(*measured[name], repeats) for name in phases}
+    return {name: _loop_timer(*loops[name], repeats) for name in phases}
 
 
 def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> Timer:
-    """Returns a timer of the walk, in seconds per emitted token, over `batch` sequences at once, on distributions that
-    accept most drafts.
+    """Returns a timer of the verifier alone, in seconds per emitted token.
+
+    It runs without models, on random distributions that accept most drafts.
 
     Args:
-      method: whose walk is timed, on its tree; no model takes part.
+      method: the method whose verifier is timed on its tree.
       vocab_size: V.
-      batch: texts.
-      repeats: measurements, of `PASSES` walks each.
+      batch: number of sequences.
+      repeats: number of measurements, of `PASSES` calls each, after a warm-up.
     """
     rng, tree = np.random.default_rng(0), method.tree
     logits = jnp.asarray(
@@ -211,29 +199,19 @@ def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) 
     keys = jax.random.split(jax.random.key(0), batch)
     lengths = jnp.ones(batch, jnp.int32)
 
-    walk, fixed = jax.jit(_select_phase(method, keys, lengths)), (tokens, p, logits)
-    chosen = [walk(step, fixed, None) for step in range(PASSES)]
-    walks, emitted = (
-        _loop_timer(walk, [fixed], chosen[0], repeats),
-        float(np.mean([each.emitted for each in chosen])),
-    )
-    return lambda: walks() / emitted
+    select, fixed = jax.jit(_select_phase(method, keys, lengths)), (tokens, p, logits)
+    chosen = [select(step, fixed, None) for step in range(PASSES)]
+    timer = _loop_timer(select, [fixed], chosen[0], repeats)
+    emitted = float(np.mean([each.emitted for each in chosen]))
+    return lambda: timer() / emitted
 
 
-def _draft_phase(method: Method, keys_B, text_BxT, lengths_B) -> Callable:
+def _draft_phase(method: Method, keys_B, tokens_BxT, lengths_B) -> Callable:
     def phase(step, fixed, drafts):
         (model, seen), cache = fixed, drafts.cache
-        arguments = (
-            model.merge(),
-            drafting.RULES[method.verifier.rule],
-            method.tree,
-            Policy(),
-            text_BxT,
-            lengths_B,
-            cache,
-            seen,
-        )
-        drafts = drafting.draft(_fold(keys_B, step), *arguments)
+        keys, rule = _fold(keys_B, step), drafting.RULES[method.verifier.rule]
+        committed = tokens_BxT, lengths_B, cache, seen
+        drafts = drafting.draft(keys, model.merge(), rule, method.tree, Policy(), *committed)
         return drafts._replace(cache=_at(drafts.cache, cache.lengths))
 
     return phase
@@ -251,13 +229,11 @@ def _score_phase(tree: Tree, lengths_B) -> Callable:
 def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
     def phase(step, fixed, _):
         tokens, p, logits = fixed
-        policy = for_rows(Policy(), len(lengths_B))
+        policy, done = for_rows(Policy(), len(lengths_B)), jnp.zeros(len(lengths_B), bool)
         scored = ScoredTree(
             tree=method.tree, policy=policy, length=lengths_B, tokens=tokens, p=p, logits=logits
         )
-        return for_each_sequence(
-            method.verifier, jnp.zeros(len(lengths_B), bool), _fold(keys_B, step), scored
-        )
+        return for_each_sequence(method.verifier, done, _fold(keys_B, step), scored)
 
     return phase
 
@@ -265,14 +241,10 @@ def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
 def _commit_phase(tree: Tree, draft: Frozen, lengths_B) -> Callable:
     def phase(_, chosen, caches):
         target_cache, draft_cache = caches
-        after = lengths_B + chosen.emitted
-        return (
-            _at(scoring.commit(target_cache, tree, chosen.path, after), target_cache.lengths),
-            _at(
-                drafting.commit(draft, draft_cache, tree, chosen.path, lengths_B, after),
-                draft_cache.lengths,
-            ),
-        )
+        after, path = lengths_B + chosen.emitted, chosen.path
+        target_after = scoring.commit(target_cache, tree, path, after)
+        draft_after = drafting.commit(draft, draft_cache, tree, path, lengths_B, after)
+        return _at(target_after, target_cache.lengths), _at(draft_after, draft_cache.lengths)
 
     return phase
 
@@ -282,14 +254,19 @@ def _fold(keys_B, step) -> jax.Array:
 
 
 def _random_call(model: Model, batch: int, count: int, context: int) -> tuple[jax.Array, Cache]:
-    """New tokens [batch, count], and a cache with `context` committed ones."""
-    new = np.random.default_rng(0).integers(0, model.vocab_size, (batch, count))
+    """Returns new tokens [batch, count], and a cache with `context` committed ones."""
     cache = model.init_cache(batch, context + count)
-    return jnp.asarray(new, jnp.int32), _at(cache, jnp.full(batch, context, jnp.int32))
+    lengths = jnp.full(batch, context, jnp.int32)
+    return _random_tokens(model, batch, count), _at(cache, lengths)
+
+
+def _random_tokens(model: Model, batch: int, count: int) -> jax.Array:
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (batch, count))
+    return jnp.asarray(tokens, jnp.int32)
 
 
 def _extend(model: Model, new: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Returns logits of one call on a chain of new tokens, and the cache with them pending."""
+    """Returns the logits of a call on a chain of new tokens, and the cache with them pending."""
     batch, count = new.shape
     positions = cache.lengths[:, None] + jnp.arange(count)
     visible = jnp.broadcast_to(np.tri(count, dtype=bool), (batch, count, count))
@@ -301,12 +278,11 @@ def _at(cache: Cache, lengths: jax.Array) -> Cache:
 
 
 def _loop_timer(body: Callable, fixed: list[Any], start: Any, repeats: int) -> Timer:
-    """Returns a timer of `carry = body(step, fixed[i], carry)` in a loop on the device; the first loop is not counted."""
+    """Returns a timer of `carry = body(step, fixed[i], carry)` in a device loop, with a warm-up."""
 
     def one_pass(step, fixed, carry):
-        return body(
-            step, *jax.lax.optimization_barrier((fixed, carry))
-        )  # Else what does not change leaves the loop.
+        # Without the barrier XLA hoists loop-invariant work out of the loop.
+        return body(step, *jax.lax.optimization_barrier((fixed, carry)))
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(fixed, carry):

@@ -1,4 +1,4 @@
-"""Compiles several programs at once: a table on an accelerator has a hundred of them, half a minute each."""
+"""Parallel compilation: a table on an accelerator compiles about 100 programs, 30 s each."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 CORES_OF_A_PROGRAM = {"cpu": 4}
-"""Cores that XLA uses to compile one program, by backend; 1 for all others."""
+"""Cores that XLA uses to compile one program, by backend; 1 by default."""
 
 
 def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-    """The results of the tasks, in order; as many run at once as there are cores to compile them.
+    """Yields the results of the tasks, in order; as many run at once as there are cores for.
 
-    Several processes must run the same in the same order: there, one at a time.
+    With several processes one task runs at a time, because all must run them in the same order.
     """
     cores = (os.cpu_count() or 1) // CORES_OF_A_PROGRAM.get(jax.default_backend(), 1)
     with ThreadPoolExecutor(1 if jax.process_count() > 1 else max(1, cores)) as pool:

@@ -1,4 +1,4 @@
-"""What a table has measured so far, written to disk at once: a run that was stopped resumes from it."""
+"""The journal of a table: measurements saved as they are made, so that a stopped run resumes."""
 
 import json
 import pathlib
@@ -18,18 +18,20 @@ from spectr_jax.utils.files import write_whole
 
 
 class Journal:
-    """Values by name, in `workdir`/NAME.part.jsonl until the table is there.
+    """Values by name, in `workdir`/NAME.part.jsonl until the table is written.
 
-    Each process of a run reads it when it starts, and the first one writes; a line that was cut short does not count.
+    Every process reads the file when it starts; only the first one writes. An incomplete last line
+    is ignored.
 
     Args:
-      workdir: of the table.
-      name: of the table.
-      config: of the table.
-      weights: that the values are measured with (`report.weights`).
+      workdir: folder of the table.
+      name: name of the table.
+      config: config of the table.
+      weights: the weights that are measured (`report.weights`).
 
     Raises:
-      UserError: the file is of another config, of other weights, or of other hardware, whose times would not compare.
+      UserError: the file belongs to another config, other weights or other hardware, whose times
+        are not comparable.
     """
 
     def __init__(
@@ -40,21 +42,18 @@ class Journal:
         weights: Sequence[str],
     ):
         self._path, self._config = workdir / f"{name}.part.jsonl", config
+        self._weights, self._values = list(weights), dict[str, Any]()
         made = report.provenance()
-        head = {
-            "config_hash": config_hash(config),
-            "weights": list(weights),
-            "hardware": made["hardware"],
-        }
-        self._weights, self._values = head["weights"], dict[str, Any]()
         self._commit, self._commits = made["commit"], list[str]()
         self._started = time.monotonic()
+        head = {"config_hash": config_hash(config), "weights": self._weights}
+        head["hardware"] = made["hardware"]
         lines = self._read()
         if lines and lines[0] != head:
             raise UserError(
-                f"{str(self._path)!r} is of a table that was begun with another config, with other weights, on other "
-                f"hardware or by an older version ({lines[0]}, here {head}); finish it as it was begun, choose a new "
-                "--workdir, or remove it"
+                f"{str(self._path)!r}: belongs to a table of another config, other weights, other "
+                f"hardware or an older version ({lines[0]}, this run: {head}); finish that table, "
+                "choose a new --workdir, or remove the file"
             )
         for line in lines[1:]:
             if "commit" in line:
@@ -66,13 +65,13 @@ class Journal:
         if hosts.is_first():
             workdir.mkdir(parents=True, exist_ok=True)
         if not lines:
-            self._write(head, mode="w")  # Over a first line that was cut short.
+            self._write(head, mode="w")  # This overwrites an incomplete first line.
         if self._commit not in self._commits:
             self._commits.append(self._commit)
             self._write({"commit": self._commit})
 
     def about(self) -> dict[str, Any]:
-        """Returns the end of the table: `report.about`, with the time and the commits of earlier starts, and the weights."""
+        """Returns `report.about` with the weights, and the time and commits of all starts."""
         about = report.about(self._config, self._started)
         return {**about, "commit": self._commit, "commits": self._commits, "weights": self._weights}
 
@@ -80,40 +79,28 @@ class Journal:
         return name in self._values
 
     def value(self, name: str, take: Callable[[], Any]) -> Any:
-        """Returns the JSON value stored under `name`; if there is none, the result of `take`, which is stored."""
+        """Returns the JSON value stored under `name`; if there is none, stores that of `take`."""
         if name not in self._values:
             started = time.monotonic()
-            self._values[name] = take()
-            line = {
-                "name": name,
-                "value": self._values[name],
-                "seconds": round(time.monotonic() - started, 3),
-            }
-            self._write(line)
+            value = self._values[name] = take()
+            seconds = round(time.monotonic() - started, 3)
+            self._write({"name": name, "value": value, "seconds": seconds})
         return self._values[name]
 
     def measurement(self, name: str, take: Callable[[], Measurement]) -> Measurement:
-        """As above, for a measurement."""
+        """Returns the measurement stored under `name`; if there is none, takes and stores it."""
 
         def as_json() -> dict[str, Any]:
             taken = take()
-            return {
-                **taken._asdict(),
-                "observed": {
-                    key: np.asarray(array).tolist() for key, array in taken.observed.items()
-                },
-            }
+            lists = {key: np.asarray(array).tolist() for key, array in taken.observed.items()}
+            return taken._replace(observed=lists)._asdict()
 
-        value = self.value(name, as_json)
-        return Measurement(
-            **{
-                **value,
-                "observed": {key: np.asarray(array) for key, array in value["observed"].items()},
-            }
-        )
+        found = Measurement(**self.value(name, as_json))
+        arrays = {key: np.asarray(values) for key, values in found.observed.items()}
+        return found._replace(observed=arrays)
 
     def remove(self) -> None:
-        """Removes the journal; call it once the table is written."""
+        """Removes the file; call it once the table is written."""
         if hosts.is_first():
             self._path.unlink(missing_ok=True)
 
@@ -130,10 +117,8 @@ class Journal:
             lines = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
             raise UserError(
-                f"{str(self._path)!r} is damaged ({error}); remove it to begin again"
+                f"{str(self._path)!r}: is damaged ({error}); remove it to start again"
             ) from error
         if hosts.is_first() and lines:
-            write_whole(
-                self._path, whole + "\n"
-            )  # The next line must not be glued to one that was cut short.
+            write_whole(self._path, whole + "\n")  # Drops an incomplete last line.
         return lines

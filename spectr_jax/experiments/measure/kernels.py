@@ -1,7 +1,7 @@
-"""Kernels and host stops of a compiled program, counted in its optimized HLO: what decides the time of a call on a GPU.
+"""Counts the kernels and host stops of a compiled program, from its optimized HLO.
 
-A kernel takes about 3 microseconds to launch, whatever it computes. A conditional, and a loop whose end only the device
-knows, make the host wait for the device.
+They decide the time of a call on a GPU. A kernel takes about 3 microseconds to launch, whatever it
+computes. At a conditional, and in a loop of unknown length, the host waits for the device.
 """
 
 import dataclasses
@@ -10,38 +10,28 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FREE = frozenset(
-    {
-        "parameter",
-        "constant",
-        "get-tuple-element",
-        "tuple",
-        "bitcast",
-        "after-all",
-        "opt-barrier",
-        "domain",
-    }
-    | {"partition-id", "replica-id", "copy-done", "async-done", "fusion-done", "all-reduce-done"}
-)
-"""Operations that launch nothing."""
+FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "domain"}
+FREE |= {"opt-barrier", "partition-id", "replica-id"}
+FREE |= {"copy-done", "async-done", "fusion-done", "all-reduce-done"}
+"""Operations that launch no kernel."""
 
 
 class Counts(NamedTuple):
-    """Of one execution.
+    """The counts of one execution, by phase.
 
     Attributes:
-      kernels: launched, by phase; a conditional counts its longer branch, a loop of unknown length one turn.
-      stops: conditionals, and loops whose end only the device knows, by phase.
+      kernels: launched kernels. A conditional counts as its longer branch, and a loop of unknown
+        length as one iteration.
+      stops: conditionals and loops of unknown length.
     """
 
     kernels: Counter[str]
     stops: Counter[str]
 
     def plus(self, other: "Counts", times: int = 1) -> "Counts":
-        repeated = [
-            Counter({phase: times * count for phase, count in each.items()}) for each in other
-        ]
-        return Counts(self.kernels + repeated[0], self.stops + repeated[1])
+        """Returns the sum of these counts and `times` those of `other`."""
+        kernels, stops = (Counter({name: times * n for name, n in each.items()}) for each in other)
+        return Counts(self.kernels + kernels, self.stops + stops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,26 +41,26 @@ class _Operation:
 
     @property
     def calls(self) -> list[str]:
-        """Computations that it runs: those of a loop, the branches of a conditional, or that of a call."""
-        single = re.findall(
-            r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)",
-            self.line,
-        )
+        """Returns the computations that it runs: a loop's condition and body, a conditional's
+        branches, or the callee of a call."""
+        names = "body|condition|to_apply|calls|true_computation|false_computation"
+        single = re.findall(rf"(?:{names})=%?([\w.-]+)", self.line)
         several = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         return single + (re.findall(r"%?([\w.-]+)", several[1]) if several else [])
 
     @property
     def trips(self) -> int | None:
+        """Returns the number of iterations of a loop, or None if it is unknown."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', self.line)
         return int(known[1]) if known else None
 
 
 def count(hlo: str, phases: tuple[str, ...]) -> Counts:
-    """Counts one turn of the outermost loop of unknown length; nothing, if there is none.
+    """Returns the counts of one iteration of the outermost loop of unknown length; 0 without one.
 
     Args:
-      hlo: of `compiled.as_text()`.
-      phases: each is the name of a `jax.named_scope` within the loop; the phase "" is none of them.
+      hlo: `compiled.as_text()`.
+      phases: names of `jax.named_scope`s in the loop. The phase "" has what is in none of them.
     """
     computations = dict(_computations(hlo))
     entry = next(name for name in computations if name.startswith("ENTRY"))
@@ -94,7 +84,7 @@ def _computations(hlo: str) -> Iterator[tuple[str, list[_Operation]]]:
 
 
 def _reached(computations: dict[str, list[_Operation]], name: str) -> Iterator[str]:
-    """The entry and what it calls, without bodies of loops."""
+    """Yields the computation `name` and all that it calls, without the bodies of loops."""
     yield name
     for each in computations[name]:
         if each.kind == "call":
@@ -111,9 +101,8 @@ def _count(computations: dict[str, list[_Operation]], name: str, phases: tuple[s
         if each.kind == "call":
             total = total.plus(_count(computations, each.calls[0], phases))
         elif each.kind == "while":
-            parts = [_count(computations, callee, phases) for callee in each.calls]
-            for part in parts:
-                total = total.plus(part, each.trips or 1)
+            for callee in each.calls:
+                total = total.plus(_count(computations, callee, phases), each.trips or 1)
             total = total.plus(Counts(Counter(), Counter({phase: each.trips is None})))
         elif each.kind == "conditional":
             branches = [_count(computations, callee, phases) for callee in each.calls]

@@ -1,4 +1,4 @@
-"""What the tables share: prompts, and one method decoding all of them."""
+"""Prompts, and one method that decodes all of them: the measurement behind every table."""
 
 import dataclasses
 import json
@@ -25,8 +25,13 @@ from spectr_jax.utils.errors import UserError
 
 
 class Prompts(NamedTuple):
-    """Prompts in batches of one shape: [batches, B, T] tokens, [batches, B] lengths; the first `real` of them count,
-    the rest is padding."""
+    """Prompts in batches of one shape; those after the first `real` are padding.
+
+    Attributes:
+      tokens: [batches, B, T] int32.
+      lengths: [batches, B] int32.
+      real: the number of prompts that count.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -34,7 +39,7 @@ class Prompts(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A method with its draft model, and the `observe` that is given to `generate`."""
+    """A method with its draft model, and an `observe` for `generate`."""
 
     method: Method
     draft: Trained | None
@@ -42,13 +47,13 @@ class Program(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """One method on one seed, over all prompts.
+    """The totals of one method over all prompts, for one seed.
 
     Attributes:
       tokens: emitted tokens.
       calls: calls of the target.
       seconds: time of all generations.
-      observed: sums over calls of what `observe` returned.
+      observed: the results of `observe`, summed over calls.
     """
 
     tokens: int
@@ -58,12 +63,13 @@ class Measurement(NamedTuple):
 
 
 def check_decoding(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for fields of `decoding_config` that cannot be used."""
+    """Raises `UserError` if a field of `decoding_config` has an invalid value."""
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
     check_dtype(config.dtype)
     if config.batch_size % jax.device_count():
         raise UserError(
-            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple or hide some"
+            f"batch_size={config.batch_size}: must be a multiple of the {jax.device_count()} "
+            "devices; change it, or hide devices"
         )
     policy, own = policies_of(config, -1)
     check_policy(policy)
@@ -71,10 +77,11 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
 
 
 def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` where target and drafts are greedy: one draft is then as good as many."""
+    """Raises `UserError` if target and drafts are greedy: then one draft is as good as many."""
     if config.temperature == 0 and not config.draft_temperature:
         raise UserError(
-            "temperature=0.0 has no acceptance to measure; give a positive one, or the drafts one, as draft_temperature=0.7"
+            "temperature=0.0: greedy drafts have no acceptance to measure; "
+            "give a positive temperature, or a draft_temperature such as 0.7"
         )
 
 
@@ -88,24 +95,23 @@ def policies_of(
 
 
 def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
-    """Returns the first `num_prompts` prompts: BOS and the first pieces of each sentence, `prompt_tokens` of them (one more
-    where prompts begin without BOS), in full batches.
+    """Returns the first `num_prompts` prompts in full batches.
+
+    A prompt is the first `prompt_tokens` + 1 tokens of a sentence, BOS included if there is one.
 
     Raises:
-      UserError: there are fewer.
+      UserError: there are fewer prompts.
     """
     spec = str(EMBEDDED / "prompts.txt") if config.prompts == "embedded" else config.prompts
     sentences = open_sentences(spec, config.tfds_dir or None)
     if len(sentences) < config.num_prompts:
         raise UserError(
-            f"{spec!r} has {len(sentences)} prompts, num_prompts is {config.num_prompts}; lower it"
+            f"num_prompts={config.num_prompts}: {spec!r} has {len(sentences)} prompts; lower it"
         )
     batches = -(-config.num_prompts // config.batch_size)
     shape = (batches * config.batch_size, config.prompt_tokens + 1)
     tokens, lengths = np.full(shape, PAD, np.int32), np.ones(shape[0], np.int32)
-    tokens[:, 0] = (
-        tokenizer.bos
-    )  # Rows that fill the last batch are a bare BOS, and are not counted.
+    tokens[:, 0] = tokenizer.bos  # Rows that only fill the last batch stay a bare BOS.
     for index in range(config.num_prompts):
         pieces = tokenizer.prompt(sentences[index])[: config.prompt_tokens + 1]
         tokens[index, : len(pieces)] = pieces
@@ -117,10 +123,10 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> 
 def open_table(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str, drafts: tuple[str, ...]
 ) -> tuple[Trained, list[Trained], Prompts]:
-    """Returns the target, the drafts and the prompts of a table `name`.
+    """Returns the target, the drafts and the prompts of the table `name`.
 
     Raises:
-      UserError: anything wrong with them or with the workdir.
+      UserError: a model, the prompts or the workdir cannot be used.
     """
     check_table(config, workdir, name)
     target, loaded = load_pair(config.target, drafts, config.dtype)
@@ -136,8 +142,9 @@ def check_contexts(
     for trained in models:
         if prompts.tokens.shape[-1] + config.max_new_tokens > trained.model.context:
             raise UserError(
-                f"prompt_tokens={config.prompt_tokens}, BOS and max_new_tokens={config.max_new_tokens} exceed the context "
-                f"{trained.model.context} of {trained.name!r}; shorten one of them"
+                f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}: "
+                f"with BOS they exceed the context {trained.model.context} of {trained.name!r}; "
+                "lower one of them"
             )
 
 
@@ -152,8 +159,11 @@ def measure(
     observe: Callable | None = None,
     done: Callable[[], Any] | None = None,
 ) -> Measurement:
-    """Decodes all prompts, or the first `batches` of them, over all devices; each prompt has a key of its own, whatever
-    the batch size. `done` is called after each batch."""
+    """Returns the totals of decoding all prompts, or the first `batches` batches, on all devices.
+
+    The key of a prompt depends on `seed` and its index only, not on the batch size. `done` is
+    called after each batch.
+    """
     tokens = calls = 0
     observed: dict[str, np.ndarray] = {}
     run = _on_batch(generate, Program(method, draft, observe), target, prompts, config, seed)
@@ -164,9 +174,8 @@ def measure(
         tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
         calls += int(np.sum(np.asarray(generation.target_calls)[real]))
         for name, values in (generation.observed or {}).items():
-            observed[name] = observed.get(name, 0.0) + np.sum(
-                np.asarray(values, np.float64)[real], axis=0
-            )
+            total = np.sum(np.asarray(values, np.float64)[real], axis=0)
+            observed[name] = observed.get(name, 0.0) + total
         if done is not None:
             done()
     return Measurement(tokens, calls, time.monotonic() - started, observed)
@@ -175,7 +184,7 @@ def measure(
 def compile_program(
     program: Program, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict
 ) -> None:
-    """Compiles what `measure` is going to run; JAX keeps it for the call."""
+    """Compiles the program that `measure` runs; JAX caches it."""
     _on_batch(lower, program, target, prompts, config, seed=0)(0).compile()
 
 
@@ -187,30 +196,26 @@ def _on_batch(
     config: ml_collections.ConfigDict,
     seed: int,
 ) -> Callable[[int], Any]:
-    """Returns `generate`, or `lower`, of a program on all devices, as a function of the number of a batch."""
+    """Returns `generate` or `lower` of a program on all devices, as a function of a batch index."""
     mesh = sharding.make_mesh() if jax.device_count() > 1 else None
     models = freeze(target.model), freeze(program.draft.model) if program.draft else None
     if mesh is not None:
         models = sharding.replicate(mesh, models)
 
+    policy, own = policies_of(config, target.tokenizer.eos)
+    options = {"draft_policy": own, "observe": program.observe, "mesh": mesh}
+
     def on_batch(batch: int):
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-            jax.random.key(seed), _indices(config, batch)
-        )
-        (policy, own), new = policies_of(config, target.tokenizer.eos), config.max_new_tokens
-        texts, options = (
-            (prompts.tokens[batch], prompts.lengths[batch]),
-            {"observe": program.observe, "mesh": mesh},
-        )
-        return function(
-            keys, program.method, *models, *texts, new, policy, draft_policy=own, **options
-        )
+        fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        keys = fold(jax.random.key(seed), _indices(config, batch))
+        arguments = prompts.tokens[batch], prompts.lengths[batch], config.max_new_tokens, policy
+        return function(keys, program.method, *models, *arguments, **options)
 
     return on_batch
 
 
 def _indices(config: ml_collections.ConfigDict, batch: int) -> np.ndarray:
-    """Returns the numbers of a batch's prompts."""
+    """Returns the indices of a batch's prompts."""
     return np.arange(batch * config.batch_size, (batch + 1) * config.batch_size)
 
 
@@ -222,9 +227,11 @@ def check_table(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: 
     try:
         theirs = json.loads(path.read_text())["config_hash"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{str(path)!r} is not a table of ours; choose a new --workdir") from error
+        raise UserError(
+            f"{str(path)!r}: is not a table of spectr_jax; choose a new --workdir"
+        ) from error
     if theirs != config_hash(config):
         raise UserError(
-            f"workdir {str(workdir)!r} holds the table of another config ({theirs}, this one is {config_hash(config)}); "
-            "choose a new --workdir"
+            f"workdir={str(workdir)!r}: holds the table of another config "
+            f"(its hash is {theirs}, not {config_hash(config)}); choose a new --workdir"
         )

@@ -1,4 +1,4 @@
-"""What JAX's profiler sees of a generation, by phase of a call and kind of operation."""
+"""Profiles a generation with JAX's profiler, by phase of a call and kind of operation."""
 
 import collections
 import pathlib
@@ -15,27 +15,25 @@ from spectr_jax.experiments.measure.call_times import PHASES
 from spectr_jax.models.base import Model
 
 _CONTROL = ("while", "conditional", "call", "cond")
-"""Operations that only contain others."""
+"""Operations that only contain others and do no work."""
 
 
 def generation_profile(
     method: Method, target: Model, draft: Model | None, context: int, max_new_tokens: int = 32
 ) -> list[dict[str, Any]]:
-    """Returns time inside operations of the generation of one sequence, as rows of phase, kind, operations a call, ms a call
-    and share.
+    """Returns the time inside operations while one sequence is generated, as rows (see `summary`).
 
-    No rows where the machine does not allow profiling, as on some virtual GPUs.
+    There are no rows if the machine does not allow profiling, like some virtual GPUs.
 
     Args:
-      method: to decode with, at temperature 1.
+      method: the method to decode with, at temperature 1.
       target: an `nnx.Module` that follows `Model`.
-      draft: likewise, or None.
-      context: tokens of the prompt, random ones.
-      max_new_tokens: of the generation, at most what the contexts of the models have room for.
+      draft: another one, or None.
+      context: number of random tokens of the prompt.
+      max_new_tokens: number of new tokens; reduced to what fits the models' contexts.
     """
-    max_new_tokens = min(
-        [max_new_tokens, *(each.context - context for each in (target, draft) if each is not None)]
-    )
+    models = [target] if draft is None else [target, draft]
+    max_new_tokens = min(max_new_tokens, *(each.context - context for each in models))
     prompt = np.random.default_rng(0).integers(0, target.vocab_size, (1, context))
     arguments: Any = (jax.random.key(0), method, target, draft, prompt, [context], max_new_tokens)
     jax.block_until_ready(generate(*arguments))
@@ -44,14 +42,15 @@ def generation_profile(
             generation = jax.block_until_ready(generate(*arguments))
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
         times = operation_times(jax.profiler.ProfileData.from_file(str(files[-1]))) if files else {}
-    return summary(
-        times, scopes(lower(*arguments).compile().as_text() or ""), int(generation.target_calls[0])
-    )
+    program = lower(*arguments).compile().as_text() or ""
+    return summary(times, scopes(program), int(generation.target_calls[0]))
 
 
 def operation_times(data: Any) -> dict[str, tuple[int, float]]:
-    """Returns how often each operation of a `jax.profiler.ProfileData` ran, and its seconds in all; on every thread or
-    stream."""
+    """Returns how often each operation ran, and its total seconds, over all threads or streams.
+
+    `data` is a `jax.profiler.ProfileData`.
+    """
     found: dict[str, list[float]] = collections.defaultdict(list)
     for plane in data.planes:
         for line in plane.lines:
@@ -63,7 +62,7 @@ def operation_times(data: Any) -> dict[str, tuple[int, float]]:
 
 
 def scopes(program: str) -> dict[str, str]:
-    """Returns the phase that each operation of a compiled program belongs to, by its `jax.named_scope`; "other" for none."""
+    """Returns the phase (`jax.named_scope`) of each operation of a compiled program, or "other"."""
     found = {}
     for name, scope in re.findall(r'%?([\w.-]+) = [^\n]*?op_name="([^"]*)"', program):
         inside = [part for part in scope.split("/") if part in PHASES]
@@ -74,7 +73,10 @@ def scopes(program: str) -> dict[str, str]:
 def summary(
     times: dict[str, tuple[int, float]], phases: dict[str, str], calls: int
 ) -> list[dict[str, Any]]:
-    """Returns the times by phase and kind, the longest first."""
+    """Returns the times as rows by phase and kind of operation, the longest first.
+
+    Each row has `phase`, `kind`, `operations` per call, `ms` per call, and `share` of the time.
+    """
     own_names = {_plain(operation): operation for operation in phases}
     sums: dict[tuple[str, str], list[float]] = {}
     for seen, (number, seconds) in times.items():
@@ -83,31 +85,25 @@ def summary(
         entry[0] += number
         entry[1] += seconds
     whole = sum(seconds for _, seconds in sums.values())
-    rows = [
-        {
-            "phase": phase,
-            "kind": kind,
-            "operations": number / calls,
-            "ms": seconds / calls * 1e3,
-            "share": seconds / whole,
-        }
-        for (phase, kind), (number, seconds) in sums.items()
-    ]
+    rows = []
+    for (phase, kind), (number, seconds) in sums.items():
+        per_call = {"operations": number / calls, "ms": seconds / calls * 1e3}
+        rows.append({"phase": phase, "kind": kind, **per_call, "share": seconds / whole})
     return sorted(rows, key=lambda row: -row["ms"])
 
 
 def _plain(operation: str) -> str:
-    """Returns an operation's name as a GPU's profile has it, which writes `loop_fusion_12` for the program's
-    `loop_fusion.12`."""
+    """Returns an operation's name as a GPU's profile writes it: `fusion_12` for `fusion.12`."""
     return re.sub(r"[.-]", "_", operation)
 
 
 def _kind(operation: str) -> str:
-    """Returns `fusion` of `broadcast_add_fusion.39`, `dot` of `dot.7`; `library` of what XLA's CPU library does, products
-    mostly."""
+    """Returns the kind of an operation: `fusion` for `broadcast_add_fusion.39`, `dot` for `dot.7`.
+
+    Operations of XLA's CPU library, mostly matrix products, are `library`.
+    """
     if operation.startswith("ynn"):
         return "library"
     name = re.sub(r"([._](clone|\d+))+$", "", operation)
-    return name.replace("custom_call", "custom-call").split("_")[
-        -1
-    ]  # Which calls no other operation, as `call` does.
+    # A custom call is work, unlike a `call`, which only contains other operations.
+    return name.replace("custom_call", "custom-call").split("_")[-1]

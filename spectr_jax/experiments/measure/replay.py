@@ -1,8 +1,8 @@
-"""What other methods would have emitted: their walks, run on parts of the trees that one method drafts.
+"""Replays other methods on the trees that one method drafts: what would they have emitted?
 
-The first of the i.i.d. drafts below a node are i.i.d. drafts, and so without replacement: a part of a drafted tree is a
-drafted tree. One run with an observer so compares many trees and all walks whose drafts follow one rule, on the same calls
-and drafts, whatever the acceptance depends on.
+The first k drafts below a node, i.i.d. or without replacement, are drafts of the same rule. So a
+part of a drafted tree is a drafted tree. One observed run therefore compares many trees, and all
+verifiers with one drafting rule, on the same calls and drafts.
 """
 
 import functools
@@ -20,57 +20,55 @@ from spectr_jax.utils.errors import UserError
 
 
 def covering(trees: Iterable[Tree]) -> Tree:
-    """Returns the smallest tree of which each of `trees` is a part, by child indices."""
+    """Returns the smallest tree that contains each of `trees`, node by node in child indices."""
     return tree_of(list({tree.path(node) for tree in trees for node in range(1, tree.size + 1)}))
 
 
 def part_of(whole: Tree, part: Tree) -> np.ndarray:
-    """Returns [N + 1] the node of `whole` that each node of `part` is.
+    """Returns [N + 1]: for each node of `part`, the same node of `whole`.
 
     Raises:
-      UserError: it is no part.
+      UserError: `whole` does not contain `part`.
     """
     places = {whole.path(node): node for node in range(whole.size + 1)}
-    paths = [part.path(node) for node in range(part.size + 1)]
-    lacking = next((path for path in paths if path not in places), None)
-    if lacking is not None:
+    try:
+        return np.array([places[part.path(node)] for node in range(part.size + 1)], np.int32)
+    except KeyError as error:
         raise UserError(
-            f"the drafted tree has no node {lacking}, by child indices; draft the `covering` tree"
-        )
-    return np.array([places[path] for path in paths], np.int32)
+            f"node={error.args[0]}: is not in the drafted tree; draft the `covering` tree"
+        ) from None
 
 
 def can_be_replayed(method: Method) -> bool:
-    """Returns whether parts of its drafted trees are drafted trees: of a draft model, i.i.d. or without replacement."""
+    """Returns whether parts of the method's drafted trees are drafted trees of the same rule."""
     return method.needs_draft and method.verifier.rule in ("iid", "without_replacement")
 
 
 @functools.cache
 def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` for `generate` with a method that drafts by the same rule on a `covering` tree.
+    """Returns an `observe` for `generate` with a method of the same rule on a `covering` tree.
 
-    The same object for the same methods, so that nothing is compiled anew.
+    The function is cached, so that `generate` does not recompile.
 
     Returns:
-      A function that returns `emitted`, [methods] int32: the tokens that each would have emitted in the call, up to EOS; and
-      `calls`, 1.
+      A function that returns `emitted`, [methods] int32: the number of tokens that each method
+      would have emitted in the call, up to EOS; and `calls`, 1.
 
     Raises:
-      UserError: a method whose drafts are not drawn so that the first of them are drafts.
+      UserError: a method cannot be replayed, or has another drafting rule than the first one.
     """
     for method in methods:
         if not can_be_replayed(method) or method.verifier.rule != methods[0].verifier.rule:
             raise UserError(
-                f"method {method.name!r} drafts by the rule {method.verifier.rule!r}; replay methods that draft, all "
-                "with i.i.d. drafts or all without replacement"
+                f"method={method.name!r}: drafts by the rule {method.verifier.rule!r}; replay "
+                "methods that all have i.i.d. drafts, or all drafts without replacement"
             )
 
     def emitted(call: Call, method: Method, key: jax.Array) -> jax.Array:
         scored = call.scored.part(method.tree, part_of(call.scored.tree, method.tree))
         chosen = method.verifier(key, scored)
-        is_eos = ends(chosen.tokens, scored.policy) & (
-            jnp.arange(len(chosen.tokens)) < chosen.emitted
-        )
+        is_emitted = jnp.arange(len(chosen.tokens)) < chosen.emitted
+        is_eos = ends(chosen.tokens, scored.policy) & is_emitted
         return jnp.where(jnp.any(is_eos), jnp.argmax(is_eos) + 1, chosen.emitted).astype(jnp.int32)
 
     def observe(call: Call) -> dict[str, jax.Array]:

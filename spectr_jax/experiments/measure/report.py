@@ -1,6 +1,5 @@
-"""Tables and charts, with their provenance: command, config, hardware, commit."""
+"""Writes tables with their provenance: command, config, hardware and commit."""
 
-import json
 import os
 import pathlib
 import platform
@@ -17,12 +16,11 @@ import numpy as np
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models import frozen
 from spectr_jax.utils.config import config_hash, to_json
-from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_json, write_whole
 
 
 def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
-    """Returns the end of every table: seconds since `started` (`time.monotonic`), config and provenance."""
+    """Returns a table's seconds since `started` (`time.monotonic`), its config and provenance."""
     return {
         "seconds": round(time.monotonic() - started, 1),
         "config": to_json(config),
@@ -32,71 +30,47 @@ def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
 
 
 def weights(*models: Trained) -> list[str]:
-    """Returns the name of each model, and what tells its weights from others (`frozen.digest`)."""
+    """Returns the name of each model and the digest of its weights (`frozen.digest`)."""
     return [f"{each.name} {frozen.digest(each)}" for each in models]
 
 
-def begun(path: pathlib.Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
-    """Returns the rows of the table `path` (JSON), which `settings` began, and the seconds that they took; none if it is not
-    there.
-
-    Raises:
-      UserError: it was begun with other settings.
-    """
-    if not path.exists():
-        return [], 0.0
-    before = json.loads(path.read_text())
-    other = {
-        name: before["settings"].get(name)
-        for name in settings
-        if before["settings"].get(name) != settings[name]
-    }
-    if other:
-        raise UserError(
-            f"{str(path)!r} is of a table with other settings, {other}; choose a new --workdir, or remove it"
-        )
-    return before["rows"], before["seconds"]
-
-
 def made_by(result: dict[str, Any]) -> str:
-    """Returns the sentence that ends the notes of a table with what `about` or `provenance` returned in it."""
+    """Returns the last sentence of a table's notes, from what `about` or `provenance` returned."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
     seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
     commits = [_short(each) for each in result.get("commits", [result["commit"]])]
     at = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-    return f"Made by `{result['command']}` ({config}{at}, jax {result['jax']}) on {result['hardware']}{seconds}."
+    versions = f"{config}{at}, jax {result['jax']}"
+    return f"Made by `{result['command']}` ({versions}) on {result['hardware']}{seconds}."
 
 
 def _short(commit: str) -> str:
-    name, *changed = commit.split("-")  # Of a tree that had changes it says so.
-    return "-".join([name[:12], *changed])
+    name, *dirty = commit.split("-")
+    return "-".join([name[:12], *dirty])
 
 
 def mean_and_std(values: Sequence[float]) -> str:
-    """Returns mean and standard deviation over seeds; a single value has no deviation."""
+    """Returns mean and standard deviation over seeds; only the mean of a single value."""
     mean = f"{np.mean(values):.2f}"
     return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
 
 
 def over_seeds(seeds: Sequence[int]) -> str:
     """Returns a description of what `mean_and_std` shows."""
-    return (
-        f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}"
-        if len(seeds) > 1
-        else f"seed {seeds[0]}"
-    )
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}"
 
 
 def temperatures(config: dict[str, Any]) -> str:
     """Returns a description of the temperatures of a config's target and drafts."""
     own = config.get("draft_temperature")
-    return f"temperature {config['temperature']}" + (
-        "" if own is None else f", of the drafts {own}"
-    )
+    drafts = "" if own is None else f" (drafts: {own})"
+    return f"temperature {config['temperature']}{drafts}"
 
 
 def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -> None:
-    """Writes a table as NAME.json and, with its notes, as the Markdown `text` in NAME.md, and prints that."""
+    """Writes a table as NAME.json, and its Markdown `text` as NAME.md; prints the text."""
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(workdir / f"{name}.md", text)
     write_json(workdir / f"{name}.json", result)
@@ -104,11 +78,12 @@ def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -
 
 
 def provenance() -> dict[str, Any]:
-    """Returns the command, hardware, commit and versions behind a result."""
+    """Returns the command, hardware, commit and versions that produce a result."""
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
     return {
         "command": " ".join(["python", *_program(), *sys.argv[1:]]),
-        "hardware": f"{jax.device_count()} x {device.device_kind} ({device.platform}); {_cpu()}, {os.cpu_count()} cores",
+        "hardware": f"{devices}; {_cpu()}, {os.cpu_count()} cores",
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -117,15 +92,12 @@ def provenance() -> dict[str, Any]:
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """Returns an aligned Markdown table; all columns but the first are right-aligned."""
-    widths = [
-        max(3, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))
-    ]
+    columns = zip(header, *rows, strict=True)
+    widths = [max(3, *map(len, column)) for column in columns]
 
     def line(cells):
-        padded = [cells[0].ljust(widths[0])] + [
-            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
-        ]
-        return "| " + " | ".join(padded) + " |"
+        numbers = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join([cells[0].ljust(widths[0]), *numbers]) + " |"
 
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
     return "\n".join([line(header), line(rule), *map(line, rows)])

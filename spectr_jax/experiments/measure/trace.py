@@ -1,6 +1,7 @@
-"""What happened in each call of a generation: the tree that was drafted, the path that was accepted, what was emitted.
+"""Records each call of a generation: the drafted tree, the accepted path and the emitted tokens.
 
-`generate(..., observe=recorder(capacity))` records it on the device, and `read_calls` turns it into plain Python values:
+`generate(..., observe=recorder(capacity))` records on the device, and `read_calls` converts the
+record to plain Python values:
 
     out = generate(..., observe=recorder(prompts.shape[1] + max_new_tokens))
     calls = read_calls(method.tree, out, row=0)
@@ -20,8 +21,8 @@ from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.tree import Tree
 
 ACCEPTED, CORRECTION, BONUS, TARGET = "accepted", "correction", "bonus", "target"
-"""Origins of a token: an accepted draft; a correction, where no draft was accepted; a bonus, after a leaf; a call
-without drafts."""
+"""Origins of a token: an accepted draft; a correction after a rejection; a bonus token after a
+leaf; the target alone, in a call without drafts."""
 
 
 class Recorded(NamedTuple):
@@ -29,11 +30,11 @@ class Recorded(NamedTuple):
 
     Attributes:
       start: the number of tokens before the call.
-      tokens: [N + 1] by node of the tree, the last committed one first; -1 where there was no draft.
+      tokens: [N + 1] by node; the root's is the last committed token. -1 where there is no draft.
       p: [N + 1] the draft's probability of each node's token given its parent; 1 for the root.
       q: [N + 1] the target's probability of the same.
-      path: a node for each accepted draft, without those after EOS or the limit.
-      live: all nodes that spell the accepted tokens: those of the path, and i.i.d. drafts that repeat them.
+      path: the node of each accepted draft, up to EOS or the limit.
+      live: all nodes that spell the accepted tokens: the path and i.i.d. drafts that repeat it.
       emitted: the tokens that the call added to the sequence.
       origins: the origin of each emitted token.
     """
@@ -50,14 +51,14 @@ class Recorded(NamedTuple):
 
 @functools.cache
 def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` for `generate` that records every call of sequences of at most `capacity` tokens, indexed by
-    where the call starts.
+    """Returns an `observe` for `generate` that records every call, indexed by where it starts.
 
-    Returns the same object each time, so that nothing is compiled again.
+    Sequences have at most `capacity` tokens. The function is cached, so that `generate` does not
+    recompile.
     """
 
     def record(call: Call) -> dict[str, jax.Array]:
-        # What `observe` returns is summed over the calls; no two start at the same length.
+        # `generate` sums these arrays over the calls, and no two calls start at the same length.
         return {
             name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.scored.length].set(x)
             for name, x in seen(call).items()
@@ -67,7 +68,7 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
 
 def seen(call: Call) -> dict[str, jax.Array]:
-    """Returns what `read_call` needs of one call: an `observe` for `stream`."""
+    """Returns the arrays of one call that `read_call` needs: an `observe` for `stream`."""
     scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
     q = probabilities(scored.logits, scored.policy)[parent, jnp.maximum(scored.tokens, 0)]
     return {
@@ -81,7 +82,7 @@ def seen(call: Call) -> dict[str, jax.Array]:
 
 
 def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
-    """Returns the calls of sequence `row`, in order, of a generation that was observed by a `recorder`."""
+    """Returns the calls of sequence `row`, in order; a `recorder` must have observed them."""
     made = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
     starts = np.flatnonzero(made["emitted"]).tolist()
     ends = [*starts[1:], int(generation.lengths[row])]
@@ -92,27 +93,27 @@ def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
 
 
 def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> Recorded:
-    """Returns one call, of what was `seen` of it; the sequence had `start` tokens before it and `end` after it."""
-    accepted = int(made["emitted"]) - 1
+    """Returns a call from what `seen` returned; the sequence grew from `start` to `end` tokens."""
+    accepted, emitted = int(made["emitted"]) - 1, end - start
     path = made["path"][:accepted].tolist()
     tokens = np.asarray(made["tokens"])
     last = _last_origin(tree, _live(tree, tokens, path)) if (tokens[1:] >= 0).any() else TARGET
     p, q = np.array(made["p"]), np.array(made["q"])
     p[0] = q[0] = 1
     return Recorded(
-        start,
-        tokens,
-        p,
-        q,
-        tuple(path[: end - start]),
-        tuple(_live(tree, tokens, path[: end - start])),
-        tuple(made["chosen"][: end - start].tolist()),
-        tuple([ACCEPTED] * accepted + [last])[: end - start],
+        start=start,
+        tokens=tokens,
+        p=p,
+        q=q,
+        path=tuple(path[:emitted]),
+        live=tuple(_live(tree, tokens, path[:emitted])),
+        emitted=tuple(made["chosen"][:emitted].tolist()),
+        origins=tuple([ACCEPTED] * accepted + [last])[:emitted],
     )
 
 
 def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
-    """Returns the nodes of each depth of `path` that spell the same tokens."""
+    """Returns all nodes that spell the tokens of `path`, level by level."""
     live = [0]
     for depth, node in enumerate(path, start=1):
         same = tree.levels[depth][tokens[tree.levels[depth]] == tokens[node]].tolist()
@@ -121,8 +122,7 @@ def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
 
 
 def _last_origin(tree: Tree, live: list[int]) -> str:
-    """Returns the origin of the token after the accepted ones."""
-    deepest = [
-        node for node in (0, *live) if tree.depth[node] == tree.depth[live[-1] if live else 0]
-    ]
+    """Returns the origin of the token after the accepted ones, which all `live` nodes spell."""
+    last = live[-1] if live else 0
+    deepest = [node for node in (0, *live) if tree.depth[node] == tree.depth[last]]
     return CORRECTION if (tree.children_table[deepest, 0] >= 0).any() else BONUS

@@ -1,1 +1,1 @@
-"""Which tree to draft, and what to expect of it, from the acceptance that was measured."""
+"""The best trees for a measured acceptance, and the tokens per call to expect of them."""

@@ -1,9 +1,10 @@
-"""Which tree to draft: the best shapes for measured acceptance.
+"""Finds the tree that emits the most tokens per call for a measured acceptance.
 
-Drafts without replacement (GSD, ERSD) are accepted by child index: R [C] is the probability that the token at a node is its
-first, second, ... child, taken to be the same at all nodes (0-th order). I.i.d. drafts are exchangeable, and several may
-spell the accepted token, so that `carriers` [K + 1, K + 1] takes the place of R: entry (k, m) is the probability that m of k
-drafts carry the token.
+For drafts without replacement (GSD, ERSD), R [C] is the acceptance by child index: the probability
+that the token after a node is its first, second, ... child, assumed equal at all nodes (0-th
+order). I.i.d. drafts are exchangeable, and several may carry the accepted token. For them,
+`carriers` [K + 1, K + 1] replaces R: entry (k, m) is the probability that m of k drafts carry the
+token.
 """
 
 import heapq
@@ -18,15 +19,15 @@ from spectr_jax.utils.errors import UserError
 
 
 def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
-    """Returns expected tokens per call: one, plus each node's probability of acceptance (ERSD, section 4), where R [C] is
-    0-th order.
+    """Returns the expected tokens per call: 1 + each node's acceptance (ERSD, section 4).
 
     Raises:
       UserError: R has fewer entries than some node has children.
     """
-    if tree.children_table.shape[1] > len(R):
+    most = tree.children_table.shape[1]
+    if most > len(R):
         raise UserError(
-            f"R has {len(R)} entries and some node {tree.children_table.shape[1]} children; measure more of R"
+            f"R={list(R)}: has {len(R)} entries, but a node has {most} children; give a longer R"
         )
     accepted = [1.0]
     for node in range(1, tree.size + 1):
@@ -35,10 +36,12 @@ def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
 
 
 def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tree:
-    """Returns the tree of `size` nodes, at most `height` high, that maximises `expected_tokens` (ERSD, Algorithm 3).
+    """Returns the tree of `size` nodes and at most `height` that maximises `expected_tokens`.
+
+    Source: ERSD, Algorithm 3.
 
     Raises:
-      UserError: R does not descend, or has too few entries for a tree of that size and height.
+      UserError: R does not descend, or is too short for a tree of that size and height.
     """
     return tree_of(optimal_order(R, size, height))
 
@@ -46,24 +49,27 @@ def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tr
 def optimal_order(
     R: Sequence[float], size: int, height: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Returns the nodes of `optimal_tree`, likeliest first, each as its child indices from the root: ERSD, Algorithm 3.
+    """Returns the nodes of `optimal_tree`, likeliest first, as child indices from the root.
 
-    A priority queue of candidates, O(N log N). The first n nodes are the optimal tree of n nodes.
+    The first n nodes are the optimal tree of n nodes. The search is ERSD's Algorithm 3, with a
+    priority queue: O(N log N).
 
     Raises:
-      UserError: R does not descend, or has too few entries for a tree of that size and height.
+      UserError: R does not descend, or is too short for a tree of that size and height.
     """
     checked(size=size)
     if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
         raise UserError(
-            f"R={list(R)} does not descend within [0, 1]; give acceptance by child index, `descending` if noisy"
+            f"R={list(R)}: must descend within [0, 1]; give the acceptance by child index, "
+            "through `descending` if it is noisy"
         )
     order: list[tuple[int, ...]] = []
     queue: list[tuple[float, tuple[int, ...]]] = [(-R[0], (0,))]
     while len(order) < size:
         if not queue:
             raise UserError(
-                f"no tree of {size} nodes has {len(R)} children a node and height {height}; lower the size"
+                f"size={size}: is too large for {len(R)} children per node and height={height}; "
+                "lower it"
             )
         _, node = heapq.heappop(queue)
         order.append(node)
@@ -76,14 +82,14 @@ def optimal_order(
 
 
 def tree_of(paths: Sequence[tuple[int, ...]]) -> Tree:
-    """Returns the tree whose nodes are these paths of child indices from the root."""
+    """Returns the tree whose nodes have these paths of child indices from the root."""
     ordered = sorted(paths, key=lambda path: (len(path), path))
     number = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
     return Tree(tuple(number[path[:-1]] for path in ordered))
 
 
 def descending(R: Sequence[float]) -> list[float]:
-    """Returns the closest descending sequence to a measured R (isotonic regression, by pooling neighbours)."""
+    """Returns the descending sequence closest to R: isotonic regression, by pooling neighbours."""
     pools: list[list[float]] = []
     for value in R:
         pools.append([value, 1])
@@ -94,17 +100,15 @@ def descending(R: Sequence[float]) -> list[float]:
 
 
 def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float:
-    """Returns expected tokens per call on the prefix tree (k_1, ..., k_L) of i.i.d. drafts, token by token: a Markov chain
-    over the number of live nodes.
+    """Returns the expected tokens per call of token-by-token verification with i.i.d. drafts.
+
+    The tree is the prefix tree (k_1, ..., k_L). The number of live nodes is a Markov chain.
 
     Raises:
-      UserError: some level may have more live nodes than `carriers` covers.
+      UserError: a level may have more live nodes than `carriers` covers.
     """
     width = int(np.prod(branching))
-    if width >= len(carriers):
-        raise UserError(
-            f"tree {tuple(branching)} may have {width} live drafts, measured are {len(carriers) - 1}; give a smaller tree"
-        )
+    check_width(branching, len(carriers) - 1)
     below = np.zeros(width + 1)
     for children in reversed(branching):
         below = _prepend(children, below, carriers)
@@ -112,7 +116,7 @@ def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float
 
 
 class Candidate(NamedTuple):
-    """A prefix tree of i.i.d. drafts, and its expected tokens per call."""
+    """A prefix tree of i.i.d. drafts, its number of nodes and its expected tokens per call."""
 
     branching: tuple[int, ...]
     nodes: int
@@ -122,13 +126,13 @@ class Candidate(NamedTuple):
 def best_prefix_trees(
     carriers: np.ndarray, size: int, height: int, number: int = 1
 ) -> list[Candidate]:
-    """Returns the best prefix trees (k_1, ..., k_L) of at most `size` nodes and `height` levels, best first; all are tried.
+    """Returns the best prefix trees (k_1, ..., k_L), best first, by exhaustive search.
 
     Args:
-      carriers: [K + 1, K + 1], K at least `size`.
-      size: the node budget N.
-      height: the most levels L.
-      number: how many to return.
+      carriers: [K + 1, K + 1] with K >= `size`.
+      size: the largest number of nodes N.
+      height: the largest number of levels L.
+      number: how many trees to return.
 
     Raises:
       UserError: `carriers` covers fewer drafts than `size`.
@@ -136,7 +140,7 @@ def best_prefix_trees(
     checked(size=size, height=height)
     if size >= len(carriers):
         raise UserError(
-            f"carriers cover {len(carriers) - 1} drafts, fewer than the {size} nodes; measure more"
+            f"size={size}: carriers cover only {len(carriers) - 1} drafts; measure more drafts"
         )
     candidates = [
         Candidate(branching, nodes, float(1 + below[1]))
@@ -146,7 +150,7 @@ def best_prefix_trees(
 
 
 def prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
-    """All (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
+    """Yields all (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
     if not height:
         return
     for first in range(1, width + 1):
@@ -156,20 +160,34 @@ def prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
 
 
 def branching_of(tree: Tree) -> tuple[int, ...]:
-    """Returns (k_1, ..., k_L) of a prefix tree; raises `UserError` for a tree that is none."""
+    """Returns (k_1, ..., k_L) of a prefix tree; raises `UserError` for any other tree."""
     sizes = [len(level) for level in tree.levels]
     branching = tuple(below // above for above, below in itertools.pairwise(sizes))
     if 0 in branching or prefix_tree(*branching) != tree:
         raise UserError(
-            f"a tree of parents {tree.parents} is no prefix tree; all nodes of a level have as many children"
+            f"parents={tree.parents!r:.60}: must be a prefix tree; "
+            "give all nodes of a level equally many children"
         )
     return branching
+
+
+def check_width(branching: Sequence[int], measured: int) -> None:
+    """Raises `UserError` if a level of a prefix tree may have more than `measured` live drafts."""
+    width = int(np.prod(branching))
+    if width > measured:
+        raise UserError(
+            f"tree={tuple(branching)}: may have {width} live drafts, but only {measured} were "
+            "measured; give a smaller tree"
+        )
 
 
 def _prefix_trees(
     carriers, size: int, height: int, below: np.ndarray
 ) -> Iterator[tuple[tuple[int, ...], int, np.ndarray]]:
-    """All prefix trees of at most `size` nodes, with their sizes and the expected accepted tokens [m] below m live nodes."""
+    """Yields all prefix trees of at most `size` nodes as (branching, size, accepted).
+
+    `accepted` [m] is the expected number of accepted tokens below m live nodes.
+    """
     yield (), 0, np.zeros_like(below)
     if height == 0:
         return
@@ -179,7 +197,10 @@ def _prefix_trees(
 
 
 def _prepend(children: int, below: np.ndarray, carriers: np.ndarray) -> np.ndarray:
-    """Accepted tokens [m] below m live nodes with `children` each, if there are `below` [m'] further down."""
+    """Returns the accepted tokens [m] below m live nodes with `children` children each.
+
+    `below` [m'] is the same for m' live children.
+    """
     result = np.zeros(len(below))
     for live in range(1, (len(below) - 1) // children + 1):
         carried = carriers[live * children]
