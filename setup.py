@@ -1,4 +1,5 @@
-"""Builds the CPU kernels, which are optional: without a C++ compiler the package installs, and decodes more slowly."""
+"""Builds the CPU kernels, which are optional: without a C++ compiler the package installs, and
+decodes more slowly."""
 
 import importlib.util
 import pathlib

@@ -1,9 +1,11 @@
-"""Which method is fastest here? Predicted for `methods`, K, L and trees from measured parts, then tried.
+"""Which method is fastest here? Predicted for `methods`, K, L and trees from measured parts, then
+tried.
 
     python -m spectr_jax.eval --config=configs/auto.py --workdir=runs/auto
 
-One text at a time on the embedded pair, 32 prompts: minutes on two CPU cores. Other models: --config.target=PATH
---config.draft=PATH, random:target_97m and random:draft_6m for times of untrained ones; --config.batch_size for more texts.
+One text at a time on the embedded pair, 32 prompts: minutes on two CPU cores. Other models:
+--config.target=PATH --config.draft=PATH, random:target_97m and random:draft_6m for times of
+untrained ones; --config.batch_size for more texts.
 """
 
 from spectr_jax.experiments.config import auto_config

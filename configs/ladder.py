@@ -1,13 +1,15 @@
-"""Tokens per serial call of a target with smaller and larger drafts: SpecTr's Tables 2 and 4 in form.
+"""Tokens per serial call of a target with smaller and larger drafts: SpecTr's Tables 2 and 4 in
+form.
 
     python -m spectr_jax.eval --config=configs/ladder.py --workdir=runs/ladder
     python -m spectr_jax.eval --config=configs/ladder.py:97m --workdir=runs/target_97m
     python -m spectr_jax.eval --config=configs/ladder.py:smollm2 --workdir=runs/smollm2
 
-`20m`, the default: the 20M target and its drafts of 2M and 6M, all trained on two CPU cores (`configs/embedded.py`). 20 to
-60 minutes on two such cores. `97m`: the paper's own sizes, the 97M target of results/target_97m and drafts of 2M, 6M and
-20M, in bfloat16, without `otm` and alpha*; 45 minutes, from the repository's root. `smollm2`: the published SmolLM2-135M
-with three drafts of 2M, 6M and 20M, in bfloat16, without alpha*, two seeds; from the root too, 55 minutes. Prompts of ours.
+`20m`, the default: the 20M target and its drafts of 2M and 6M, all trained on two CPU cores
+(`configs/embedded.py`). 20 to 60 minutes on two such cores. `97m`: the paper's own sizes, the 97M
+target of results/target_97m and drafts of 2M, 6M and 20M, in bfloat16, without `otm` and alpha*; 45
+minutes, from the repository's root. `smollm2`: the published SmolLM2-135M with three drafts of 2M,
+6M and 20M, in bfloat16, without alpha*, two seeds; from the root too, 55 minutes. Prompts of ours.
 The paper's column is for its 97M target on LM1B.
 """
 

@@ -1,8 +1,10 @@
-"""Decodes with a model of your own: one layer of attention that follows the protocol `spectr_jax.models.base.Model`.
+"""Decodes with a model of your own: one layer of attention that follows the protocol
+`spectr_jax.models.base.Model`.
 
     python examples/own_model.py
 
-A model scores any set of new tokens after a committed prefix: `visible` says which new tokens see which, as in a tree.
+A model scores any set of new tokens after a committed prefix: `visible` says which new tokens see
+which, as in a tree.
 """
 
 import jax
@@ -63,7 +65,8 @@ def main() -> float:
     )
     per_call = float(jnp.sum(out.lengths - jnp.array(lengths)) / jnp.sum(out.target_calls))
     print(
-        f"tokens: {out.tokens[0, : int(out.lengths[0])].tolist()}\n{per_call:.2f} tokens per call of the target"
+        f"tokens: {out.tokens[0, : int(out.lengths[0])].tolist()}\n{per_call:.2f} tokens per call "
+        "of the target"
     )
     return per_call
 

@@ -2,7 +2,8 @@
 
     python examples/plan_alone.py
 
-Prints how often the token is one of the drafts, compared with the exact probability, and how far its frequencies are from q.
+Prints how often the token is one of the drafts, compared with the exact probability, and how far
+its frequencies are from q.
 """
 
 import functools
@@ -25,7 +26,8 @@ def choose(key: jax.Array, plan: transport.Plan, p: jax.Array, q: jax.Array) -> 
 
 
 def main(name: str = "otm") -> tuple[float, float, float]:
-    """Returns the measured acceptance, the exact one, and the largest difference of a frequency from q."""
+    """Returns the measured acceptance, the exact one, and the largest difference of a frequency
+    from q."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(VOCAB)), rng.dirichlet(np.ones(VOCAB))
     plan = transport.get(name)
@@ -37,7 +39,8 @@ def main(name: str = "otm") -> tuple[float, float, float]:
     error = float(np.abs(np.bincount(chosen.token, minlength=VOCAB) / DRAWS - q).max())
     best = transport.optimal_acceptance(p, q, DRAFTS)
     print(
-        f"{name}: {accepted:.3f} accepted, exactly {exact:.3f}; any plan at most {best:.3f}; frequencies within {error:.4f}"
+        f"{name}: {accepted:.3f} accepted, exactly {exact:.3f}; any plan at most {best:.3f}; "
+        f"frequencies within {error:.4f}"
     )
     return accepted, exact, error
 

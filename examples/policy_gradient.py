@@ -1,9 +1,11 @@
-"""Trains a policy by policy gradient, on exact samples of it and their log-probabilities, within one `jax.jit`.
+"""Trains a policy by policy gradient, on exact samples of it and their log-probabilities, within
+one `jax.jit`.
 
     python examples/policy_gradient.py
 
-The rollout uses drafts of the policy as it was at the start: it becomes a worse draft, and the samples stay exact. The
-log-probabilities come from the calls that verified the tokens, so the importance ratio of the first update is 1.
+The rollout uses drafts of the policy as it was at the start: it becomes a worse draft, and the
+samples stay exact. The log-probabilities come from the calls that verified the tokens, so the
+importance ratio of the first update is 1.
 """
 
 import jax
@@ -41,7 +43,8 @@ def logprobs_of(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 def main(steps: int = 40) -> tuple[float, float, float]:
-    """Returns the reward of the first step and of the last, and how far a ratio of an update is from 1."""
+    """Returns the reward of the first step and of the last, and how far a ratio of an update is
+    from 1."""
     graphdef, params = nnx.split(Transformer(SHAPE, rngs=nnx.Rngs(0)))
     prompts, lengths = jnp.ones((ROWS, PROMPT), jnp.int32), jnp.full(ROWS, PROMPT)
 

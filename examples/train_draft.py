@@ -2,7 +2,8 @@
 
     python examples/train_draft.py
 
-The loss is KL(q, p) at each place. For real drafts use `label` and `train` (docs/drafts.md): they keep labels on disk.
+The loss is KL(q, p) at each place. For real drafts use `label` and `train` (docs/drafts.md): they
+keep labels on disk.
 """
 
 import jax
@@ -75,7 +76,8 @@ def main(steps: int = 150) -> tuple[float, float]:
         params, state, divergence = step(params, state, target, tokens)
     after = tokens_per_call(target, nnx.merge(graphdef, params))
     print(
-        f"KL {float(divergence):.3f} after {steps} steps; tokens per call {before:.2f} before, {after:.2f} after"
+        f"KL {float(divergence):.3f} after {steps} steps; tokens per call {before:.2f} before, "
+        f"{after:.2f} after"
     )
     return before, after
 

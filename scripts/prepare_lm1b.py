@@ -1,4 +1,5 @@
-"""Builds TFDS's lm1b as array records; `scripts/prepare_lm1b.sh` runs it where TensorFlow is installed."""
+"""Builds TFDS's lm1b as array records; `scripts/prepare_lm1b.sh` runs it where TensorFlow is
+installed."""
 
 import argparse
 import os
@@ -48,7 +49,8 @@ def main():
         reason = " ".join(str(error).split())[:300]
         parser.exit(
             2,
-            f"error: LM1B is not ready ({reason}); see to the disk or the network, and give the same command again\n",
+            f"error: LM1B is not ready ({reason}); see to the disk or the network, and give the "
+            "same command again\n",
         )
     except KeyboardInterrupt:
         parser.exit(130, "interrupted; the same command resumes\n")

@@ -1,15 +1,19 @@
-"""The paper's experiment at its own size: trains the ladder of models, and makes every table and figure on it.
+"""The paper's experiment at its own size: trains the ladder of models, and makes every table and
+figure on it.
 
-    scripts/train_ladder.sh --workdir=runs/lm1b                 # on LM1B, once scripts/prepare_lm1b.sh has prepared it
-    scripts/train_ladder.sh --workdir=runs/open --data='corpus/train-*.txt.xz' --heldout='corpus/heldout-*'
-    scripts/train_ladder.sh --workdir=runs/lm1b --only=train_2m,train_6m --stage_flags='train: --config.steps=20000'
+    scripts/train_ladder.sh --workdir=runs/lm1b                 # on LM1B, once
+    scripts/prepare_lm1b.sh has prepared it scripts/train_ladder.sh --workdir=runs/open
+    --data='corpus/train-*.txt.xz' --heldout='corpus/heldout-*' scripts/train_ladder.sh
+    --workdir=runs/lm1b --only=train_2m,train_6m --stage_flags='train: --config.steps=20000'
 
-For one accelerator. Stop it at any time: the same command resumes. What is done is skipped, and a stage that fails does not
-stop those that do not need it. The stages, and where each leaves its work under --workdir:
+For one accelerator. Stop it at any time: the same command resumes. What is done is skipped, and a
+stage that fails does not stop those that do not need it. The stages, and where each leaves its work
+under --workdir:
 
     pack        the text tokenised once (packed); only with --data
     train_2m train_6m train_20m train_97m
-                a training each (draft_2m, ..., target_97m); its weights go to ladder at once, in bfloat16
+                a training each (draft_2m, ..., target_97m); its weights go to ladder at once, in
+                bfloat16
     table2      SpecTr's Tables 2 and 4 (results/table2, and so on)
     latency     SpecTr's Tables 1 and 3, and where the time of a call goes
     quality     bits per character on held-out sentences, in float32, bfloat16 and int8
@@ -18,8 +22,9 @@ stop those that do not need it. The stages, and where each leaves its work under
     trees       all methods at equal numbers of drafted tokens, ERSD's Figures 3 and 4
     figures     SpecTr's Figure 5
 
-The recipe is configs/lm1b for LM1B and configs/open_text.py for --data. --stage_flags changes anything else, such as 'train:
---config.batch_size=128', 'export: --dtype=int8' (of the weights in ladder) or 'table2,trees: --config.num_prompts=100'.
+The recipe is configs/lm1b for LM1B and configs/open_text.py for --data. --stage_flags changes
+anything else, such as 'train: --config.batch_size=128', 'export: --dtype=int8' (of the weights in
+ladder) or 'table2,trees: --config.num_prompts=100'.
 """
 
 import collections
@@ -164,7 +169,8 @@ def evaluations(work: pathlib.Path, heldout: str, tfds_dir: str, more: Flags) ->
 
 
 def stage_flags(given: list[str]) -> Flags:
-    """The flags that `--stage_flags` has for each stage; raises `UserError` if it cannot be read."""
+    """The flags that `--stage_flags` has for each stage; raises `UserError` if it cannot be
+    read."""
     more: Flags = collections.defaultdict(list)
     for entry in given:
         names, colon, values = entry.partition(":")
@@ -176,7 +182,8 @@ def stage_flags(given: list[str]) -> Flags:
             ) from error
         if not colon or not parts:
             raise UserError(
-                f"--stage_flags={entry!r} is not STAGE: FLAG ..., such as 'train: --config.steps=20000'"
+                f"--stage_flags={entry!r} is not STAGE: FLAG ..., such as 'train: "
+                "--config.steps=20000'"
             )
         for name in names.split(","):
             more[name.strip()] += parts
@@ -184,7 +191,8 @@ def stage_flags(given: list[str]) -> Flags:
 
 
 class Runner:
-    """Runs one program at a time; SIGINT and SIGTERM are passed on to it as SIGTERM, and no other one is started then."""
+    """Runs one program at a time; SIGINT and SIGTERM are passed on to it as SIGTERM, and no other
+    one is started then."""
 
     def __init__(self):
         self._stopped = False
@@ -211,7 +219,8 @@ class Runner:
 
 
 def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None:
-    """Runs the chosen stages that are not done; raises `UserError` if some failed, or lack the work of others."""
+    """Runs the chosen stages that are not done; raises `UserError` if some failed, or lack the work
+    of others."""
     runner, failed, waiting = Runner(), [], []
     (work / "done").mkdir(parents=True, exist_ok=True)
     for name in chosen:
@@ -245,7 +254,8 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
 
 
 def _script(stages: dict[str, Stage], name: str) -> str:
-    """The commands behind a stage's work, with those of the stages that it needs: what is done is done by these."""
+    """The commands behind a stage's work, with those of the stages that it needs: what is done is
+    done by these."""
     before = "".join(_script(stages, need) for need in stages[name].needs if need in stages)
     return before + "".join(shlex.join(command) + "\n" for command in stages[name].commands)
 

@@ -6,37 +6,44 @@ A whole program:
 import jax
 from spectr_jax import Policy, generate, get_method, load
 
-target, draft = load("20m", dtype="int8"), load("2m", dtype="int8")  # or your own models
-tokenizer = target.tokenizer
-prompts, lengths = tokenizer.prompts(["The committee will meet again next week to"])
-method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos)
-out = generate(jax.random.key(0), method, target, draft, prompts, lengths, max_new_tokens=40, policy=policy)
-print(tokenizer.texts(out.tokens, out.lengths)[0])
-```
+target, draft = load("20m", dtype="int8"), load("2m", dtype="int8")  # or your own models tokenizer
+= target.tokenizer prompts, lengths = tokenizer.prompts(["The committee will meet again next week
+to"]) method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos) out =
+generate(jax.random.key(0), method, target, draft, prompts, lengths, max_new_tokens=40,
+policy=policy) print(tokenizer.texts(out.tokens, out.lengths)[0]) ```
 
-`load` reads a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` makes a method (`spectr_jax.decoding.methods`),
-and `generate` continues prompts (`spectr_jax.decoding.generate`; its `decode` stands inside a `jax.jit` of your own). A
-`Method` of your own is a `Tree` and a plan of `transport`; `check_plan`, `check_method` and `check_model` say whether yours
-are right.
+`load` reads a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` makes a method
+(`spectr_jax.decoding.methods`), and `generate` continues prompts (`spectr_jax.decoding.generate`;
+its `decode` stands inside a `jax.jit` of your own). A `Method` of your own is a `Tree` and a plan
+of `transport`; `check_plan`, `check_method` and `check_model` say whether yours are right.
 
 The packages, in an order to read them:
 
 | package | question | read first |
 | --- | --- | --- |
-| `spectr_jax.transport` | how is one token chosen among drafts? | `spectr_jax.transport.base`, then `kseq` and `otm` |
-| `spectr_jax.decoding` | how are the tokens of a call drafted and chosen? | `spectr_jax.decoding.methods`, then `generate` |
+| `spectr_jax.transport` | how is one token chosen among drafts? | `spectr_jax.transport.base`, then
+`kseq` and `otm` |
+| `spectr_jax.decoding` | how are the tokens of a call drafted and chosen? |
+`spectr_jax.decoding.methods`, then `generate` |
 | `spectr_jax.testing` | is a plan or a method of mine exact? | `spectr_jax.testing.check_plan` |
 | `spectr_jax.models` | what predicts? | `spectr_jax.models.base`, then `transformer` |
 | `spectr_jax.data` | where do tokens come from? | `spectr_jax.data.corpus` |
 | `spectr_jax.training` | how does a model learn? | `spectr_jax.training.loop`, then `step` |
-| `spectr_jax.distillation` | how does a draft learn from its target? | `spectr_jax.distillation.training`, `losses` |
-| `spectr_jax.experiments.planning` | which tree to draft, and what to expect of it? | `spectr_jax.experiments.planning.tree_search` |
-| `spectr_jax.experiments.measure` | what does one method do on prompts? | `spectr_jax.experiments.measure.measurement` |
-| `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call` |
-| `spectr_jax.experiments.figures` | what do the papers draw? | `spectr_jax.experiments.figures.acceptance` |
-| `spectr_jax.sampling` | how does a decoded sequence look, token by token? | `spectr_jax.sampling.session` |
+| `spectr_jax.distillation` | how does a draft learn from its target? |
+`spectr_jax.distillation.training`, `losses` |
+| `spectr_jax.experiments.planning` | which tree to draft, and what to expect of it? |
+`spectr_jax.experiments.planning.tree_search` |
+| `spectr_jax.experiments.measure` | what does one method do on prompts? |
+`spectr_jax.experiments.measure.measurement` |
+| `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call`
+|
+| `spectr_jax.experiments.figures` | what do the papers draw? |
+`spectr_jax.experiments.figures.acceptance` |
+| `spectr_jax.sampling` | how does a decoded sequence look, token by token? |
+`spectr_jax.sampling.session` |
 
-Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `label`, `export`; each has `--help`.
+Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `label`, `export`;
+each has `--help`.
 
 .. include:: ../README.md
 .. include:: ../docs/which_method.md
@@ -87,7 +94,8 @@ _PLACES = {
     "get_method": "decoding.methods",
     "load": "loading",
 }
-"""The module of each name. It is imported when the name is asked for: a command's `--help` need not wait for JAX."""
+"""The module of each name. It is imported when the name is asked for: a command's `--help` need not
+wait for JAX."""
 
 
 def __getattr__(name: str) -> Any:

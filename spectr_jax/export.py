@@ -1,12 +1,14 @@
-"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder for transformers.
+"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder
+for transformers.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
-    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m --dtype=int8 --part_mb=16
+    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m
+    --dtype=int8 --part_mb=16
     python -m spectr_jax.export --model=6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-What it writes can be a target or draft wherever a model is named, as --config.target=runs/models/draft_6m or
-hf:draft_6m.
+What it writes can be a target or draft wherever a model is named, as
+--config.target=runs/models/draft_6m or hf:draft_6m.
 """
 
 import pathlib
@@ -19,7 +21,8 @@ from spectr_jax.utils.files import expanded
 _MODEL = flags.DEFINE_string(
     "model",
     None,
-    "The workdir of a training run (its newest checkpoint, or its best with @best); for gpt2 and llama any model by name.",
+    "The workdir of a training run (its newest checkpoint, or its best with @best); for gpt2 and "
+    "llama any model by name.",
     required=True,
 )
 _OUT = flags.DEFINE_string("out", None, "The folder that gets the files.", required=True)
@@ -27,12 +30,14 @@ _FORMAT = flags.DEFINE_enum(
     "format",
     "spectr_jax",
     ["spectr_jax", "gpt2", "llama"],
-    "NAME.safetensors and tokenizer.model; or a folder for transformers: gpt2 of our decoders, llama of the Llama family.",
+    "NAME.safetensors and tokenizer.model; or a folder for transformers: gpt2 of our decoders, "
+    "llama of the Llama family.",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
-    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output; not for --format=gpt2 and "
+    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output; not "
+    "for --format=gpt2 and "
     "llama, which are float32.",
 )
 _PART_MB = flags.DEFINE_float(
@@ -126,7 +131,8 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
         raise UserError(f"--model={_MODEL.value} is not of the Llama family; give --format=gpt2")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise UserError(
-            f"--model={_MODEL.value} has no tokenizer of Hugging Face's, which its folder needs; give it one"
+            f"--model={_MODEL.value} has no tokenizer of Hugging Face's, which its folder needs; "
+            "give it one"
         )
     eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
     save_llama(out, trained.model, tokenizer.bos, eos)
@@ -135,25 +141,30 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _check_runs_alone(tokenizer) -> None:
-    """Raises `UserError` for a student, which is of the Llama family too, but with parts that transformers lacks."""
+    """Raises `UserError` for a student, which is of the Llama family too, but with parts that
+    transformers lacks."""
     from spectr_jax.data.tokenizer import VocabularyOf
     from spectr_jax.utils.errors import UserError
 
     if isinstance(tokenizer, VocabularyOf):
         raise UserError(
-            f"--model={_MODEL.value} is a draft that was trained for its target, without a tokenizer and with parts that "
-            f"transformers does not have; export its workdir without --format={_FORMAT.value}, or copy its files"
+            f"--model={_MODEL.value} is a draft that was trained for its target, without a "
+            "tokenizer and with parts that "
+            f"transformers does not have; export its workdir without --format={_FORMAT.value}, or "
+            "copy its files"
         )
 
 
 def _check_folder(out: pathlib.Path) -> None:
-    """Raises `UserError` for flags that a folder for transformers does not take, and for one that is taken."""
+    """Raises `UserError` for flags that a folder for transformers does not take, and for one that
+    is taken."""
     from spectr_jax.utils.errors import UserError
 
     for flag in (_DTYPE, _PART_MB):
         if flag.value:
             raise UserError(
-                f"--{flag.name}={flag.value} is not for --format={_FORMAT.value}, which is float32 in one file; leave it out"
+                f"--{flag.name}={flag.value} is not for --format={_FORMAT.value}, which is float32 "
+                "in one file; leave it out"
             )
     if (out / "config.json").exists():
         raise UserError(f"{str(out)!r} has a config.json already; choose another --out")

@@ -1,10 +1,14 @@
 """Labels text with a teacher's likeliest next tokens, for students to learn from.
 
-    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*.txt.xz' --count=20000 --out=labels/text
-    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*' --write=continuations --count=4096 --out=labels/own
-    python -m spectr_jax.label --teacher=smollm2 --write=chats --count=4096 --temperature=0.7 --out=labels/chats
+    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*.txt.xz' --count=20000
+    --out=labels/text
+    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*' --write=continuations
+    --count=4096 --out=labels/own
+    python -m spectr_jax.label --teacher=smollm2 --write=chats --count=4096 --temperature=0.7
+    --out=labels/chats
 
-Then train with configs/distil.py. Stop it at any time: the same command resumes, and a larger --count adds to what is there.
+Then train with configs/distil.py. Stop it at any time: the same command resumes, and a larger
+--count adds to what is there.
 """
 
 import pathlib
@@ -30,7 +34,8 @@ _OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", requ
 _COUNT = flags.DEFINE_integer(
     "count",
     10_000,
-    "How many sentences to label, or texts to write; rounded up to a multiple of 512, as far as the corpus goes.",
+    "How many sentences to label, or texts to write; rounded up to a multiple of 512, as far as "
+    "the corpus goes.",
     lower_bound=1,
 )
 _FIRST = flags.DEFINE_integer(
@@ -51,7 +56,8 @@ _FEATURES = flags.DEFINE_bool(
 _LABELS = flags.DEFINE_bool(
     "labels",
     True,
-    "Keep labels. Without them only tokens are kept, for configs/distil.py:online, whose teacher labels them.",
+    "Keep labels. Without them only tokens are kept, for configs/distil.py:online, whose teacher "
+    "labels them.",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8."
@@ -79,7 +85,8 @@ def main():
     out = expanded(_OUT.value)
     if "," in str(out):
         raise UserError(
-            f"--out={_OUT.value} has a comma, which stands between folders of labels; choose another name"
+            f"--out={_OUT.value} has a comma, which stands between folders of labels; choose "
+            "another name"
         )
     check_dtype(_write_dtype())
     sentences = _sentences()
@@ -87,7 +94,8 @@ def main():
     vocab_size, length = teacher.model.vocab_size, _LENGTH.value
     if length > teacher.model.context:
         raise UserError(
-            f"--length={length} is more than the teacher's context of {teacher.model.context}; give at most that"
+            f"--length={length} is more than the teacher's context of {teacher.model.context}; "
+            "give at most that"
         )
     features = features_shown(teacher.model) if _FEATURES.value else 0
     if _FEATURES.value and not _LABELS.value:
@@ -96,7 +104,8 @@ def main():
         )
     if _FEATURES.value and not features:
         raise UserError(
-            f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} does not; leave it out"
+            f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} "
+            "does not; leave it out"
         )
     texts = teaching.starting_at(_texts(teacher, sentences, length), _FIRST.value)
     labels.claim_folder(out, _about(teacher, sentences, features))
@@ -136,8 +145,8 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
 
 
 def _sentences():
-    """Returns the corpus, or None for chats; raises `UserError` for flags that do not go together, and for too short a
-    corpus."""
+    """Returns the corpus, or None for chats; raises `UserError` for flags that do not go together,
+    and for too short a corpus."""
     from spectr_jax.data.corpus import open_sentences
     from spectr_jax.utils.errors import UserError
 
@@ -148,7 +157,8 @@ def _sentences():
     for flag in (_WRITE_DTYPE, _TEMPERATURE, _SEED):
         if reads and flag.present:
             raise UserError(
-                f"--{flag.name}={flag.value} is for texts that the teacher writes; leave it out, or give --write"
+                f"--{flag.name}={flag.value} is for texts that the teacher writes; leave it out, "
+                "or give --write"
             )
     if chats:
         if not _TEMPERATURE.value:

@@ -1,15 +1,17 @@
 """Decodes a prompt with any method and shows where each token came from.
 
     python -m spectr_jax.sample --prompt="The committee will meet again"
-    python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
-    echo "The committee will meet again" | python -m spectr_jax.sample
+    python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4
+    --compare --html=page.html echo "The committee will meet again" | python -m spectr_jax.sample
     python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?"
-    python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear"
+    python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list
+    backwards: apple, pear"
 
-Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
-in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.
-With --chat an instructed model answers, its text shown as it is decoded; without --prompt and --file in a conversation.
-With --chat and --compare or --html each prompt is a conversation of its own, shown once it is answered.
+Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of
+--max_new_tokens tokens each, in which the method and the baseline take turns. The default models
+are part of the package; nothing is downloaded. With --chat an instructed model answers, its text
+shown as it is decoded; without --prompt and --file in a conversation. With --chat and --compare or
+--html each prompt is a conversation of its own, shown once it is answered.
 """
 
 import dataclasses
@@ -31,12 +33,14 @@ _FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
 _METHOD = flags.DEFINE_string(
     "method",
     None,
-    "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or --num_drafts)",
+    "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or "
+    "--num_drafts)",
 )
 _TREE = flags.DEFINE_string(
     "tree",
     None,
-    "The draft tree: children per node by level, as 4,2,1; 8x4 for 8 chains of 4; chain:8, batch:8, specinfer:16.",
+    "The draft tree: children per node by level, as 4,2,1; 8x4 for 8 chains of 4; chain:8, "
+    "batch:8, specinfer:16.",
 )
 _NUM_DRAFTS = flags.DEFINE_integer(
     "num_drafts", None, "Drafted continuations (K); not with --tree."
@@ -53,19 +57,23 @@ _TARGET = flags.DEFINE_string(
 _DRAFT = flags.DEFINE_string(
     "draft",
     None,
-    "The draft model, named as --target is. It needs the target's vocabulary; added or padded tokens may differ. (default: "
-    "2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the baseline decodes then)",
+    "The draft model, named as --target is. It needs the target's vocabulary; added or padded "
+    "tokens may differ. (default: "
+    "2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the baseline "
+    "decodes then)",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
-    "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models and smollm2; for others what "
+    "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models and "
+    "smollm2; for others what "
     "is fastest without loss)",
 )
 _CHAT = flags.DEFINE_bool(
     "chat",
     False,
-    "Treat prompts as chat messages: apply the model's chat template and print each answer as it is decoded.",
+    "Treat prompts as chat messages: apply the model's chat template and print each answer as it "
+    "is decoded.",
 )
 _NEW = flags.DEFINE_integer(
     "max_new_tokens",
@@ -153,7 +161,8 @@ def main():
 
 
 def _method():
-    """Returns the method that the flags name, or None where they leave the choice to `open_session`.
+    """Returns the method that the flags name, or None where they leave the choice to
+    `open_session`.
 
     Raises:
       UserError: flags that do not go together; in terms of the flags where no method is named.

@@ -2,7 +2,8 @@
 
     python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m
 
-A run that was stopped or killed resumes from its newest checkpoint when the same command is given again.
+A run that was stopped or killed resumes from its newest checkpoint when the same command is given
+again.
 """
 
 from absl import flags

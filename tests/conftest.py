@@ -7,7 +7,8 @@ import pathlib
 import tempfile
 from typing import Any, NamedTuple
 
-# Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX is imported.
+# Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX
+# is imported.
 if importlib.metadata.version("jaxlib").startswith(
     "0.10."
 ):  # Takes half as long to compile; 0.11 has no choice.
@@ -20,7 +21,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault(
     "NPROC", "1"
 )  # XLA's threads for a program: the workers take all cores as it is.
-# Workers and the programs that tests start share what they compile, and leave nothing in the user's cache folder.
+# Workers and the programs that tests start share what they compile, and leave nothing in the user's
+# cache folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
@@ -41,7 +43,8 @@ def pytest_runtest_setup(item):
 
 
 LONGEST = ("test_ladder.py", "test_scale.py", "test_lm1b.py", "test_figures.py")
-"""Files with groups of half a minute and more: they come first, so that no worker waits for one at the end."""
+"""Files with groups of half a minute and more: they come first, so that no worker waits for one at
+the end."""
 
 
 def pytest_collection_modifyitems(items):
@@ -54,7 +57,8 @@ _tests_done = 0
 
 @pytest.fixture(autouse=True)
 def _programs_are_freed():
-    """Each program that XLA compiles for the CPU maps memory, and Linux lets a process have 65,530 maps."""
+    """Each program that XLA compiles for the CPU maps memory, and Linux lets a process have 65,530
+    maps."""
     yield
     global _tests_done
     _tests_done += 1
@@ -73,7 +77,8 @@ def count_compilations():
 
 @pytest.fixture(scope="session")
 def array_records():
-    """Writes sentences as TFDS's lm1b, with TFDS's own writer of array records, without TensorFlow."""
+    """Writes sentences as TFDS's lm1b, with TFDS's own writer of array records, without
+    TensorFlow."""
 
     def write(folder, train, test=("held out",), shards=1):
         import tensorflow_datasets as tfds
@@ -99,7 +104,8 @@ def array_records():
 
 
 class Toy(NamedTuple):
-    """A folder with target.safetensors, draft.safetensors and prompts.txt, and what they were made of."""
+    """A folder with target.safetensors, draft.safetensors and prompts.txt, and what they were made
+    of."""
 
     folder: pathlib.Path
     shape: Any

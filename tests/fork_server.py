@@ -1,10 +1,12 @@
-"""Runs programs in processes forked from one that has imported JAX: a start takes milliseconds, not seconds.
+"""Runs programs in processes forked from one that has imported JAX: a start takes milliseconds, not
+seconds.
 
     python tests/fork_server.py MODULE...
 
-imports the modules, none of which may start a JAX backend, and reads requests from stdin, a line of JSON each: a program
-(a module as for `python -m`, or a .py file), its arguments, environment variables, and the files that get its output. For
-each it prints the program's exit status. It ends with its stdin.
+imports the modules, none of which may start a JAX backend, and reads requests from stdin, a line of
+JSON each: a program (a module as for `python -m`, or a .py file), its arguments, environment
+variables, and the files that get its output. For each it prints the program's exit status. It ends
+with its stdin.
 """
 
 import importlib
@@ -22,7 +24,8 @@ SECONDS = 60
 def become(
     program: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str
 ) -> None:
-    """Runs the program in this process, which ends as the program does, without the half second that Python takes to end."""
+    """Runs the program in this process, which ends as the program does, without the half second
+    that Python takes to end."""
     signal.alarm(SECONDS)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
     os.environ.update(environment)

@@ -139,7 +139,8 @@ def test_a_tree_whose_siblings_take_each_others_places_is_told():
 
 
 def test_an_exit_that_spoils_the_other_layers_is_told():
-    """Self-speculation would emit other sequences than the baseline: the target reads these rows."""
+    """Self-speculation would emit other sequences than the baseline: the target reads these
+    rows."""
 
     class Spoils(Transformer):
         def extend(self, *args, layers=None, **rest):

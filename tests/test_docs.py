@@ -1,4 +1,5 @@
-"""Pages about the project: what they point to exists, and what they say can run. scripts/docs.sh renders the site."""
+"""Pages about the project: what they point to exists, and what they say can run. scripts/docs.sh
+renders the site."""
 
 import ast
 import pathlib
@@ -197,7 +198,8 @@ def test_modules_have_docstrings():
 
 
 def test_formulas_are_typeset():
-    """No backslash is an escape of Python's, and none stands indented, which is code in Markdown."""
+    """No backslash is an escape of Python's, and none stands indented, which is code in
+    Markdown."""
     pages = 0
     for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
         docstring = (

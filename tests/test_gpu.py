@@ -1,4 +1,5 @@
-"""What only an accelerator can show: exact distributions with its arithmetic. `pytest -m gpu` on a machine with a GPU."""
+"""What only an accelerator can show: exact distributions with its arithmetic. `pytest -m gpu` on a
+machine with a GPU."""
 
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def test_outputs_follow_the_target_on_the_device(name):
     "name", ["speculative", "block", "spectr", "otm_block", "otm_layer", "gsd"]
 )
 def test_greedy_decoding_equals_the_baseline(name, dtype):
-    """In bfloat16 sums of other widths may break a tie of two logits otherwise: then the two differ by one rounding."""
+    """In bfloat16 sums of other widths may break a tie of two logits otherwise: then the two differ
+    by one rounding."""
     target, draft = load("6m", dtype), load("2m", dtype)
     plain = generate(
         jax.random.key(0), get_method("baseline"), target, None, *PROMPTS, 24, Policy(temperature=0)
@@ -52,7 +54,8 @@ def test_greedy_decoding_equals_the_baseline(name, dtype):
 def test_the_same_key_gives_the_same_tokens_in_another_process(name):
     code = (
         "import jax, numpy as np; from spectr_jax import *; from tests.test_gpu import PROMPTS;"
-        f"out = generate(jax.random.key(3), get_method({name!r}), load('6m'), load('2m'), *PROMPTS, 16);"
+        f"out = generate(jax.random.key(3), get_method({name!r}), load('6m'), load('2m'), "
+        "*PROMPTS, 16);"
         "print(np.asarray(out.tokens).tolist(), np.asarray(out.target_calls).tolist())"
     )
     runs = [

@@ -1,7 +1,7 @@
 """scripts/train_ladder.py at toy size: stopped once, with a stage that fails, and resumed.
 
-`trees` and `auto_32` are the stages that fail, once their flags are found good: to make them takes long, and is tested by
-itself.
+`trees` and `auto_32` are the stages that fail, once their flags are found good: to make them takes
+long, and is tested by itself.
 """
 
 import json
@@ -69,7 +69,8 @@ TOY = {
     "table2,trees,auto_1,auto_32": DECODING,
 }
 
-# Runs the script. Each program of a stage is forked from it and need not import JAX anew, which would take most of the time.
+# Runs the script. Each program of a stage is forked from it and need not import JAX anew, which
+# would take most of the time.
 FORKING = """
 import importlib, os, runpy, signal, subprocess, sys
 from absl import flags
@@ -103,7 +104,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def ladder(tmp_path):
-    """Starts the script on sentences made up here, with further `--stage_flags`; stdout and stderr come together."""
+    """Starts the script on sentences made up here, with further `--stage_flags`; stdout and stderr
+    come together."""
     for name, count in (("train", 900), ("heldout", 60)):
         draw = random.Random(name)
         lines = [

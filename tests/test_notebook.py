@@ -1,4 +1,5 @@
-"""The Colab notebook as it lies in the repository; scripts/dev/run_notebook.py runs it, with --smoke in minutes."""
+"""The Colab notebook as it lies in the repository; scripts/dev/run_notebook.py runs it, with
+--smoke in minutes."""
 
 import ast
 import json

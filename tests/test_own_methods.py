@@ -1,4 +1,5 @@
-"""The method of CONTRIBUTING.md works wherever methods are named, by --import alone: nothing of ours knows its name."""
+"""The method of CONTRIBUTING.md works wherever methods are named, by --import alone: nothing of
+ours knows its name."""
 
 import importlib
 import json
@@ -95,8 +96,8 @@ def registered(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_auto(registered, toy, tmp_path):
-    """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured on batches: the method
-    itself does not draft these."""
+    """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured
+    on batches: the method itself does not draft these."""
     by_child = TokenByToken(transport.get("recursive_without_replacement"))
     decoding.register(
         "chains",
@@ -154,7 +155,8 @@ def test_rows_of_trees(registered):
 
 
 def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
-    """Tables tell methods apart by their names, and a factory may return another method with changes."""
+    """Tables tell methods apart by their names, and a factory may return another method with
+    changes."""
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     decoding.register("mine", lambda *, tree="2,1": decoding.get_method("otm", tree=tree))
     mine = decoding.get_method("mine")

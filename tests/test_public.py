@@ -1,4 +1,5 @@
-"""The public face: what `spectr_jax` exports, what its import costs, the program of its docstring, what it depends on."""
+"""The public face: what `spectr_jax` exports, what its import costs, the program of its docstring,
+what it depends on."""
 
 import ast
 import importlib.metadata
@@ -95,7 +96,8 @@ def _requirements(lines):
 
 
 def test_a_missing_module_is_told_with_its_extra():
-    """All that the package imports is a dependency, or in the table of errors, which has what pyproject.toml has."""
+    """All that the package imports is a dependency, or in the table of errors, which has what
+    pyproject.toml has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def names(lines):

@@ -1,4 +1,5 @@
-"""The public checks: the plan of CONTRIBUTING.md passes them, and what is wrong fails, with the right property named."""
+"""The public checks: the plan of CONTRIBUTING.md passes them, and what is wrong fails, with the
+right property named."""
 
 import dataclasses
 import pathlib
@@ -46,17 +47,20 @@ def test_the_plan_of_the_guide_passes():
 WRONG = {
     "the residual is q": (
         ("np.maximum(q - p, 0)\n", "q\n"),
-        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
+        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = "
+        r"1: "
         r"`pmf` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
     ),
     "an acceptance that counts a draft twice": (
         ("** (k - 1)", "** k"),
-        r"the acceptance is wrong for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: 0\.521875, "
+        r"the acceptance is wrong for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
+        r"0\.521875, "
         r"by enumeration of `pmf` 0\.5, off by 0\.0219",
     ),
     "another mixture is drawn": (
         ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
-        r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] in 40,000 draws, "
+        r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] "
+        r"in 40,000 draws, "
         r"`pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
     "the first draft need not be valid": (
@@ -73,7 +77,8 @@ WRONG = {
     ),
     "a product that accelerators round": (
         ("jnp.maximum(q - p, 0), q), q)", "jnp.maximum(q - p, 0), q), jnp.eye(len(q)) @ q)"),
-        r"`select` multiplies matrices of float32 in default precision at V = 6, which TPUs and GPUs round",
+        r"`select` multiplies matrices of float32 in default precision at V = 6, which TPUs and "
+        r"GPUs round",
     ),
 }
 
@@ -133,7 +138,8 @@ def _changed(result, **change):
         (
             testing.check_rows,
             {"target_calls": lambda calls: calls + calls.max()},
-            r"a row depends on its neighbours or its place: target_calls of the same key and prompt is \d+ in row \d+ of",
+            r"a row depends on its neighbours or its place: target_calls of the same key and "
+            r"prompt is \d+ in row \d+ of",
         ),
         (
             testing.check_counters,

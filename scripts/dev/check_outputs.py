@@ -1,11 +1,12 @@
-"""Chi-square of a real model's two-token outputs against their exact distribution, drafted by its own first layers or by a
-draft model.
+"""Chi-square of a real model's two-token outputs against their exact distribution, drafted by its
+own first layers or by a draft model.
 
-    python scripts/dev/check_outputs.py [--target=smollm2] [--layers=28] [--top_k=4] [--workdir=results/smollm2]
+    python scripts/dev/check_outputs.py [--target=smollm2] [--layers=28] [--top_k=4]
+    [--workdir=results/smollm2]
     python scripts/dev/check_outputs.py --draft=smollm2-draft --workdir=results/smollm2/eagle
 
-With top-k sampling the two tokens have at most k^2 outcomes, whose probabilities are products of those that the target gives
-in one call on each first token. Writes outputs.md and outputs.json.
+With top-k sampling the two tokens have at most k^2 outcomes, whose probabilities are products of
+those that the target gives in one call on each first token. Writes outputs.md and outputs.json.
 """
 
 import pathlib
@@ -108,8 +109,10 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"# Two-token outputs of {settings['target']}, drafted by {drafted_by}\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
-        f"Chi-square test against the exact distribution of the {result['outcomes']} outcomes of top-{settings['top_k']} "
-        f"sampling, {settings['dtype']}; at most 2 tokens per call count. Tree ({settings['tree']}) but for `speculative`, "
+        f"Chi-square test against the exact distribution of the {result['outcomes']} outcomes of "
+        f"top-{settings['top_k']} "
+        f"sampling, {settings['dtype']}; at most 2 tokens per call count. Tree "
+        f"({settings['tree']}) but for `speculative`, "
         f"which drafts 2 tokens. Prompt: {settings['prompt']!r}.\n\n{report.made_by(result)}\n"
     )
 

@@ -1,11 +1,13 @@
-"""Speed of a real target with drafts of its own, one sequence or several at once: chats and sentences, several temperatures.
+"""Speed of a real target with drafts of its own, one sequence or several at once: chats and
+sentences, several temperatures.
 
-    python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...] [--workdir=results/smollm2/drafts]
+    python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...]
+    [--workdir=results/smollm2/drafts]
 
-Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same keys; prompts are ours.
-A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. A second table
-says where the time of a call goes, and how many tokens a call, or which acceptance of each draft, a speed-up would take.
-Writes drafts.md and .json.
+Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same
+keys; prompts are ours. A round's speed is all new tokens over all seconds, the call on the prompt
+included; ratios are of one round. A second table says where the time of a call goes, and how many
+tokens a call, or which acceptance of each draft, a speed-up would take. Writes drafts.md and .json.
 """
 
 import functools
@@ -97,7 +99,8 @@ def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
 
 
 def decoder(method, models, prompts: list[list[int]], policy: Policy):
-    """A function of a round: new tokens, calls and seconds of all prompts; the calls are those of each sequence."""
+    """A function of a round: new tokens, calls and seconds of all prompts; the calls are those of
+    each sequence."""
     width, lengths = max(map(len, prompts)), np.array([len(prompt) for prompt in prompts])
     padded = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.int32)
 
@@ -181,7 +184,8 @@ def measure(
 
 
 def measure_calls(target: Trained, draft: Trained, drafting: dict[str, Method]) -> dict[str, Any]:
-    """Milliseconds of the target's call on one token, and of each method's call and its phases, each measured by itself."""
+    """Milliseconds of the target's call on one token, and of each method's call and its phases,
+    each measured by itself."""
     alone = call_seconds(target.model, _SEQUENCES.value, [1], CONTEXT)(1)
     tasks = {
         name: functools.partial(
@@ -207,7 +211,8 @@ def measure_calls(target: Trained, draft: Trained, drafting: dict[str, Method]) 
 
 
 def needed_acceptance(levels: int, tokens: float) -> float | None:
-    """The alpha of each draft at which a chain emits so many tokens a call, 1 + alpha + alpha^2 + ...; None if none does."""
+    """The alpha of each draft at which a chain emits so many tokens a call, 1 + alpha + alpha^2 +
+    ...; None if none does."""
     if tokens > levels + 1:
         return None
     return scipy.optimize.brentq(
@@ -216,7 +221,8 @@ def needed_acceptance(levels: int, tokens: float) -> float | None:
 
 
 def costs(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds a call of each method over those of the baseline, as they decoded: the mean over kinds and temperatures."""
+    """Seconds a call of each method over those of the baseline, as they decoded: the mean over
+    kinds and temperatures."""
     seconds = {}
     for row in rows:
         _, calls, spent = np.sum(row["rounds"], axis=0)
@@ -253,10 +259,14 @@ def calls_table(result: dict[str, Any]) -> str:
         *(f"{phase}, ms" for phase in (*PHASES, "call")),
     ]
     return (
-        f"{report.markdown_table(header, cells)}\n\nCost: the time of a call over one of the baseline, in the rounds above, "
-        "with the call on the prompt spread over them. A method is faster than the baseline if it emits more tokens a call "
-        "than it costs. alpha: what each draft of a chain needs for that speed; - where no alpha does, and for trees. The "
-        f"phases and the whole call are each timed alone, in a loop on the device behind {CONTEXT} tokens; there a call of "
+        f"{report.markdown_table(header, cells)}\n\nCost: the time of a call over one of the "
+        "baseline, in the rounds above, "
+        "with the call on the prompt spread over them. A method is faster than the baseline if it "
+        "emits more tokens a call "
+        "than it costs. alpha: what each draft of a chain needs for that speed; - where no alpha "
+        "does, and for trees. The "
+        f"phases and the whole call are each timed alone, in a loop on the device behind {CONTEXT} "
+        "tokens; there a call of "
         f"the target on one token takes {result['calls']['alone']:.1f} ms."
     )
 
@@ -290,11 +300,14 @@ def markdown(result: dict[str, Any]) -> str:
         else f"{settings['sequences']} sequences at once"
     )
     return (
-        f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, {at_once}\n\n"
+        f"# {settings['target']} with the draft {pathlib.Path(settings['draft']).name}, "
+        f"{at_once}\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
         f"{settings['dtype']}; {prompts} beginnings of sentences of ours, up to "
-        f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of {settings['rounds']} rounds in "
-        f"which all methods take turns, ratios of one round. The call on the prompt is part of the time, and not of the "
+        f"{settings['max_new_tokens']} new tokens each, to the end of the answer; medians of "
+        f"{settings['rounds']} rounds in "
+        "which all methods take turns, ratios of one round. The call on the prompt is part of the "
+        "time, and not of the "
         f"calls.\n\n## What a call costs\n\n{calls_table(result)}\n\n{report.made_by(result)}\n"
     )
 
@@ -302,7 +315,8 @@ def markdown(result: dict[str, Any]) -> str:
 def main():
     if _PROMPTS.value % _SEQUENCES.value:
         raise UserError(
-            f"--prompts={_PROMPTS.value} is not a multiple of --sequences={_SEQUENCES.value}; change one"
+            f"--prompts={_PROMPTS.value} is not a multiple of --sequences={_SEQUENCES.value}; "
+            "change one"
         )
     started, drafting, temperatures = time.monotonic(), read_methods(), read_temperatures()
     target, (draft,) = load_pair(_TARGET.value, (_DRAFT.value,), _DTYPE.value)

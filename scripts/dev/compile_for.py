@@ -1,15 +1,18 @@
-"""Compiles every method and training step for an accelerator that this machine has not; writes results/compiled/DEVICE.
+"""Compiles every method and training step for an accelerator that this machine has not; writes
+results/compiled/DEVICE.
 
-    pip install libtpu                                                  # for a TPU
-    pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
-    python scripts/dev/compile_for.py --device=v5e [--only=otm,train,calls] [--workdir=runs/compiled]
+    pip install libtpu                                                  # for a TPU pip install
+    jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
+    python scripts/dev/compile_for.py --device=v5e [--only=otm,train,calls]
+    [--workdir=runs/compiled]
 
-The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its default options with a target
-of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
-mesh of four devices. That tells whether they compile, how long it takes here, and what memory they will take there. For a
-GPU it also counts the kernels of one call of the target and the stops of the host in it, which decide the latency of one
-sequence: `calls` are methods on one sequence. Nothing runs, no weights are made, and kernels are not tuned as they would be
-on the device.
+The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its
+default options with a target of 97M and drafts of 6M, go through the compiler that the device would
+use; so do the 97M's training and one method on a mesh of four devices. That tells whether they
+compile, how long it takes here, and what memory they will take there. For a GPU it also counts the
+kernels of one call of the target and the stops of the host in it, which decide the latency of one
+sequence: `calls` are methods on one sequence. Nothing runs, no weights are made, and kernels are
+not tuned as they would be on the device.
 """
 
 import contextlib
@@ -87,7 +90,8 @@ gpu_device_info {
 
 
 class Device(NamedTuple):
-    """An accelerator: JAX's name for its kind, the package that compiles for it, and XLA's description."""
+    """An accelerator: JAX's name for its kind, the package that compiles for it, and XLA's
+    description."""
 
     backend: str
     package: str
@@ -126,7 +130,8 @@ def main():
     failed = [row["program"] for row in rows if "error" in row]
     if failed:
         raise UserError(
-            f"{len(failed)} of {len(rows)} programs do not compile for {_DEVICE.value}: {', '.join(failed)}"
+            f"{len(failed)} of {len(rows)} programs do not compile for {_DEVICE.value}: "
+            f"{', '.join(failed)}"
         )
 
 
@@ -140,12 +145,14 @@ def accelerators(device: Device) -> list[jax.Device]:
     with contextlib.suppress(Exception):  # Each plugin has errors of its own.
         return device.topology().devices
     raise UserError(
-        f"--device={_DEVICE.value}: its compiler cannot be loaded; pip install {device.package}, as above"
+        f"--device={_DEVICE.value}: its compiler cannot be loaded; pip install {device.package}, "
+        "as above"
     )
 
 
 def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """What is to be compiled, by name: for the first of `places`, and for all of them; the methods in bfloat16."""
+    """What is to be compiled, by name: for the first of `places`, and for all of them; the methods
+    in bfloat16."""
     wanted = _ONLY.value or GROUPS
     one, several = sharding.make_mesh(devices=places[:1]), len(places)
     recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
@@ -281,10 +288,14 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"# Compiled for {result['device']}, without one\n\n"
         f"{report.markdown_table(header, list(map(cells, result['rows'])))}\n\n"
-        f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in configs/lm1b, Muon as in "
-        "configs/open_text.py. Methods: default options, target_97m and draft_6m, in bfloat16 where nothing else is named, "
-        f"{_TEXTS.value} sequences, up to 64 new tokens. Seconds are a core's here, memory is one device's. Kernels "
-        "and stops of the host are those of one turn of the outermost loop, a call of the target. Nothing ran, and kernels "
+        f"Training: one step on {_ROWS.value} rows of 128 tokens, bfloat16 products; AdamW as in "
+        "configs/lm1b, Muon as in "
+        "configs/open_text.py. Methods: default options, target_97m and draft_6m, in bfloat16 "
+        "where nothing else is named, "
+        f"{_TEXTS.value} sequences, up to 64 new tokens. Seconds are a core's here, memory is one "
+        "device's. Kernels "
+        "and stops of the host are those of one turn of the outermost loop, a call of the target. "
+        "Nothing ran, and kernels "
         "were not tuned.\n\n"
         f"{report.made_by(result)}\n"
     )

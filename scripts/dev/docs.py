@@ -1,4 +1,5 @@
-"""What scripts/docs.sh runs, with pdoc: one page a module, and the Markdown pages of the repository on the first."""
+"""What scripts/docs.sh runs, with pdoc: one page a module, and the Markdown pages of the repository
+on the first."""
 
 import importlib
 import pathlib
@@ -15,7 +16,8 @@ ENTRY_POINT = "\nif __name__ == "
 
 
 def import_module(path: pathlib.Path) -> str:
-    """Imports a module of the package; entry points define the same flags, which one process can have once. Its name."""
+    """Imports a module of the package; entry points define the same flags, which one process can
+    have once. Its name."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     if ENTRY_POINT in path.read_text():
         before = set(flags.FLAGS)
@@ -28,7 +30,8 @@ def import_module(path: pathlib.Path) -> str:
 
 
 def list_modules(package) -> None:
-    """Adds its modules to what a package exports, for the navigation: pdoc leaves out those that `__all__` does not name."""
+    """Adds its modules to what a package exports, for the navigation: pdoc leaves out those that
+    `__all__` does not name."""
     if hasattr(package, "__all__"):
         for name in package.__all__:
             setattr(
@@ -54,7 +57,8 @@ def drop_boilerplate(module) -> None:
 
 
 def included_pages() -> dict[pathlib.Path, str]:
-    """The Markdown pages on the first page of the site, and the anchor of each one's title there."""
+    """The Markdown pages on the first page of the site, and the anchor of each one's title
+    there."""
     pages = re.findall(
         r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE
     )
@@ -65,7 +69,8 @@ def included_pages() -> dict[pathlib.Path, str]:
 
 
 def with_local_links(page: str, folder: pathlib.Path) -> str:
-    """The first page with links that work: within it to the pages that it includes, and to copies of other files."""
+    """The first page with links that work: within it to the pages that it includes, and to copies
+    of other files."""
     included = included_pages()
 
     def linked(match: re.Match) -> str:

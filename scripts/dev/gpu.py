@@ -2,10 +2,11 @@
 
     python scripts/dev/gpu.py --part=speed [--workdir=runs/gpu] [--seconds=150] [--toy]
 
-`flags` times six methods under the XLA flags of this process, with its `--label`. `speed` times methods and trees for 1, 8,
-32 and 250 sequences of the 97M with the 6M draft. `large` does on the shapes of an 8B target with drafts of 1B and of two
-layers; their logits are made to agree, since random weights do not. Rows of the same models and number of sequences take
-turns, and are kept: the same command continues where it was stopped, and --seconds stops it. --toy rehearses on a CPU.
+`flags` times six methods under the XLA flags of this process, with its `--label`. `speed` times
+methods and trees for 1, 8, 32 and 250 sequences of the 97M with the 6M draft. `large` does on the
+shapes of an 8B target with drafts of 1B and of two layers; their logits are made to agree, since
+random weights do not. Rows of the same models and number of sequences take turns, and are kept: the
+same command continues where it was stopped, and --seconds stops it. --toy rehearses on a CPU.
 """
 
 import contextlib
@@ -92,10 +93,11 @@ def rows_of(part: str) -> list[Row]:
 
 
 class Agreeing(nnx.Module):
-    """A model whose call takes as long as that of another one, with logits that depend on the last token alone.
+    """A model whose call takes as long as that of another one, with logits that depend on the last
+    token alone.
 
-    Random weights of a target and of a draft do not agree. The logits of a draft are made so that one token of it is
-    accepted with a given probability.
+    Random weights of a target and of a draft do not agree. The logits of a draft are made so that
+    one token of it is accepted with a given probability.
     """
 
     def __init__(self, model: Llama, agreement: float):
@@ -126,7 +128,8 @@ class Agreeing(nnx.Module):
 
 
 def table(vocab_size: int, agreement: float, rows: int = 16) -> np.ndarray:
-    """Returns log-probabilities [rows, V] of a target, mixed so that min(p, q) sums to `agreement`; 1 for the target."""
+    """Returns log-probabilities [rows, V] of a target, mixed so that min(p, q) sums to `agreement`;
+    1 for the target."""
     target = np.random.default_rng(0).gumbel(size=(rows, vocab_size)) * 3
     q = np.exp(target - target.max(axis=1, keepdims=True))
     q /= q.sum(axis=1, keepdims=True)
@@ -140,7 +143,8 @@ def table(vocab_size: int, agreement: float, rows: int = 16) -> np.ndarray:
 
 
 def shape(name: str) -> LlamaConfig:
-    """Returns the shape of a large model: those of Llama 3.1 8B and Llama 3.2 1B, and two layers of the first."""
+    """Returns the shape of a large model: those of Llama 3.1 8B and Llama 3.2 1B, and two layers of
+    the first."""
     big = LlamaConfig(
         layers=32,
         width=4096,
@@ -239,7 +243,8 @@ def measure(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
-    """Returns the table of all rows so far; a speedup is over the baseline of the same pair, flags and sequences."""
+    """Returns the table of all rows so far; a speedup is over the baseline of the same pair, flags
+    and sequences."""
     base = {_group(row): row["tokens_per_second"] for row in rows if row["method"] == "baseline"}
     lines = [
         [

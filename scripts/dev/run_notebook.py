@@ -1,9 +1,10 @@
 """Runs a notebook from top to bottom, and fails where a cell fails.
 
-    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke --out=runs/spectr_colab.ipynb
+    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke
+    --out=runs/spectr_colab.ipynb
 
-With --smoke two or three minutes on two CPU cores. The file itself is never written: in the repository notebooks have no
-outputs. Needs the packages of requirements-docs.txt.
+With --smoke two or three minutes on two CPU cores. The file itself is never written: in the
+repository notebooks have no outputs. Needs the packages of requirements-docs.txt.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Turns sentences, or packed rows, into batches, with Grain.
 
-Several sentences share one row of a batch; `segments` numbers them (0 is padding) so that none attends to another, and
-`positions` starts at 0 in each. Inputs are BOS and the pieces, targets the pieces and EOS.
+Several sentences share one row of a batch; `segments` numbers them (0 is padding) so that none
+attends to another, and `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the
+pieces and EOS.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +38,9 @@ def training_batches(
 ) -> grain.IterDataset:
     """Returns an endless, shuffled pipeline of packed batches; each epoch has its own order.
 
-    Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and packs its own, and a batch
-    takes the same number of rows from each. So the batches depend on the number of streams and not on the number of
-    processes, each of which reads its own streams.
+    Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and
+    packs its own, and a batch takes the same number of rows from each. So the batches depend on the
+    number of streams and not on the number of processes, each of which reads its own streams.
 
     Args:
       corpus: sentences; or `PackedRows`, uint16 [length] each, which are shuffled as they are.
@@ -52,8 +53,8 @@ def training_batches(
       processes: how many there are.
 
     Returns:
-      A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes, length]. `positions_of` and
-      `go_to` read and set the place of its iterator.
+      A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
+      length]. `positions_of` and `go_to` read and set the place of its iterator.
 
     Raises:
       UserError: fewer sentences, or rows, than streams.
@@ -61,7 +62,8 @@ def training_batches(
     if len(corpus) < streams:
         what = "packed rows" if isinstance(corpus, Rows) else "sentences"
         raise UserError(
-            f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, or lower data.streams to "
+            f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, "
+            "or lower data.streams to "
             f"{len(corpus)}"
         )
     if isinstance(corpus, Rows):
@@ -89,7 +91,8 @@ def row_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` for rows that are packed already; `form` makes a batch of some of them."""
+    """Returns the pipeline of `training_batches` for rows that are packed already; `form` makes a
+    batch of some of them."""
     count = batch // streams
     return mixed_batches(
         [lambda i: ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams)],
@@ -107,8 +110,9 @@ def mixed_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` from several sources: functions that make a stream, of its number, of
-    arrays of rows. A batch has the rows of one array from each stream of each source."""
+    """Returns the pipeline of `training_batches` from several sources: functions that make a
+    stream, of its number, of arrays of rows. A batch has the rows of one array from each stream of
+    each source."""
     share = streams // processes
     mine = range(process * share, (process + 1) * share)
     joined = grain.experimental.ZipIterDataset(
@@ -155,9 +159,9 @@ def _packed(
 
 
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the batch of packed targets [B, length]. A sentence begins after each EOS; PAD follows the last sentence only,
-    and a cut sentence, which has no EOS, fills its row. Inputs are the targets one later, with BOS first in each
-    sentence."""
+    """Returns the batch of packed targets [B, length]. A sentence begins after each EOS; PAD
+    follows the last sentence only, and a cut sentence, which has no EOS, fills its row. Inputs are
+    the targets one later, with BOS first in each sentence."""
     targets = targets.astype(np.int32)
     places = np.arange(targets.shape[1])
     real = targets != PAD

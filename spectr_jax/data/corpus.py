@@ -25,7 +25,8 @@ class Sentences(Protocol):
 
 
 class TextSentences:
-    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three times as much).
+    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three
+    times as much).
 
     Blank ones are left out, and the carriage return before a line's end.
     """
@@ -56,7 +57,8 @@ class TextSentences:
 
 
 class TfdsSentences:
-    """A TFDS data source of `{"text": bytes}` examples, read without TensorFlow (array_record files).
+    """A TFDS data source of `{"text": bytes}` examples, read without TensorFlow (array_record
+    files).
 
     Reading raises `UserError` where a file is missing, cut short or corrupt.
     """
@@ -72,7 +74,8 @@ class TfdsSentences:
             return self._source[index]["text"].decode("utf-8")
         except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file, or remove the corpus and "
+                f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file, "
+                "or remove the corpus and "
                 "prepare it again"
             ) from error
 
@@ -81,19 +84,22 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     """Opens a corpus.
 
     Args:
-      spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of them, or a glob; files that
-        end in .gz or .xz are unpacked, all others are read as they are. The folders of the unpacked LM1B release work.
+      spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of them,
+        or a glob; files that end in .gz or .xz are unpacked, all others are read as they are. The
+        folders of the unpacked LM1B release work.
       tfds_dir: where TFDS keeps its data sets; None for its default.
 
     Returns:
       The sentences, in the order of the sorted file names, without blank lines.
 
     Raises:
-      UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not prepared.
+      UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not
+        prepared.
     """
     if spec.startswith(PACKED_PREFIX):
         raise UserError(
-            f"{spec!r} is packed for training, and text is needed here; give the text that it was made from"
+            f"{spec!r} is packed for training, and text is needed here; give the text that it was "
+            "made from"
         )
     if spec.startswith(TFDS_PREFIX):
         sentences: Sentences = TfdsSentences(spec, _tfds_source(spec, tfds_dir))
@@ -107,7 +113,8 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
 
 
 def corpus_digest(sentences: Sentences) -> str:
-    """Returns a digest of how many sentences there are and of 256 of them, evenly spread: another corpus has another one."""
+    """Returns a digest of how many sentences there are and of 256 of them, evenly spread: another
+    corpus has another one."""
     picked = np.unique(np.linspace(0, len(sentences) - 1, 256).astype(int))
     return digest(
         "\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode()
@@ -115,7 +122,8 @@ def corpus_digest(sentences: Sentences) -> str:
 
 
 def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[str]:
-    """Yields `count` sentences (all, if there are fewer) drawn without replacement, in corpus order."""
+    """Yields `count` sentences (all, if there are fewer) drawn without replacement, in corpus
+    order."""
     picked = np.random.default_rng(seed).permutation(len(sentences))[:count]
     return (sentences[int(index)] for index in np.sort(picked))
 
@@ -178,13 +186,15 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
             str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         )
         raise UserError(
-            f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} ({first_line}); prepare it: "
+            f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} "
+            f"({first_line}); prepare it: "
             f"{_preparation(name)}"
         ) from error
     missing = [path for path in builder.info.splits[split].filepaths if not path.exists()]
     if missing:
         raise UserError(
-            f"{len(missing)} files of the TFDS corpus {spec!r} are missing, the first is {str(missing[0])!r}; restore them, "
+            f"{len(missing)} files of the TFDS corpus {spec!r} are missing, the first is "
+            f"{str(missing[0])!r}; restore them, "
             f"or remove {str(builder.data_path)!r} and prepare it again: {_preparation(name)}"
         )
     return source

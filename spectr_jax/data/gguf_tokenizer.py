@@ -1,4 +1,5 @@
-"""The tokenizer in a GGUF file's metadata: byte pairs, split as one of the programs that llama.cpp knows by name."""
+"""The tokenizer in a GGUF file's metadata: byte pairs, split as one of the programs that llama.cpp
+knows by name."""
 
 from typing import Any, Protocol
 
@@ -22,7 +23,8 @@ ENDS = (
     ),
     *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
 )
-"""Tokens that end a sequence wherever a vocabulary has them, whatever kind it says they are, as in llama.cpp."""
+"""Tokens that end a sequence wherever a vocabulary has them, whatever kind it says they are, as in
+llama.cpp."""
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 """Names of Llama 3's way; BOS is added there unless the file says otherwise."""
 DIGITS = {**dict.fromkeys(LLAMA3, r"\p{N}{1,3}"), "qwen2": r"\p{N}"}
@@ -53,13 +55,15 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
             )
         if not isinstance(value, kind):
             raise UserError(
-                f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it again"
+                f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it "
+                "again"
             )
         return value
 
     if (kind := need("model", str)) != "gpt2":
         raise UserError(
-            f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging Face folder"
+            f"{source!r} has a tokenizer of kind {kind!r}, and only 'gpt2' is read; give a Hugging "
+            "Face folder"
         )
     tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):

@@ -1,4 +1,5 @@
-"""Tokenizers in Hugging Face's files and in GGUF files are read, and our SentencePiece models are written as the former."""
+"""Tokenizers in Hugging Face's files and in GGUF files are read, and our SentencePiece models are
+written as the former."""
 
 import functools
 import json
@@ -35,8 +36,8 @@ LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """Returns the byte that each letter stands for in GPT-2's vocabulary: itself, if it can be printed, or one after
-    another."""
+    """Returns the byte that each letter stands for in GPT-2's vocabulary: itself, if it can be
+    printed, or one after another."""
     printed = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -65,7 +66,8 @@ def _spelled(name: str, of_bytes: bool) -> bytes:
 
 
 class HuggingFaceTokenizer(AnyTokenizer):
-    """A tokenizer of Hugging Face's library, with what its model adds: BOS, EOS and a chat template."""
+    """A tokenizer of Hugging Face's library, with what its model adds: BOS, EOS and a chat
+    template."""
 
     def __init__(
         self,
@@ -79,8 +81,9 @@ class HuggingFaceTokenizer(AnyTokenizer):
     ):
         """Wraps `tokenizer`; `bos` and `eos` are the model's, `template` is in Jinja.
 
-        With `adds_bos` a prompt begins with BOS; without it, only one of no tokens does. `names` are what a template calls
-        `bos_token` and `eos_token`, where these are not the tokens `bos` and the first of `eos`; None if it has none.
+        With `adds_bos` a prompt begins with BOS; without it, only one of no tokens does. `names`
+        are what a template calls `bos_token` and `eos_token`, where these are not the tokens `bos`
+        and the first of `eos`; None if it has none.
         """
         self.bos, self.eos = bos, eos
         self.template = template
@@ -112,7 +115,8 @@ class HuggingFaceTokenizer(AnyTokenizer):
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:
-        """See `AnyTokenizer.pieces`; known of tokenizers of bytes, and of those like SentencePiece."""
+        """See `AnyTokenizer.pieces`; known of tokenizers of bytes, and of those like
+        SentencePiece."""
         decoder = (
             json.loads(self._tokenizer.decoder.__getstate__())
             if self._tokenizer.decoder
@@ -242,8 +246,8 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
-    """Adds the tokens that only the files beside tokenizer.json declare, as transformers does; raises ValueError if they do
-    not fit."""
+    """Adds the tokens that only the files beside tokenizer.json declare, as transformers does;
+    raises ValueError if they do not fit."""
     declared: dict[int, dict[str, Any]] = {
         int(index): {"content": token} for token, index in _json(folder / ADDED).items()
     }
@@ -263,12 +267,14 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None
         tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
         if (found := tokenizer.token_to_id(token["content"])) != index:
             raise ValueError(
-                f"token {token['content']!r} is {index} in the files beside {FILE} and would be {found}"
+                f"token {token['content']!r} is {index} in the files beside {FILE} and would be "
+                f"{found}"
             )
 
 
 def read_template(folder: pathlib.Path) -> str | None:
-    """Returns the chat template of a model's folder; None if it has none. The default one, where there are several."""
+    """Returns the chat template of a model's folder; None if it has none. The default one, where
+    there are several."""
     if (folder / TEMPLATE).exists():
         try:
             return (folder / TEMPLATE).read_text(encoding="utf-8")
@@ -288,8 +294,8 @@ def read_template(folder: pathlib.Path) -> str | None:
 
 
 def read_names(folder: pathlib.Path) -> dict[str, str | None]:
-    """Returns what tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see them: only those that it
-    names, with None for those that it says there are not."""
+    """Returns what tokenizer_config.json calls `bos_token` and `eos_token`, as chat templates see
+    them: only those that it names, with None for those that it says there are not."""
     settings = _json(folder / SETTINGS)
     given = {name: settings[name] for name in ("bos_token", "eos_token") if name in settings}
     given = {
@@ -302,7 +308,8 @@ def read_names(folder: pathlib.Path) -> dict[str, str | None]:
 def controls(
     folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int, first: int | None = None
 ) -> tuple[int, int | tuple[int, ...]]:
-    """BOS and EOS of a model's folder: from generation_config.json, where it has one, or from its config.
+    """BOS and EOS of a model's folder: from generation_config.json, where it has one, or from its
+    config.
 
     If neither has a BOS, it is what the tokenizer puts `first`, or EOS.
 
@@ -330,14 +337,16 @@ def controls(
             type(token) is int and 0 <= token < vocab_size for token in tokens
         ):
             raise UserError(
-                f"{str(folder)!r} has {name}_token_id={given[f'{name}_token_id']}, no token of its vocabulary; mend its "
+                f"{str(folder)!r} has {name}_token_id={given[f'{name}_token_id']}, no token of its "
+                "vocabulary; mend its "
                 "config.json"
             )
     return bos, ends[0] if len(ends) == 1 else tuple(ends)
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a file; an empty one if there is no file. Raises `UserError` if it cannot be read."""
+    """Returns the object in a file; an empty one if there is no file. Raises `UserError` if it
+    cannot be read."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -362,8 +371,8 @@ def adds_bos(tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
 
 
 def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Returns whether the model's own program puts BOS before a text: Llama's classes follow a setting next to the
-    tokenizer."""
+    """Returns whether the model's own program puts BOS before a text: Llama's classes follow a
+    setting next to the tokenizer."""
     settings = _json(folder / SETTINGS)
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return bool(settings.get("add_bos_token", True))
@@ -371,7 +380,8 @@ def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) ->
 
 
 def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, so that `AutoTokenizer` reads our SentencePiece model.
+    """Writes tokenizer.json and tokenizer_config.json, so that `AutoTokenizer` reads our
+    SentencePiece model.
 
     BOS is not added to a text; it has id 1, and `<s>` in a text stands for it.
 

@@ -1,7 +1,9 @@
-"""A corpus that was tokenised and packed once: rows of uint16 targets in shards, read many times faster than text.
+"""A corpus that was tokenised and packed once: rows of uint16 targets in shards, read many times
+faster than text.
 
-A row holds the targets of several sentences one after the other, each ended by EOS, then padding; a cut sentence fills
-a row of its own. Where each sentence begins follows from the tokens, so nothing else is stored.
+A row holds the targets of several sentences one after the other, each ended by EOS, then padding; a
+cut sentence fills a row of its own. Where each sentence begins follows from the tokens, so nothing
+else is stored.
 """
 
 import io
@@ -64,7 +66,8 @@ def pack(
     length: int,
     compress: bool = False,
 ) -> dict:
-    """Packs all sentences, in their order, into `folder`: shards, tokenizer.model and, once all is there, an index.
+    """Packs all sentences, in their order, into `folder`: shards, tokenizer.model and, once all is
+    there, an index.
 
     Args:
       sentences: the corpus.
@@ -74,14 +77,16 @@ def pack(
       compress: with xz, for copying to another machine; opening takes a few seconds longer.
 
     Returns:
-      The index: format, length, digest of the tokenizer, rows of each shard, and how many sentences and tokens there are.
+      The index: format, length, digest of the tokenizer, rows of each shard, and how many sentences
+      and tokens there are.
 
     Raises:
       UserError: the vocabulary is too large for uint16.
     """
     if tokenizer.vocab_size > 2**16:
         raise UserError(
-            f"a vocabulary of {tokenizer.vocab_size} pieces does not fit 16 bits; train one of at most 65536"
+            f"a vocabulary of {tokenizer.vocab_size} pieces does not fit 16 bits; train one of at "
+            "most 65536"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.model", tokenizer.proto)
@@ -108,7 +113,8 @@ def pack(
 
 
 def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRows:
-    """Opens what a model can be trained on: `packed:FOLDER` for what `pack` wrote, or what `open_sentences` takes.
+    """Opens what a model can be trained on: `packed:FOLDER` for what `pack` wrote, or what
+    `open_sentences` takes.
 
     Raises:
       UserError: nothing there, nothing in it, or damaged.
@@ -126,7 +132,8 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
         tokenizer_digest = index["tokenizer_sha256"]
     except _DAMAGE as error:
         raise UserError(
-            f"{str(folder)!r} is not a packed corpus that can be read ({error}); pack it again: python -m spectr_jax.pack"
+            f"{str(folder)!r} is not a packed corpus that can be read ({error}); pack it again: "
+            "python -m spectr_jax.pack"
         ) from error
     return PackedRows(shards, tokenizer_digest)
 

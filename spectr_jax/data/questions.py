@@ -1,4 +1,5 @@
-"""Questions of benchmarks in Spec-Bench's format: JSON lines with question_id, category and turns, the user's messages."""
+"""Questions of benchmarks in Spec-Bench's format: JSON lines with question_id, category and turns,
+the user's messages."""
 
 import json
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ def read_questions(path: str) -> list[Question]:
             question = _question(line, f"questions={path!r}: line {number}")
             if question.identity in questions:
                 raise UserError(
-                    f"questions={path!r}: line {number} repeats question_id {question.identity}; remove one"
+                    f"questions={path!r}: line {number} repeats question_id {question.identity}; "
+                    "remove one"
                 )
             questions[question.identity] = question
     if not questions:

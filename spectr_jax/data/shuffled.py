@@ -1,7 +1,8 @@
 """Packed rows in an order that is new in each epoch, many at a time.
 
-Grain yields rows one by one, at 40 us each under the interpreter's lock, too slow for small models on a fast GPU. Its order
-and its position, a number of rows, are kept here, so that a run that began with Grain resumes where it was.
+Grain yields rows one by one, at 40 us each under the interpreter's lock, too slow for small models
+on a fast GPU. Its order and its position, a number of rows, are kept here, so that a run that began
+with Grain resumes where it was.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,8 @@ class Rows(Protocol):
 
 
 class ShuffledRows(grain.IterDataset):
-    """Endless arrays [count, length] of every `streams`-th row from `stream` on, each of them once an epoch."""
+    """Endless arrays [count, length] of every `streams`-th row from `stream` on, each of them once
+    an epoch."""
 
     def __init__(self, rows: Rows, *, count: int, seed: int, stream: int = 0, streams: int = 1):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Chat templates, which are in Jinja, as Hugging Face's libraries render them: in a sandbox, with the same names."""
+"""Chat templates, which are in Jinja, as Hugging Face's libraries render them: in a sandbox, with
+the same names."""
 
 import datetime
 import json
@@ -41,7 +42,8 @@ def render(
         isinstance(each, Mapping) and "role" in each for each in messages
     ):
         raise UserError(
-            f"messages are {messages!r:.60}; give a list, such as [{{'role': 'user', 'content': 'Why?'}}]"
+            f"messages are {messages!r:.60}; give a list, such as "
+            f"[{{'role': 'user', 'content': 'Why?'}}]"
         )
     house = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -24,7 +24,8 @@ NO_PIECE = "<none>"
 
 
 class AnyTokenizer(Protocol):
-    """What decoding needs of a tokenizer: ours below, or another program's; inherit from it for `prompts` and `texts`."""
+    """What decoding needs of a tokenizer: ours below, or another program's; inherit from it for
+    `prompts` and `texts`."""
 
     bos: int
     eos: int | tuple[int, ...]
@@ -53,7 +54,8 @@ class AnyTokenizer(Protocol):
           UserError: they are not known.
         """
         raise UserError(
-            "the tokenizer does not say what its tokens spell; give stop sequences as tokens, not as text"
+            "the tokenizer does not say what its tokens spell; give stop sequences as tokens, not "
+            "as text"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -65,8 +67,8 @@ class AnyTokenizer(Protocol):
         ...
 
     def piece(self, token: int) -> str:
-        """One token as it appears in a text, with the space before it; for a control token or a part of a character,
-        its name."""
+        """One token as it appears in a text, with the space before it; for a control token or a
+        part of a character, its name."""
         ...
 
     def prompt(self, text: str) -> list[int]:
@@ -91,7 +93,8 @@ class AnyTokenizer(Protocol):
         return token in (self.eos if isinstance(self.eos, tuple) else (self.eos,))
 
     def prompts(self, texts: str | Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as `generate` takes them, of one string or several: tokens [B, T] and lengths [B], both int32.
+        """Prompts as `generate` takes them, of one string or several: tokens [B, T] and lengths
+        [B], both int32.
 
         Each as `prompt` gives it; behind the end of a shorter one is BOS, which is not looked at.
 
@@ -112,7 +115,8 @@ class AnyTokenizer(Protocol):
         return np.array(padded, np.int32), lengths
 
     def texts(self, tokens: ArrayLike, lengths: ArrayLike) -> list[str]:
-        """Returns the strings of decoded sequences, prompts included: tokens [B, T] and lengths [B] of a `Generation`.
+        """Returns the strings of decoded sequences, prompts included: tokens [B, T] and lengths [B]
+        of a `Generation`.
 
         Raises:
           UserError: they are of other shapes, or a token is not of the vocabulary.
@@ -120,7 +124,8 @@ class AnyTokenizer(Protocol):
         rows, ends = _whole(tokens), _whole(lengths)
         if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
             raise UserError(
-                "tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of a Generation"
+                "tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of "
+                "a Generation"
             )
         if np.any((ends < 0) | (ends > rows.shape[1])):
             raise UserError(
@@ -142,7 +147,8 @@ def _whole(given: ArrayLike) -> np.ndarray | None:
 
 
 def checked_text(text: str) -> str:
-    """Returns `text`; raises `UserError` if it is not a string, or has an unpaired surrogate, which no tokenizer takes."""
+    """Returns `text`; raises `UserError` if it is not a string, or has an unpaired surrogate, which
+    no tokenizer takes."""
     if not isinstance(text, str):
         raise UserError(
             f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself"
@@ -157,7 +163,8 @@ def checked_text(text: str) -> str:
 
 
 class VocabularyOf(AnyTokenizer):
-    """What is known of the tokenizer of a draft that was trained for a target: that it is the target's."""
+    """What is known of the tokenizer of a draft that was trained for a target: that it is the
+    target's."""
 
     bos = eos = 0
 
@@ -240,12 +247,14 @@ class Tokenizer(AnyTokenizer):
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.proto)
         except (OSError, RuntimeError) as error:
             raise UserError(
-                f"{str(path)!r} is not a SentencePiece model that can be read; train one, or fix the path"
+                f"{str(path)!r} is not a SentencePiece model that can be read; train one, or fix "
+                "the path"
             ) from error
         specials = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         if specials != (PAD, BOS, EOS):
             raise UserError(
-                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train it with spectr_jax.train"
+                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train it "
+                "with spectr_jax.train"
             )
 
     @property
@@ -284,7 +293,8 @@ class Tokenizer(AnyTokenizer):
         kept = [int(token) for token in tokens if token >= 0]
         if kept and max(kept) >= self.vocab_size:
             raise UserError(
-                f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this vocabulary"
+                f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this "
+                "vocabulary"
             )
         return self._processor.decode(kept)
 

@@ -51,15 +51,17 @@ STUDENTS: dict[str, dict[str, Any]] = {
 STUDENTS["eagle3"] = {**STUDENTS["eagle"], "feature_layers": (10, 20)}
 
 
-"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's drafts; one that sees the
-features of SmolLM2-135M, and one that sees those of three of its layers."""
+"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's
+drafts; one that sees the features of SmolLM2-135M, and one that sees those of three of its layers.
+"""
 
 
 NO_FEATURES: dict[str, Any] = {"features": 0, "feature_layers": ()}
 
 
 def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
-    """Returns a student of any teacher that `load` takes, trained on labels that `spectr_jax.label` wrote."""
+    """Returns a student of any teacher that `load` takes, trained on labels that `spectr_jax.label`
+    wrote."""
     if student not in STUDENTS:
         raise unknown("student", student, STUDENTS)
     common = train_config()
@@ -116,7 +118,8 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
 
 
 def online_config() -> ml_collections.ConfigDict:
-    """Returns a student that sees three layers of SmolLM2-135M, which labels text while the student learns."""
+    """Returns a student that sees three layers of SmolLM2-135M, which labels text while the student
+    learns."""
     config = distil_config("eagle3")
     config.update(teacher="smollm2", online=True, loss="lk", depth=3, batch_size=16)
     config.data.update(train="my_text/train-*", heldout=("my_text/heldout-*",), heldout_rows=64)

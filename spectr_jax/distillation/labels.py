@@ -1,9 +1,11 @@
-"""A teacher's likeliest next tokens at every place of a text, kept on disk, so that students need not ask it again.
+"""A teacher's likeliest next tokens at every place of a text, kept on disk, so that students need
+not ask it again.
 
-A row is several sequences one after the other, then padding. At each place it holds the token, the number of its sequence
-(0 is padding), whether a draft is asked for what follows when the target decodes, and the `TOP` likeliest next tokens with
-the logarithms of their probabilities; for students that see the teacher's features, also its last hidden state there. A
-folder has shards of such rows, each written whole, and an index that names the teacher.
+A row is several sequences one after the other, then padding. At each place it holds the token, the
+number of its sequence (0 is padding), whether a draft is asked for what follows when the target
+decodes, and the `TOP` likeliest next tokens with the logarithms of their probabilities; for
+students that see the teacher's features, also its last hidden state there. A folder has shards of
+such rows, each written whole, and an index that names the teacher.
 """
 
 import json
@@ -34,7 +36,8 @@ OLDER = {
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
 """Digests, which an older index lacks, and what they are told with."""
 TOP = 64
-"""Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability."""
+"""Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability.
+"""
 
 
 class Teacher(NamedTuple):
@@ -51,7 +54,8 @@ class Teacher(NamedTuple):
     weights: str
 
     def may_be(self, other: "Teacher") -> bool:
-        """Returns whether nothing tells the two apart. Digests are of one dtype; of two dtypes the names decide."""
+        """Returns whether nothing tells the two apart. Digests are of one dtype; of two dtypes the
+        names decide."""
         if not self.weights or not other.weights:
             return True
         return (
@@ -64,7 +68,8 @@ def row_type(
 ) -> np.dtype:
     """Returns the structured type of a row of `length` tokens with `features` features each.
 
-    `drafted` is False in older folders, and `labelled` in rows whose labels the teacher computes during training.
+    `drafted` is False in older folders, and `labelled` in rows whose labels the teacher computes
+    during training.
     """
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
     return np.dtype(
@@ -114,13 +119,15 @@ def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
-    """Writes the index of a folder of labels, or checks that it says the same; makes the folder if need be.
+    """Writes the index of a folder of labels, or checks that it says the same; makes the folder if
+    need be.
 
     The index of a folder without shards does not bind.
 
     Args:
       folder: of the labels.
-      about: JSON values: `vocabulary`, `vocab_size`, `length`, and what else makes them these labels.
+      about: JSON values: `vocabulary`, `vocab_size`, `length`, and what else makes them these
+        labels.
 
     Raises:
       UserError: it holds other labels.
@@ -134,13 +141,15 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
     if others:
         raise UserError(
-            f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its own"
+            f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its "
+            "own"
         )
     write_json(folder / INDEX, wanted)
 
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises `UserError` unless two indices are of the same labels; one corpus may have two names."""
+    """Raises `UserError` unless two indices are of the same labels; one corpus may have two
+    names."""
     told = ["text", "sentences"] if there["corpus"] else []
     for name in ["teacher", "dtype", *DIGESTS, *sorted(wanted.keys() | there.keys())]:
         if (
@@ -154,7 +163,8 @@ def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, A
             for index in (there, wanted)
         )
         raise UserError(
-            f"{str(folder)!r} has labels of {has}, this command makes {makes}; choose another --out, or give what it was "
+            f"{str(folder)!r} has labels of {has}, this command makes {makes}; choose another "
+            "--out, or give what it was "
             "made with"
         )
 
@@ -167,7 +177,8 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
       counts: how many rows of each to take, the first ones; all by default.
 
     Raises:
-      UserError: none there, one damaged or missing, folders whose teachers or lengths differ, or fewer rows than `counts`.
+      UserError: none there, one damaged or missing, folders whose teachers or lengths differ, or
+        fewer rows than `counts`.
     """
     folders = [expanded(each.strip()) for each in name.split(",")]
     indices = [_index(folder) for folder in folders]
@@ -175,7 +186,8 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
         for field in FIELDS:
             if index[field] != indices[0][field]:
                 raise UserError(
-                    f"{str(folder)!r} has labels of {field}={index[field]!r} and {str(folders[0])!r} of "
+                    f"{str(folder)!r} has labels of {field}={index[field]!r} and "
+                    f"{str(folders[0])!r} of "
                     f"{indices[0][field]!r}; give folders that agree"
                 )
         check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(indices[0]))
@@ -186,13 +198,15 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
     there = tuple(sum(map(len, shards)) for shards in found)
     if not any(there):
         raise UserError(
-            f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label --out={folders[0]} ..."
+            f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label "
+            f"--out={folders[0]} ..."
         )
     taken = counts or there
     for folder, have, need in zip(folders, there, taken, strict=True):
         if have < need:
             raise UserError(
-                f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or label again"
+                f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or "
+                "label again"
             )
     shards = [
         shard for each, count in zip(found, taken, strict=True) for shard in _first(each, count)
@@ -209,19 +223,22 @@ def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) 
     """Raises `UserError` where two folders have labels of different teachers."""
     if not teacher.may_be(other):
         raise UserError(
-            f"{name!r} has labels of {teacher.name!r} ({teacher.weights}) and {other_name!r} of {other.name!r} "
+            f"{name!r} has labels of {teacher.name!r} ({teacher.weights}) and {other_name!r} of "
+            f"{other.name!r} "
             f"({other.weights}), another teacher; label one of them again"
         )
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the shards of a folder, in order; none may be missing, or a run that resumes would get other rows."""
+    """Returns the shards of a folder, in order; none may be missing, or a run that resumes would
+    get other rows."""
     paths = sorted(folder.glob("labels-*.npy"))
     for number, path in enumerate(paths):
         if path != shard_path(folder, number):
             missing = shard_path(folder, number).name
             raise UserError(
-                f"{str(folder)!r} has {path.name} and no {missing}; run `label` there again, which makes it"
+                f"{str(folder)!r} has {path.name} and no {missing}; run `label` there again, which "
+                "makes it"
             )
     return paths
 
@@ -237,10 +254,10 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the batch of labelled rows [B].
 
     Returns:
-      `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its end), int32 [B, N];
-      `drafted`, bool [B, N], in older folders wherever there is a token;
-      where there are labels, `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are features, `features`
-      float16 [B, N, F].
+      `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its
+      end), int32 [B, N]; `drafted`, bool [B, N], in older folders wherever there is a token; where
+      there are labels, `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are
+      features, `features` float16 [B, N, F].
     """
     fields = rows.dtype.names or ()
     tokens, segments = rows["tokens"].astype(np.int32), rows["segments"].astype(np.int32)
@@ -276,7 +293,8 @@ def _index(folder: pathlib.Path) -> dict[str, Any]:
         return index
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{str(folder)!r} has no labels that can be read ({error}); make some: python -m spectr_jax.label"
+            f"{str(folder)!r} has no labels that can be read ({error}); make some: python -m "
+            "spectr_jax.label"
         ) from error
 
 

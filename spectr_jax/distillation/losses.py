@@ -1,9 +1,12 @@
-"""How far a student's distribution is from its teacher's, at one place; the losses that drafts are trained with.
+"""How far a student's distribution is from its teacher's, at one place; the losses that drafts are
+trained with.
 
-p is the student's, over the tokens that its head scores. Of the teacher's q the likeliest tokens are known; the rest of both
-is one more outcome. A divergence leaves out what q gives to labelled tokens that the head does not score, as no student can
-learn it; what q gives to tokens without a label may be of either kind, and stays. Every loss is 0 or more for one place, and
-`losses` vmaps. Acceptance is that of one draft, sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
+p is the student's, over the tokens that its head scores. Of the teacher's q the likeliest tokens
+are known; the rest of both is one more outcome. A divergence leaves out what q gives to labelled
+tokens that the head does not score, as no student can learn it; what q gives to tokens without a
+label may be of either kind, and stays. Every loss is 0 or more for one place, and `losses` vmaps.
+Acceptance is that of one draft, sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary
+3.6).
 """
 
 from collections.abc import Callable
@@ -25,7 +28,8 @@ class Place(NamedTuple):
     Attributes:
       log_p: [L] the student's, of the labelled tokens; -inf where its head does not score one.
       log_q: [L] the teacher's, of the same tokens.
-      log_target: [] the student's, of the token that follows in the text; -inf where none does or its head lacks it.
+      log_target: [] the student's, of the token that follows in the text; -inf where none does or
+        its head lacks it.
     """
 
     log_p: jax.Array
@@ -34,14 +38,14 @@ class Place(NamedTuple):
 
 
 def acceptance(place: Place) -> jax.Array:
-    """Returns [] the sum of min(p, q) over the labels: no more than the acceptance but for their rounding, and less by at
-    most what they leave out."""
+    """Returns [] the sum of min(p, q) over the labels: no more than the acceptance but for their
+    rounding, and less by at most what they leave out."""
     return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
 
 
 def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
-    """Returns [] a lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with `drafts` i.i.d.
-    drafts."""
+    """Returns [] a lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with
+    `drafts` i.i.d. drafts."""
     known = jnp.isfinite(place.log_p) & jnp.isfinite(place.log_q)
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (place.log_p, place.log_q))
     # What is left of p and of q are two tokens of their own: neither is accepted.
@@ -57,8 +61,8 @@ def kl(place: Place) -> jax.Array:
 
 
 def reverse_kl(place: Place) -> jax.Array:
-    """Returns [] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et al., 2023, arXiv
-    2310.08461)."""
+    """Returns [] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et
+    al., 2023, arXiv 2310.08461)."""
     (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
     del q
     return jnp.sum(p * (log_p - log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
@@ -70,18 +74,21 @@ def total_variation(place: Place) -> jax.Array:
 
 
 def lk(place: Place) -> jax.Array:
-    """Returns [] -log(acceptance), which has no such plateau (LK losses: Samarin et al., 2026, arXiv 2602.23881)."""
+    """Returns [] -log(acceptance), which has no such plateau (LK losses: Samarin et al., 2026,
+    arXiv 2602.23881)."""
     return -jnp.log(jnp.maximum(acceptance(place), TINY))
 
 
 def lk_hybrid(place: Place) -> jax.Array:
-    """Returns [] KL first, total variation as acceptance grows (the same paper; here the weight is of each place)."""
+    """Returns [] KL first, total variation as acceptance grows (the same paper; here the weight is
+    of each place)."""
     weight = jnp.exp(-HYBRID_DECAY * jax.lax.stop_gradient(acceptance(place)))
     return weight * kl(place) + (1 - weight) * total_variation(place)
 
 
 def cross_entropy(place: Place) -> jax.Array:
-    """Returns [] of the text's own next token: training without a teacher; 0 where there is none."""
+    """Returns [] of the text's own next token: training without a teacher; 0 where there is
+    none."""
     there = jnp.isfinite(place.log_target)
     return -jnp.where(there, place.log_target, 0)
 
@@ -97,7 +104,8 @@ LOSSES: dict[str, Callable[[Place], jax.Array]] = {
 
 
 class _Outcomes(NamedTuple):
-    """A distribution over the labels that the student scores, and the rest; of labels that it does not, 0 and log 0 = 0."""
+    """A distribution over the labels that the student scores, and the rest; of labels that it does
+    not, 0 and log 0 = 0."""
 
     labels: jax.Array
     logs: jax.Array
@@ -105,7 +113,8 @@ class _Outcomes(NamedTuple):
 
 
 def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
-    """p, and q without the labels that the student does not score, over the same outcomes; no rest is 0."""
+    """p, and q without the labels that the student does not score, over the same outcomes; no rest
+    is 0."""
     labelled = jnp.isfinite(
         place.log_q
     )  # Of a vocabulary smaller than `TOP`, the last ones are not.

@@ -1,7 +1,8 @@
 """Text that a teacher labels while its student learns, so that no labels are kept on disk.
 
-Sources are corpora, which are encoded and packed as they are read, and folders of rows that `spectr_jax.label` wrote, such
-as chats, of which only the tokens are read. A batch takes a fixed share of its rows from each.
+Sources are corpora, which are encoded and packed as they are read, and folders of rows that
+`spectr_jax.label` wrote, such as chats, of which only the tokens are read. A batch takes a fixed
+share of its rows from each.
 """
 
 import math
@@ -31,7 +32,8 @@ COUNTED_ROWS = 2_048
 
 
 class Lessons:
-    """Packed text from several sources, and the teacher that labels it; the other attributes are those of `LabelledRows`.
+    """Packed text from several sources, and the teacher that labels it; the other attributes are
+    those of `LabelledRows`.
 
     Attributes:
       model: the teacher's.
@@ -59,24 +61,28 @@ class Lessons:
         for name, there, before in zip(names, self.counts, counts or self.counts, strict=True):
             if there != before:
                 raise UserError(
-                    f"data.train={name!r} has {there} sentences, and had {before} before; restore the corpus"
+                    f"data.train={name!r} has {there} sentences, and had {before} before; restore "
+                    "the corpus"
                 )
 
     def streams(self, streams: int) -> int:
-        """Returns the largest number of streams, at most `streams`, that divides the rows of each source in a batch."""
+        """Returns the largest number of streams, at most `streams`, that divides the rows of each
+        source in a batch."""
         return math.gcd(streams, *self._counts)
 
     def batches(
         self, seed: int, streams: int, process: int = 0, processes: int = 1
     ) -> grain.IterDataset:
-        """Returns an endless, shuffled pipeline of batches without labels; see `data.batches.training_batches`.
+        """Returns an endless, shuffled pipeline of batches without labels; see
+        `data.batches.training_batches`.
 
         Raises:
           UserError: a source has fewer sentences, or rows, than there are streams.
         """
         if min(self.counts) < streams:
             raise UserError(
-                f"data.streams={streams}: must be at most the {min(self.counts)} texts of the smallest source; "
+                f"data.streams={streams}: must be at most the {min(self.counts)} texts of the "
+                "smallest source; "
                 "lower it, or give more text"
             )
 
@@ -134,7 +140,8 @@ class Lessons:
         for field, wanted in (("vocabulary", self.vocabulary), ("length", self.length)):
             if getattr(rows, field) != wanted:
                 raise UserError(
-                    f"{name!r} has rows of {field}={getattr(rows, field)!r}, and this run needs {wanted!r}; label again "
+                    f"{name!r} has rows of {field}={getattr(rows, field)!r}, and this run needs "
+                    f"{wanted!r}; label again "
                     "with the teacher and the --length of this run, or set data.length"
                 )
         return rows
@@ -153,7 +160,8 @@ class Lessons:
 
 
 def short_name(spec: str) -> str:
-    """Returns the name of a source in metrics: the last part of its path, of letters, digits and underscores."""
+    """Returns the name of a source in metrics: the last part of its path, of letters, digits and
+    underscores."""
     return re.sub(r"\W+", "_", pathlib.PurePath(spec).name.partition(".")[0]).strip("_")
 
 
@@ -163,7 +171,8 @@ def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
     shares = given * sources if len(given) == 1 else given
     if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):
         raise UserError(
-            f"data.shares={given}: must divide batch_size={config.batch_size} among the {sources} sources of data.train; "
+            f"data.shares={given}: must divide batch_size={config.batch_size} among the {sources} "
+            "sources of data.train; "
             "give one positive integer each, whose sum divides the batch size"
         )
     return [config.batch_size * share // sum(shares) for share in shares]

@@ -1,4 +1,5 @@
-"""Small decoders of the Llama family for a teacher's vocabulary, and what they take from the teacher before they learn."""
+"""Small decoders of the Llama family for a teacher's vocabulary, and what they take from the
+teacher before they learn."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ COUNTED_ROWS = 4_096
 
 
 def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
-    """Returns the `count` tokens to which the teacher gives most probability in its labels, int32 in ascending order."""
+    """Returns the `count` tokens to which the teacher gives most probability in its labels, int32
+    in ascending order."""
     mass = np.zeros(rows.vocab_size)
     spread = np.linspace(0, len(rows) - 1, min(len(rows), COUNTED_ROWS)).astype(int)
     for part in np.array_split(spread, -(-len(spread) // 256)):
@@ -36,10 +38,11 @@ def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
 
 
 def begin_as_teacher(model: Llama, table: jax.Array) -> None:
-    """Gives a student of random weights an embedding and a head that begin as its teacher's, as far as they fit.
+    """Gives a student of random weights an embedding and a head that begin as its teacher's, as far
+    as they fit.
 
-    The embedding becomes the first principal components of the teacher's, `table` float32 [V, E], of mean square 1; the head
-    scores a token by its embedding.
+    The embedding becomes the first principal components of the teacher's, `table` float32 [V, E],
+    of mean square 1; the head scores a token by its embedding.
     """
     config = model.config
     coordinates = principal_components(table, config.embed_rank or config.width)
@@ -57,7 +60,8 @@ def begin_as_teacher(model: Llama, table: jax.Array) -> None:
 
 
 def share_head(model: Llama, head: jax.Array) -> None:
-    """Gives a student that sees its teacher's features the teacher's head, float32 [V, E], on the tokens that it scores."""
+    """Gives a student that sees its teacher's features the teacher's head, float32 [V, E], on the
+    tokens that it scores."""
     if model.config.head_tokens:
         model.head.linear.kernel[...] = head[model.head.tokens[...]].T
     else:
@@ -67,9 +71,10 @@ def share_head(model: Llama, head: jax.Array) -> None:
 def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     """Returns what the head of a student scores at each place of a batch [S, B, N, E].
 
-    S is 1, or `depth` for a student that sees features. At level s, a place is the end of a path of s - 1 drafted tokens: it
-    sees the teacher's features up to where the path begins, and on the path the student's own, as in decoding
-    (training-time test of EAGLE-3: Li et al., 2025, arXiv 2503.01840).
+    S is 1, or `depth` for a student that sees features. At level s, a place is the end of a path of
+    s - 1 drafted tokens: it sees the teacher's features up to where the path begins, and on the
+    path the student's own, as in decoding (training-time test of EAGLE-3: Li et al., 2025, arXiv
+    2503.01840).
 
     Args:
       batch: of `labels.batch_of`.
@@ -86,7 +91,8 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):
-        # The places of earlier levels are pending: of level r, one sees the place that is level - r before it.
+        # The places of earlier levels are pending: of level r, one sees the place that is level - r
+        # before it.
         blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
         visible = jnp.concatenate([same & block for block in blocks], axis=-1)
         before = jnp.where(positions[..., None] > 0, jnp.roll(seen, 1, axis=1), 0)
@@ -98,7 +104,8 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
 
 
 def principal_components(table: jax.Array, rank: int) -> jax.Array:
-    """Returns [V, rank] coordinates of the rows of `table` [V, E], of mean square 1; columns beyond E are 0."""
+    """Returns [V, rank] coordinates of the rows of `table` [V, E], of mean square 1; columns beyond
+    E are 0."""
     centred = jnp.asarray(table, jnp.float32) - jnp.mean(table, axis=0)
     _, axes = jnp.linalg.eigh(centred.T @ centred)  # Ascending.
     coordinates = centred @ axes[:, ::-1][:, :rank]
@@ -107,8 +114,9 @@ def principal_components(table: jax.Array, rank: int) -> jax.Array:
 
 
 def widened(model: Llama, config: LlamaConfig) -> Llama:
-    """Returns a student that also sees `config.feature_layers`, with the parameters of `model`, which saw the last hidden
-    state alone. Its projection of these layers is zero, so that it begins where `model` is."""
+    """Returns a student that also sees `config.feature_layers`, with the parameters of `model`,
+    which saw the last hidden state alone. Its projection of these layers is zero, so that it begins
+    where `model` is."""
     wider = Llama(config, rngs=nnx.Rngs(0))
     nnx.update(wider, nnx.state(model))
     return wider

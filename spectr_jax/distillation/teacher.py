@@ -1,7 +1,8 @@
 """The teacher at work: texts that it reads or writes, and the labels of its next tokens.
 
-Texts are sentences of a corpus, continuations that the teacher samples of their beginnings, or conversations that it writes
-from its chat template alone, the user's part too (Magpie: Xu et al., 2024, arXiv 2406.08464).
+Texts are sentences of a corpus, continuations that the teacher samples of their beginnings, or
+conversations that it writes from its chat template alone, the user's part too (Magpie: Xu et al.,
+2024, arXiv 2406.08464).
 """
 
 import functools
@@ -28,7 +29,8 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
 
 SHARD = 512
-"""Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that later ones can follow."""
+"""Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that
+later ones can follow."""
 WRITTEN = 64
 """Texts that the teacher writes at once on a CPU; an accelerator writes a whole shard."""
 ROWS = 4
@@ -42,8 +44,8 @@ class Text(NamedTuple):
 
     Attributes:
       tokens: all of it.
-      prompt: how many of them stand before what the teacher wrote, at least 1. A text that it only read has 1: any of its
-        tokens might be one to draft.
+      prompt: how many of them stand before what the teacher wrote, at least 1. A text that it only
+        read has 1: any of its tokens might be one to draft.
       ended: whether the last token ends the text, so that nothing follows it.
     """
 
@@ -53,7 +55,8 @@ class Text(NamedTuple):
 
     @property
     def drafted(self) -> np.ndarray:
-        """bool [N]: at which tokens a draft is asked for what follows, when the teacher decodes such a text."""
+        """bool [N]: at which tokens a draft is asked for what follows, when the teacher decodes
+        such a text."""
         places = np.arange(len(self.tokens))
         return (places >= self.prompt - 1) & (places < len(self.tokens) - self.ended)
 
@@ -82,8 +85,8 @@ def starting_at(texts: Texts, first: int) -> Texts:
 def continued_texts(
     teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int
 ) -> Texts:
-    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to `length` tokens; after the
-    last sentence the first comes again.
+    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to
+    `length` tokens; after the last sentence the first comes again.
 
     Raises:
       UserError: its context has no room for that.
@@ -118,7 +121,8 @@ def _written(rows: list[list[int]], prompts: list[list[int]], teacher: Trained) 
 
 
 def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
-    """Returns a user's message and the answer to it, both written by the teacher, to `length` tokens.
+    """Returns a user's message and the answer to it, both written by the teacher, to `length`
+    tokens.
 
     Raises:
       UserError: it has no chat template, or no room for such a conversation.
@@ -126,7 +130,8 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
     opening, closing = chat_frame(teacher.tokenizer)
     if len(opening) + len(closing) >= length // 2:
         raise UserError(
-            f"the chat template alone takes {len(opening) + len(closing)} tokens; raise --length={length}"
+            f"the chat template alone takes {len(opening) + len(closing)} tokens; raise "
+            f"--length={length}"
         )
     longest = 2 * (teacher.model.context + len(opening)) // 3
     if length > longest:
@@ -155,13 +160,15 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
 
 def _too_long(length: int, teacher: Trained, longest: int) -> UserError:
     return UserError(
-        f"--length={length} leaves the teacher no room to write in its context of {teacher.model.context}; give at most "
+        f"--length={length} leaves the teacher no room to write in its context of "
+        f"{teacher.model.context}; give at most "
         f"{longest}"
     )
 
 
 def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
-    """Returns what the chat template puts before a user's message, and what between it and the answer, in tokens."""
+    """Returns what the chat template puts before a user's message, and what between it and the
+    answer, in tokens."""
     one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apple", "Sum"))
     same = [a == b for a, b in zip(one, two, strict=False)]
     before = same.index(False)
@@ -170,9 +177,11 @@ def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
 
 
 def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
-    """Returns a function that continues texts until an end of the teacher's, or to `length` tokens; its key is consumed.
+    """Returns a function that continues texts until an end of the teacher's, or to `length` tokens;
+    its key is consumed.
 
-    The texts have `shortest` to `longest` tokens. Shapes follow from these, not from the texts: nothing is compiled anew.
+    The texts have `shortest` to `longest` tokens. Shapes follow from these, not from the texts:
+    nothing is compiled anew.
     """
     model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
 
@@ -201,8 +210,8 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
-    """Returns rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first fit; those of one token
-    left out."""
+    """Returns rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first
+    fit; those of one token left out."""
     found = list(
         packed(
             grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]),
@@ -218,7 +227,8 @@ def cut(text: Text, length: int) -> dict[str, np.ndarray]:
 
 
 def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
-    """Returns rows [] of `row_type`, labels still empty, of texts that were `cut`; those of one token are left out."""
+    """Returns rows [] of `row_type`, labels still empty, of texts that were `cut`; those of one
+    token are left out."""
     length = row_type["tokens"].shape[0]
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     filled = grain.experimental.FirstFitPackIterDataset(
@@ -239,8 +249,8 @@ def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
-    """Returns a function that fills the labels of packed rows in place, and their features if they have any; its programs
-    compile once."""
+    """Returns a function that fills the labels of packed rows in place, and their features if they
+    have any; its programs compile once."""
     model = freeze(teacher)
 
     label = jax.jit(taught, static_argnums=2)
@@ -307,7 +317,8 @@ def write_labels(
     fill: Callable[[np.ndarray], None],
     row_type: np.dtype,
 ) -> int:
-    """Labels at least `count` texts, in whole shards, but for those that are there already; returns the tokens labelled."""
+    """Labels at least `count` texts, in whole shards, but for those that are there already; returns
+    the tokens labelled."""
     tokens = 0
     firsts = range(0, count, SHARD)
     bar = tqdm.tqdm(firsts, unit="shard", dynamic_ncols=True)

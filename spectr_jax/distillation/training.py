@@ -1,4 +1,5 @@
-"""A student trained on its teacher's labels: what it is built of, its steps, and what it is scored by."""
+"""A student trained on its teacher's labels: what it is built of, its steps, and what it is scored
+by."""
 
 import dataclasses
 import functools
@@ -48,10 +49,11 @@ DRAFTS = 4
 
 
 def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
-    """Trains a student until `config.steps`; as `training.loop.train` does, and with the same workdir.
+    """Trains a student until `config.steps`; as `training.loop.train` does, and with the same
+    workdir.
 
-    Beside what a training run writes, student.json has the student's shape, the tokens that its head scores, and the
-    teacher's vocabulary.
+    Beside what a training run writes, student.json has the student's shape, the tokens that its
+    head scores, and the teacher's vocabulary.
 
     Raises:
       UserError: a bad config, labels or teacher, or anything that stops a training run.
@@ -67,7 +69,8 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
         streams = rows.streams(streams)
     elif len(rows) < streams:
         raise UserError(
-            f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower data.streams"
+            f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower "
+            "data.streams"
         )
     with explained(workdir), preparation.locked(workdir):
         student = _student(config, workdir, rows)
@@ -127,7 +130,8 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
         )
     if config.model.width % (2 * config.model.heads):
         raise UserError(
-            f"model.width={config.model.width} is not a multiple of 2 * model.heads={config.model.heads}; change one"
+            f"model.width={config.model.width} is not a multiple of 2 * "
+            f"model.heads={config.model.heads}; change one"
         )
     for name in ("head_tokens", "embed_rank"):
         if config.model[name] < 0:
@@ -168,26 +172,29 @@ def _student(
     student = runs.read_student(workdir)
     if student.vocabulary != rows.vocabulary:
         raise UserError(
-            f"{str(workdir)!r} has the student of another teacher than the labels'; choose a new --workdir"
+            f"{str(workdir)!r} has the student of another teacher than the labels'; choose a new "
+            "--workdir"
         )
     return student
 
 
 def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | Lessons:
-    """Returns the labels of the run, or the text that its teacher labels: those that it began with, so that it has the same
-    end whatever was labelled meanwhile."""
+    """Returns the labels of the run, or the text that its teacher labels: those that it began with,
+    so that it has the same end whatever was labelled meanwhile."""
     counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
     if not config.online:
         rows = open_labels(config.data.train, counts)
         if not rows.labelled:
             raise UserError(
-                f"data.train={config.data.train!r}: must have labels, which `label --labels=false` leaves out; label again, "
+                f"data.train={config.data.train!r}: must have labels, which `label --labels=false` "
+                "leaves out; label again, "
                 "or set online=True"
             )
         return rows
     if not config.teacher:
         raise UserError(
-            "teacher='': must be the name of a model, which labels text online; give --config.teacher"
+            "teacher='': must be the name of a model, which labels text online; give "
+            "--config.teacher"
         )
     return Lessons(config, load(config.teacher, config.teacher_dtype), counts)
 
@@ -195,7 +202,8 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
 def _heldout(
     config: ml_collections.ConfigDict, rows: LabelledRows | Lessons
 ) -> Mapping[str, PackedRows]:
-    """Returns the held-out labels by the last part of their folders' names; checks that all suit `rows` and the student."""
+    """Returns the held-out labels by the last part of their folders' names; checks that all suit
+    `rows` and the student."""
     opened: dict[str, LabelledRows] = {}
     heldout: Mapping[str, PackedRows]
     if isinstance(rows, Lessons):
@@ -210,18 +218,21 @@ def _heldout(
     for name, others in opened.items():
         if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
             raise UserError(
-                f"data.heldout has {name!r}, labels of another teacher than {config.data.train!r}; label them again"
+                f"data.heldout has {name!r}, labels of another teacher than {config.data.train!r}; "
+                "label them again"
             )
         check_teacher(name, others.teacher, config.data.train, rows.teacher)
     every: dict[str, LabelledRows | Lessons] = {config.data.train: rows, **opened}
     for name, each in every.items():
         if config.model.features and not each.features:
             raise UserError(
-                f"labels {name!r} have no features for the student to see; label again with --features"
+                f"labels {name!r} have no features for the student to see; label again with "
+                "--features"
             )
         if config.model.features not in (0, each.features):
             raise UserError(
-                f"model.features={config.model.features} is not the teacher's {each.features}, as labels {name!r} have "
+                f"model.features={config.model.features} is not the teacher's {each.features}, as "
+                f"labels {name!r} have "
                 "them; give that, as model.width too"
             )
     return heldout
@@ -234,7 +245,8 @@ def make_programs(
     tokens: np.ndarray,
     teacher: Frozen | None = None,
 ) -> Programs:
-    """Returns the programs of a student's run; with a `teacher`, they label the text of each batch first."""
+    """Returns the programs of a student's run; with a `teacher`, they label the text of each batch
+    first."""
     graphdef, state = abstract(shape)
     rest = nnx.filter_state(state, nnx.Not(nnx.Param))
     rest = jax.tree.map(lambda _: jnp.asarray(tokens), rest)
@@ -290,7 +302,8 @@ def places(
 ) -> tuple[jax.Array, losses.Place]:
     """Returns what the losses see at each place [S, B, N] of a batch, and which of them are real.
 
-    A batch without `top` has labels of all tokens that the head scores. The student's softmax is over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
+    A batch without `top` has labels of all tokens that the head scores. The student's softmax is
+    over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
     there the student is run as at the first, second, ... level of a tree (`students.levels`).
     """
     student = model(params)
@@ -318,10 +331,11 @@ def _at_each(function: Callable) -> Callable:
 
 
 def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and how many there are.
+    """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and
+    how many there are.
 
-    Tokens at which a draft is asked for what follows count; at level 2 both such a token and the one that was drafted behind
-    it, and so on.
+    Tokens at which a draft is asked for what follows count; at level 2 both such a token and the
+    one that was drafted behind it, and so on.
     """
     real, seen = see(params, batch)
     real &= batch["drafted"] & jnp.stack(
@@ -351,7 +365,8 @@ def _scores(
     heldout: Mapping[str, PackedRows],
     params: Any,
 ) -> dict[str, float]:
-    """Means over the held-out tokens of each set, by name; those of the first set also without it."""
+    """Means over the held-out tokens of each set, by name; those of the first set also without
+    it."""
     scores: dict[str, float] = {}
     size = config.batch_size // config.accumulate
     for name, rows in heldout.items():
@@ -386,7 +401,8 @@ def _given(
     tokens: np.ndarray,
     rows: LabelledRows | Lessons,
 ) -> nnx.State:
-    """Returns what a student starts from: `config.init`, or its random weights with the teacher's embedding."""
+    """Returns what a student starts from: `config.init`, or its random weights with the teacher's
+    embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
     teacher = load(_teacher(config, rows), "float32")
@@ -395,7 +411,8 @@ def _given(
         features_shown(teacher.model),
     ):
         raise UserError(
-            f"teacher={config.teacher!r} is not the one that made the labels in {config.data.train!r}, "
+            f"teacher={config.teacher!r} is not the one that made the labels in "
+            f"{config.data.train!r}, "
             f"{rows.teacher.name or 'an older one'!r}; give that, or leave it out"
         )
     student, embedding = build(shape, tokens, nnx.Rngs(config.seed)), teacher_embedding(teacher)
@@ -421,7 +438,8 @@ def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
 def _begun(
     config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons
 ) -> Llama:
-    """Returns the student that `config.init` names; one that saw the last hidden state alone may come to see more layers."""
+    """Returns the student that `config.init` names; one that saw the last hidden state alone may
+    come to see more layers."""
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(
@@ -435,21 +453,23 @@ def _begun(
     for name in theirs:
         if name != "dtype" and theirs[name] != ours[name]:
             raise UserError(
-                f"init={config.init!r} has {name}={theirs[name]!r}, the config has {ours[name]!r}; take the config of its "
+                f"init={config.init!r} has {name}={theirs[name]!r}, the config has {ours[name]!r}; "
+                "take the config of its "
                 "size, or leave init out"
             )
     return model
 
 
 def teacher_embedding(teacher: Trained) -> jax.Array | None:
-    """Returns the embedding [V, E] of a loaded teacher; None of one that has none, as a model of somebody's own."""
+    """Returns the embedding [V, E] of a loaded teacher; None of one that has none, as a model of
+    somebody's own."""
     embed = getattr(teacher.model, "embed", None)
     return jnp.asarray(embed.embedding[...], jnp.float32) if isinstance(embed, nnx.Embed) else None
 
 
 def teacher_head(teacher: Trained, embedding: jax.Array) -> jax.Array:
-    """Returns the head [V, E] of a loaded teacher whose features a student sees; its embedding if it has no head of its
-    own."""
+    """Returns the head [V, E] of a loaded teacher whose features a student sees; its embedding if
+    it has no head of its own."""
     head = getattr(teacher.model, "head", None)
     return (
         jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding

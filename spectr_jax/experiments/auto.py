@@ -1,8 +1,9 @@
-"""Which method, K, L or tree is fastest here, with these models? Predicted from measured parts, then tried.
+"""Which method, K, L or tree is fastest here, with these models? Predicted from measured parts,
+then tried.
 
-Measured once: call times of both models, times of drafting a level and of choosing a token, and what drafts of the pair are
-accepted. From these the tokens per second of every candidate are predicted; the best are run, and printed beside the
-prediction.
+Measured once: call times of both models, times of drafting a level and of choosing a token, and
+what drafts of the pair are accepted. From these the tokens per second of every candidate are
+predicted; the best are run, and printed beside the prediction.
 """
 
 import dataclasses
@@ -42,7 +43,8 @@ class Acceptance(NamedTuple):
     Attributes:
       tables: by method, what `prediction.predictor` takes for it.
       tokens: a text has, on average.
-      replayed: by method that has no such table, tokens per call by shape, from the calls that it was replayed on.
+      replayed: by method that has no such table, tokens per call by shape, from the calls that it
+        was replayed on.
     """
 
     tables: dict[str, np.ndarray]
@@ -63,11 +65,12 @@ class Candidate(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures, predicts, tries the best, and writes the table and the recommendation to `workdir`.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command resumes. The
-    predictions and the candidates tried depend on these measurements alone.
+    Measurements are kept in a journal there until the table is done: after a stop the same command
+    resumes. The predictions and the candidates tried depend on these measurements alone.
 
     Raises:
-      UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
+      UserError: anything wrong with the config, the models, the prompts or the workdir, before any
+        measurement.
     """
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
@@ -103,18 +106,21 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
     for name in config.methods:
         if statistic(get_method(name)) is None and not can_be_replayed(get_method(name)):
             raise UserError(
-                f"methods has {name!r}, which has no prediction; leave it out: predicted are methods of a draft model whose "
+                f"methods has {name!r}, which has no prediction; leave it out: predicted are "
+                "methods of a draft model whose "
                 "drafts are i.i.d. or without replacement"
             )
         if on_chains(name, 1) is None:
             raise UserError(
-                f"methods has {name!r}, which takes no tree and no draft_length to search; leave it out"
+                f"methods has {name!r}, which takes no tree and no draft_length to search; leave "
+                "it out"
             )
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
-    """Returns what batch trees show of the plans of the config's methods; i.i.d. drafts show it of all plans in one run: the
-    first k of them are k drafts, for every k. Other methods are replayed on chains."""
+    """Returns what batch trees show of the plans of the config's methods; i.i.d. drafts show it of
+    all plans in one run: the first k of them are k drafts, for every k. Other methods are replayed
+    on chains."""
     config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
     methods = {
@@ -157,8 +163,8 @@ def measure_acceptance(bench: Bench) -> Acceptance:
 
 
 def _replayed(bench: Bench, name: str) -> dict[str, float]:
-    """Returns tokens per call of a method on K chains of L, from a batch of prompts decoded token by token with its own
-    drafts."""
+    """Returns tokens per call of a method on K chains of L, from a batch of prompts decoded token
+    by token with its own drafts."""
     methods = {
         shape: method
         for shape, tree in _chains(bench.config).items()
@@ -189,7 +195,8 @@ def _chains(config: ml_collections.ConfigDict) -> dict[str, Tree]:
 
 
 def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
-    """For the table's JSON, by method: R, and by number of i.i.d. drafts how often one of them carried the token."""
+    """For the table's JSON, by method: R, and by number of i.i.d. drafts how often one of them
+    carried the token."""
     tables = {
         name: (statistic(get_method(name)), table) for name, table in acceptance.tables.items()
     }
@@ -249,7 +256,8 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
 
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
-    """Returns the baseline, the best of each method, and the best of the others, `tries` in all; `found` is sorted."""
+    """Returns the baseline, the best of each method, and the best of the others, `tries` in all;
+    `found` is sorted."""
     baseline = next(each for each in found if not each.method.tree.size)
     best = {each.name: each for each in reversed(found) if each is not baseline}
     chosen = sorted(best.values(), key=lambda each: -each.tokens_per_second)[: config.tries]
@@ -300,14 +308,22 @@ def markdown(result: dict[str, Any]) -> str:
     config, calls = result["config"], result["target_ms"]
     notes = [
         result["answer"],
-        f"{len(result['predicted'])} candidates were predicted from measured parts (`{NAME}.json` has all): the call of the "
-        f"target ({', '.join(f'{count}: {ms:.1f} ms' for count, ms in calls.items())} by tokens), drafting a level, "
-        "choosing a token, starting a sequence, and the measured acceptance at a node, assumed to be the same at all nodes "
-        f"(0-th order). The parts of a call take {result['together']:.2f} x as long in it as alone, measured once. Tried "
-        "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted over measured tokens/s.",
-        "Those that were tried took turns on each seed; tokens/s and `x baseline` are medians over the seeds.",
-        f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch {config['batch_size']}, "
-        f"{config['dtype']}, {report.temperatures(config)}; tokens/s with the call on the prompt, over the batch. In "
+        f"{len(result['predicted'])} candidates were predicted from measured parts (`{NAME}.json` "
+        "has all): the call of the "
+        f"target ({', '.join(f'{count}: {ms:.1f} ms' for count, ms in calls.items())} by tokens), "
+        "drafting a level, "
+        "choosing a token, starting a sequence, and the measured acceptance at a node, assumed to "
+        "be the same at all nodes "
+        f"(0-th order). The parts of a call take {result['together']:.2f} x as long in it as "
+        "alone, measured once. Tried "
+        "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted "
+        "over measured tokens/s.",
+        "Those that were tried took turns on each seed; tokens/s and `x baseline` are medians "
+        "over the seeds.",
+        f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch "
+        f"{config['batch_size']}, "
+        f"{config['dtype']}, {report.temperatures(config)}; tokens/s with the call on the prompt, "
+        "over the batch. In "
         "a batch, sequences end at different times, which the prediction ignores.",
         report.made_by(result),
     ]
@@ -335,9 +351,11 @@ def _candidate(
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Runs the chosen candidates, the baseline first, in turns on each seed; ratios are medians over seeds.
+    """Runs the chosen candidates, the baseline first, in turns on each seed; ratios are medians
+    over seeds.
 
-    An entry of the journal is one of them on one seed; after a stop, ratios of that seed may be of two processes.
+    An entry of the journal is one of them on one seed; after a stop, ratios of that seed may be of
+    two processes.
     """
     seeds = bench.config.seeds
 

@@ -1,4 +1,5 @@
-"""What the parts of a call take on this machine, and from them the time of a call of any method on any tree."""
+"""What the parts of a call take on this machine, and from them the time of a call of any method on
+any tree."""
 
 import functools
 import time
@@ -31,10 +32,11 @@ STARTED = "speculative"
 
 
 class Times(NamedTuple):
-    """Seconds on this machine, functions of a number of tokens or drafts; `select` by method, for a chosen token.
+    """Seconds on this machine, functions of a number of tokens or drafts; `select` by method, for a
+    chosen token.
 
-    `together`: the time of the parts inside a call over their time alone. `start`: the time to start a sequence,
-    without and with drafts.
+    `together`: the time of the parts inside a call over their time alone. `start`: the time to
+    start a sequence, without and with drafts.
     """
 
     target: Callable[[int], float]

@@ -7,7 +7,8 @@ from ml_collections.config_dict import placeholder
 
 
 def decoding_config() -> dict[str, Any]:
-    """Returns the fields that all evaluations share: the target, the prompts and the sampling policy."""
+    """Returns the fields that all evaluations share: the target, the prompts and the sampling
+    policy."""
     return {
         "target": "6m",
         "dtype": "float32",
@@ -46,7 +47,8 @@ def eval_config() -> ml_collections.ConfigDict:
 
 
 def trees_config() -> ml_collections.ConfigDict:
-    """Returns a comparison of all methods at equal numbers of drafted tokens, and ERSD's Figures 3 and 4."""
+    """Returns a comparison of all methods at equal numbers of drafted tokens, and ERSD's Figures 3
+    and 4."""
     return ml_collections.ConfigDict(
         {
             "experiment": "trees",

@@ -1,7 +1,7 @@
 """How long is a call? SpecTr's Tables 1 and 3, and where the time of a call of a method goes.
 
-The paper's premise is that a target call on L tokens of each of B sequences takes hardly longer than a call on one
-token of one.
+The paper's premise is that a target call on L tokens of each of B sequences takes hardly longer
+than a call on one token of one.
 """
 
 import functools
@@ -31,10 +31,12 @@ NAME = "latency"
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Times every cell and every phase, and writes the tables, a heat map and a profile to `workdir`.
+    """Times every cell and every phase, and writes the tables, a heat map and a profile to
+    `workdir`.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command resumes. A stop costs the
-    compilation, and the turn of all cells, the phases of a method or the profile under way.
+    Measurements are kept in a journal there until the table is done: after a stop the same command
+    resumes. A stop costs the compilation, and the turn of all cells, the phases of a method or the
+    profile under way.
 
     Raises:
       UserError: anything wrong with the config, the models or the workdir, before any measurement.
@@ -50,13 +52,15 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     for name in names:
         if names.count(name) > 1:
             raise UserError(
-                f"models has {names.count(name)} named {name!r}, which the table cannot tell apart; rename one"
+                f"models has {names.count(name)} named {name!r}, which the table cannot tell "
+                "apart; rename one"
             )
     target, draft = models[0], fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
         if config.context + max(config.lengths) >= trained.model.context:
             raise UserError(
-                f"context={config.context} and a call of {max(config.lengths) + 1} tokens exceed the context "
+                f"context={config.context} and a call of {max(config.lengths) + 1} tokens exceed "
+                "the context "
                 f"{trained.model.context} of {trained.name!r}; lower it"
             )
     journal = Journal(workdir, NAME, config, report.weights(*models, draft))
@@ -83,7 +87,8 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
     for name, length in itertools.product(config.methods, config.lengths):
         if not _method(config, name, length).needs_draft:
             raise UserError(
-                f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; leave it out"
+                f"methods={tuple(config.methods)} has {name!r}, which has no draft model to time; "
+                "leave it out"
             )
 
 
@@ -92,7 +97,8 @@ def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method
     method = on_tree(name, iid_chains(config.num_drafts, length)) or on_tree(name, chain(length))
     if method is None or not method.tree.size:
         raise UserError(
-            f"methods={tuple(config.methods)} has {name!r}, which drafts no chains of {length}; leave it out"
+            f"methods={tuple(config.methods)} has {name!r}, which drafts no chains of {length}; "
+            "leave it out"
         )
     return method
 
@@ -100,9 +106,11 @@ def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method
 def measure_cells(
     config: ml_collections.ConfigDict, models: list[Trained], journal: Journal
 ) -> list[dict[str, Any]]:
-    """Calls from Python of every model on every length and batch, which take turns; the first cell is the unit.
+    """Calls from Python of every model on every length and batch, which take turns; the first cell
+    is the unit.
 
-    An entry of the journal is one turn of all cells, so that a change of process affects all of them alike.
+    An entry of the journal is one turn of all cells, so that a change of process affects all of
+    them alike.
     """
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
     turns = [f"turn {number} of all cells" for number in range(config.runs)]
@@ -172,14 +180,17 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [f"# {result['title']}"]
     for model in dict.fromkeys(cell["model"] for cell in result["cells"]):
         parts += [
-            f"`{model}`, mean ± standard deviation over {config['runs']} runs (in italics the paper's):"
+            f"`{model}`, mean ± standard deviation over {config['runs']} runs (in italics the "
+            "paper's):"
         ]
         parts += [_cell_table(config, [cell for cell in result["cells"] if cell["model"] == model])]
     unit = result["cells"][0]["median_ms"]
     unseen = "" if result["profile"] else " This machine shows it nothing."
     parts += [
-        f"1.00 is {unit:.2f} ms (median). {config['dtype']}; calls from Python on random tokens behind {config['context']} "
-        "committed ones in the cache, all cells in turns. The paper: SpecTr, Table 1 (97M) and Table 3 (6M), on a GPU. The "
+        f"1.00 is {unit:.2f} ms (median). {config['dtype']}; calls from Python on random tokens "
+        f"behind {config['context']} "
+        "committed ones in the cache, all cells in turns. The paper: SpecTr, Table 1 (97M) and "
+        "Table 3 (6M), on a GPU. The "
         f"spread is the machine's.{_untrained(config)}",
         "## Where the time of a call goes",
         report.markdown_table(
@@ -195,8 +206,10 @@ def markdown(result: dict[str, Any]) -> str:
             ],
             [_phase_row(row) for row in result["phases"]],
         ),
-        f"Target `{config['models'][0]}`, draft `{config['draft']}`. Each phase alone, in a loop on the device, median; the "
-        "last columns are its shares of the sum. The whole call is measured by itself. The paper: drafting adds 10 to 15 %.",
+        f"Target `{config['models'][0]}`, draft `{config['draft']}`. Each phase alone, in a loop "
+        "on the device, median; the "
+        "last columns are its shares of the sum. The whole call is measured by itself. The paper: "
+        "drafting adds 10 to 15 %.",
         "## What the profiler sees",
         report.markdown_table(
             ["Phase", "Kind", "Operations a call", "ms a call", "Share"],
@@ -213,8 +226,10 @@ def markdown(result: dict[str, Any]) -> str:
             ],
         ),
         f"`{config['methods'][0]}`{_chains(result)}, L = {config['lengths'][-1]}, one "
-        "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
-        f"the call on the prompt, the loop itself and what has no scope; rows below 0.5 % are left out.{unseen}",
+        "sequence: time inside operations by phase (`jax.named_scope`), on all threads, with the "
+        "profiler on. `other` is "
+        "the call on the prompt, the loop itself and what has no scope; rows below 0.5 % are "
+        f"left out.{unseen}",
         report.made_by(result),
     ]
     return "\n\n".join(parts) + "\n"
@@ -253,7 +268,8 @@ def _untrained(config: dict[str, Any]) -> str:
     if not any(spec.startswith(RANDOM_PREFIX) for spec in (*config["models"], config["draft"])):
         return ""
     return (
-        " **The weights of `random:` models are random**: time is that of any weights of these shapes; two such models "
+        " **The weights of `random:` models are random**: time is that of any weights of these "
+        "shapes; two such models "
         "agree in about 0.7 of their drafts."
     )
 

@@ -1,6 +1,7 @@
 """Bits per character of models on held-out sentences, in each precision used for decoding.
 
-All models score the same sentences, those that fit the context of every one, by one definition (`scored`).
+All models score the same sentences, those that fit the context of every one, by one definition
+(`scored`).
 """
 
 import functools
@@ -31,7 +32,8 @@ from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
 SEPARATOR = "<|endoftext|>"
-"""What stands between texts where a model that adds no BOS was trained: GPT-2's, SmolLM's, Qwen's."""
+"""What stands between texts where a model that adds no BOS was trained: GPT-2's, SmolLM's, Qwen's.
+"""
 WIDTH = 32
 
 
@@ -49,10 +51,12 @@ class Contender(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
 
-    Scores are kept in a journal there until the table is done: after a stop the same command resumes.
+    Scores are kept in a journal there until the table is done: after a stop the same command
+    resumes.
 
     Raises:
-      UserError: anything wrong with the config, the models, the sentences or the workdir, before any long work.
+      UserError: anything wrong with the config, the models, the sentences or the workdir, before
+        any long work.
     """
     check_fields(config, quality_config())
     check_positive(config, "sentences", "batch_size")
@@ -60,7 +64,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         check_dtype(dtype)
     if config.batch_size % jax.device_count():
         raise UserError(
-            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; give a multiple"
+            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; "
+            "give a multiple"
         )
     measurement.check_table(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
@@ -106,10 +111,12 @@ def _contender(spec: str) -> Contender:
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
-    """Returns the tokens of a sentence as a line: all but the first are scored, the first is what stands before a text.
+    """Returns the tokens of a sentence as a line: all but the first are scored, the first is what
+    stands before a text.
 
-    That is BOS where the model's own program puts one there; else the separator that texts were trained with, if the
-    vocabulary has it. Behind the sentence is its line end: a newline, or EOS where the tokenizer drops newlines, as ours.
+    That is BOS where the model's own program puts one there; else the separator that texts were
+    trained with, if the vocabulary has it. Behind the sentence is its line end: a newline, or EOS
+    where the tokenizer drops newlines, as ours.
     """
     text = tokenizer.encode(f"{sentence}\n")
     if not tokenizer.decode(text).endswith("\n"):
@@ -139,7 +146,8 @@ def fitting(
     if not kept:
         least = min(contenders, key=lambda each: each.context)
         raise UserError(
-            f"no held-out sentence of {name!r} fits all models; leave out that of the shortest context, {least.spec!r}"
+            f"no held-out sentence of {name!r} fits all models; leave out that of the shortest "
+            f"context, {least.spec!r}"
         )
     return kept
 
@@ -161,9 +169,11 @@ def _scores(
 
 
 def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
-    """This process's rows of batches of texts, one a row, the short ones first; `real` marks what is scored.
+    """This process's rows of batches of texts, one a row, the short ones first; `real` marks what
+    is scored.
 
-    All of a batch are as long as its longest, up to a multiple of `WIDTH`, and at most the `context`.
+    All of a batch are as long as its longest, up to a multiple of `WIDTH`, and at most the
+    `context`.
     """
     mine, ordered, made = hosts.own_share(rows), sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
@@ -178,7 +188,8 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
 
 
 def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Summed nats of a batch, those of an early exit, of which there is none, and the number of tokens."""
+    """Summed nats of a batch, those of an early exit, of which there is none, and the number of
+    tokens."""
     inputs = batch["inputs"]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     logits, _ = nnx.merge(graphdef, state).extend(inputs, positions, causal(jnp.zeros_like(inputs)))
@@ -198,10 +209,14 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
-        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}` the {result['sentences']:,} that fit the "
-        f"context of every model, each on its own. Before a sentence stands BOS, or `{SEPARATOR}` where the model's own "
-        "program adds no BOS; it is not scored. After it comes the line end, which is scored and counts as one character: "
-        "a newline, or EOS where the tokenizer has none. Tokenizers differ, so that bits per character compare and nats per "
+        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}` the "
+        f"{result['sentences']:,} that fit the "
+        f"context of every model, each on its own. Before a sentence stands BOS, or `{SEPARATOR}` "
+        "where the model's own "
+        "program adds no BOS; it is not scored. After it comes the line end, which is scored and "
+        "counts as one character: "
+        "a newline, or EOS where the tokenizer has none. Tokenizers differ, so that bits per "
+        "character compare and nats per "
         f"token, here in {config['dtypes'][0]}, do not.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
         report.made_by(result),

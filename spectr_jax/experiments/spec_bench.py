@@ -1,9 +1,10 @@
-"""Spec-Bench (Xia et al., 2024, arXiv 2401.07851): speed over the baseline's on questions of six tasks, and where drafts are
-accepted.
+"""Spec-Bench (Xia et al., 2024, arXiv 2401.07851): speed over the baseline's on questions of six
+tasks, and where drafts are accepted.
 
-Its protocol: one conversation at a time, with the model's chat template, whose second message follows on the model's own
-answer; the speed of a question is its new tokens over the time of its answers, prompts included; that of a task is the mean
-over questions, and the speedup the ratio of two such means, averaged over runs. The baseline and the methods take turns.
+Its protocol: one conversation at a time, with the model's chat template, whose second message
+follows on the model's own answer; the speed of a question is its new tokens over the time of its
+answers, prompts included; that of a task is the mean over questions, and the speedup the ratio of
+two such means, averaged over runs. The baseline and the methods take turns.
 """
 
 import functools
@@ -49,7 +50,8 @@ class Contender(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What all conversations share. `compiled` has the programs that are ready, by method and padded length."""
+    """What all conversations share. `compiled` has the programs that are ready, by method and
+    padded length."""
 
     config: ml_collections.ConfigDict
     target: Trained
@@ -61,10 +63,12 @@ class Bench(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures all questions, and writes the table to `workdir` as Markdown, JSON and PNG.
 
-    What is measured of a question is kept in a journal there until the table is done: after a stop the same command resumes.
+    What is measured of a question is kept in a journal there until the table is done: after a stop
+    the same command resumes.
 
     Raises:
-      UserError: anything wrong with the config, the questions, the models or the workdir, before any measurement.
+      UserError: anything wrong with the config, the questions, the models or the workdir, before
+        any measurement.
     """
     check_spec_bench_config(config)
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
@@ -110,7 +114,8 @@ def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
     check_dtype(config.dtype)
     if config.questions_per_task < 0:
         raise UserError(
-            f"questions_per_task={config.questions_per_task}: is negative; give a number of questions, or 0 for all"
+            f"questions_per_task={config.questions_per_task}: is negative; give a number of "
+            "questions, or 0 for all"
         )
     for temperature in config.temperatures:
         check_policy(Policy(temperature))
@@ -148,7 +153,8 @@ def _load(
         target, drafts = load_alone(config.target, config.dtype), []
     if target.tokenizer.template is None:
         raise UserError(
-            f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an instructed model"
+            f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an "
+            "instructed model"
         )
     return target, drafts
 
@@ -168,7 +174,8 @@ def check_room(
         )
         if most + config.max_new_tokens > context:
             raise UserError(
-                f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed the context {context} of "
+                f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed "
+                f"the context {context} of "
                 f"{name!r}; give fewer, or leave the question out"
             )
 
@@ -181,8 +188,9 @@ def _padded(tokens: int) -> int:
 def measure_question(
     bench: Bench, question: Question, number: int, temperature: float
 ) -> dict[str, Any]:
-    """Returns what each method makes of a question: by its label, in each run tokens, calls and seconds, and the counts of
-    `observe_positions` over all runs, by level and by part of an answer."""
+    """Returns what each method makes of a question: by its label, in each run tokens, calls and
+    seconds, and the counts of `observe_positions` over all runs, by level and by part of an answer.
+    """
     found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
     for turn in range(bench.config.runs):
         key = jax.random.fold_in(
@@ -202,7 +210,8 @@ def measure_question(
 def converse(
     bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Answers the messages of a question in turn; returns tokens, calls and seconds, and where drafts were accepted.
+    """Answers the messages of a question in turn; returns tokens, calls and seconds, and where
+    drafts were accepted.
 
     Consumes `key`.
     """
@@ -242,7 +251,8 @@ def converse(
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
-    """Returns the counts by level, and those by place as counts by part of the answer, which begins at `start`."""
+    """Returns the counts by level, and those by place as counts by part of the answer, which begins
+    at `start`."""
     counts = {name: np.asarray(values[0]) for name, values in observed.items()}
     edges = np.arange(PARTS) * new_tokens // PARTS
     by_place = ("calls", "chosen_at", "accepted_at")
@@ -307,11 +317,15 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     parts += ["## Other models, other hardware", report.markdown_table(header, cited)]
     parts += [
-        f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a time, at most "
-        f"{config['max_new_tokens']} new tokens an answer, runs in which the methods take turns: {config['runs']}. x: speed "
-        "over the baseline's, prompts included: the ratio of the means over questions, averaged over runs. Tokens per call "
+        f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a "
+        "time, at most "
+        f"{config['max_new_tokens']} new tokens an answer, runs in which the methods take turns: "
+        f"{config['runs']}. x: speed "
+        "over the baseline's, prompts included: the ratio of the means over questions, averaged "
+        "over runs. Tokens per call "
         "count accepted drafts and one more.",
-        "Accepted: of the tokens that were chosen among drafts of a level, the share that were drafts; by part of an answer "
+        "Accepted: of the tokens that were chosen among drafts of a level, the share that were "
+        "drafts; by part of an answer "
         f"in the picture and in `{NAME}.json`.",
         f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
         report.made_by(result),
@@ -359,7 +373,8 @@ def _level_table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Accepted shares by level and by part of an answer: a row of pictures for each temperature, a line for each task."""
+    """Accepted shares by level and by part of an answer: a row of pictures for each temperature, a
+    line for each task."""
     from matplotlib.figure import Figure
 
     config = result["config"]

@@ -1,4 +1,5 @@
-"""SpecTr Tables 2 and 4: tokens decoded per serial call of the target, by draft model, method, K and L."""
+"""SpecTr Tables 2 and 4: tokens decoded per serial call of the target, by draft model, method, K
+and L."""
 
 import itertools
 import pathlib
@@ -26,8 +27,10 @@ from spectr_jax.utils.errors import UserError
 NAME = "tokens_per_call"
 
 _ABOUT_BEST = (
-    "alpha*: the mean of the most that any plan can reach at the same nodes with as many drafts (optimal transport, SpecTr "
-    "section 5), on seed {seed}; for i.i.d. drafts. Methods that decide on whole paths can be above alpha*; others by "
+    "alpha*: the mean of the most that any plan can reach at the same nodes with as many drafts "
+    "(optimal transport, SpecTr "
+    "section 5), on seed {seed}; for i.i.d. drafts. Methods that decide on whole paths can be "
+    "above alpha*; others by "
     "chance: alpha is drawn, alpha* expected."
 )
 
@@ -43,19 +46,23 @@ class Row(NamedTuple):
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and PNG.
+    """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and
+    PNG.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command resumes.
+    Measurements are kept in a journal there until the table is done: after a stop the same command
+    resumes.
 
     Raises:
-      UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
+      UserError: anything wrong with the config, the models, the prompts or the workdir, before any
+        measurement.
     """
     check_eval_config(config)
     target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     summaries: list[dict[str, Any]] = []
-    # What is compared with the baseline in front of it, close together in time: all of one draft and L.
+    # What is compared with the baseline in front of it, close together in time: all of one draft
+    # and L.
     groups = [
         [rows[0], *group]
         for _, group in itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))
@@ -96,17 +103,19 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
         for length in config.draft_lengths:
             if cannot_branch(name) and on_tree(name, chain(length)) is None:
                 raise UserError(
-                    f"methods has {name!r}, which does not draft chains of {length} tokens; leave it out"
+                    f"methods has {name!r}, which does not draft chains of {length} tokens; leave "
+                    "it out"
                 )
         if cannot_branch(name) and 1 not in config.num_drafts:
             raise UserError(
-                f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave it out"
+                f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave "
+                "it out"
             )
 
 
 def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
-    """Returns the baseline, and for each draft and L: at K = 1 speculative decoding and the config's methods of one chain,
-    the others above."""
+    """Returns the baseline, and for each draft and L: at K = 1 speculative decoding and the
+    config's methods of one chain, the others above."""
     rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
@@ -153,14 +162,18 @@ def markdown(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     notes = [
-        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, {report.temperatures(config)}; {report.over_seeds(config['seeds'])}; "
+        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
+        f"{config['max_new_tokens']} new ones "
+        f"each, batch {config['batch_size']}, {report.temperatures(config)}; "
+        f"{report.over_seeds(config['seeds'])}; "
         "tokens/s over the batch, x baseline in the same run.",
-        "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; a figure to look at, not "
+        "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; "
+        "a figure to look at, not "
         "to match, where models or data differ; at temperature 1 only.",
         "alpha: share of the nodes at which the token was a draft, over all seeds.",
         *(_ABOUT_BEST.format(seed=config["seeds"][0]) for _ in best),
-        f"Target `{config['target']}`, drafts {', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
+        f"Target `{config['target']}`, drafts "
+        f"{', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
         f"`{config['prompts']}`.",
         report.made_by(result),
     ]
@@ -234,7 +247,8 @@ def _summary(
 
 
 def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
-    """Returns what is timed, with alpha counted in it; and what tells alpha*, apart: it takes time."""
+    """Returns what is timed, with alpha counted in it; and what tells alpha*, apart: it takes
+    time."""
     asked = (
         row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"
     )  # The optimum for such drafts.

@@ -1,7 +1,9 @@
-"""Which method should I use? All of them at equal numbers of drafted tokens, and ERSD's Figures 3 and 4.
+"""Which method should I use? All of them at equal numbers of drafted tokens, and ERSD's Figures 3
+and 4.
 
-First the acceptance of the pair is measured: by child index for drafts without replacement (GSD and ERSD, batch runs),
-and for i.i.d. drafts how many of k carry the accepted token. From these follow the trees, and what theory expects of them.
+First the acceptance of the pair is measured: by child index for drafts without replacement (GSD and
+ERSD, batch runs), and for i.i.d. drafts how many of k carry the accepted token. From these follow
+the trees, and what theory expects of them.
 """
 
 import dataclasses
@@ -60,22 +62,27 @@ class Row(NamedTuple):
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Measures acceptance and every row, and writes the table, the figures and the best trees to `workdir`.
+    """Measures acceptance and every row, and writes the table, the figures and the best trees to
+    `workdir`.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command resumes.
+    Measurements are kept in a journal there until the table is done: after a stop the same command
+    resumes.
 
     Raises:
-      UserError: anything wrong with the config, the models, the prompts or the workdir, before any measurement.
+      UserError: anything wrong with the config, the models, the prompts or the workdir, before any
+        measurement.
     """
     check_trees_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
     if config.exit_layer >= target.model.layers:
         raise UserError(
-            f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give fewer, or 0"
+            f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give "
+            "fewer, or 0"
         )
     if max(config.sizes) > target.model.vocab_size:
         raise UserError(
-            f"N={max(config.sizes)} children a node exceed the vocabulary of {target.model.vocab_size} tokens; lower sizes"
+            f"N={max(config.sizes)} children a node exceed the vocabulary of "
+            f"{target.model.vocab_size} tokens; lower sizes"
         )
 
     journal = Journal(workdir, NAME, config, report.weights(target, draft))
@@ -119,7 +126,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
         tree_search.branching_of(tree)
         if tree.size > max(config.sizes):
             raise UserError(
-                f"extra tree {spec!r} has {tree.size} nodes, more than the largest of sizes={config.sizes}; add its size"
+                f"extra tree {spec!r} has {tree.size} nodes, more than the largest of "
+                f"sizes={config.sizes}; add its size"
             )
     measurement.check_has_acceptance(config)
     for name in config.methods:
@@ -127,7 +135,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
             on_tree(name, tree_lib.chain(size)) is None for size in config.sizes
         ):
             raise UserError(
-                f"methods has {name!r}, which has no draft model, or no tree of N={max(config.sizes)}; leave it out"
+                f"methods has {name!r}, which has no draft model, or no tree of "
+                f"N={max(config.sizes)}; leave it out"
             )
     if config.exit_layer < 0:
         raise UserError(
@@ -136,8 +145,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> PairAcceptance:
-    """Runs what drafts without replacement on batch, chain, SpecInfer and optimal trees, and i.i.d. batches, each with an
-    observer."""
+    """Runs what drafts without replacement on batch, chain, SpecInfer and optimal trees, and i.i.d.
+    batches, each with an observer."""
     config, journal, size = bench.config, bench.journal, max(bench.config.sizes)
     methods = [get_method(name) for name in config.methods]
     distinct = [method.name for method in methods if statistic(method) == CHILDREN]
@@ -233,9 +242,9 @@ def _shapes(
 ) -> dict[str, Tree]:
     """Returns the trees that a method is measured on at one size, by what they are.
 
-    For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree by the acceptance of the
-    plan, or another's where that is unknown; for distinct ones fixed shapes and the optimal tree by R, or by another
-    method's.
+    For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree
+    by the acceptance of the plan, or another's where that is unknown; for distinct ones fixed
+    shapes and the optimal tree by R, or by another method's.
     """
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
@@ -346,8 +355,10 @@ def answer(rows: list[dict[str, Any]]) -> str:
         for size, row in best.items()
     )
     return (
-        f"Most tokens per call: {most}. Most tokens per second of the methods on this machine: `{fastest['method']}`, "
-        f"{fastest['shape']}, {fastest['nodes']} of {fastest['size']} nodes, {fastest['speedup']:.2f} x the baseline"
+        f"Most tokens per call: {most}. Most tokens per second of the methods on this machine: "
+        f"`{fastest['method']}`, "
+        f"{fastest['shape']}, {fastest['nodes']} of {fastest['size']} nodes, "
+        f"{fastest['speedup']:.2f} x the baseline"
         f"{': use the baseline here' if fastest['speedup'] < 1 else ''}."
     )
 
@@ -390,17 +401,22 @@ def markdown(result: dict[str, Any]) -> str:
     }
     notes = [
         f"**Which should I use?** {result['answer']}",
-        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to {config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, {report.temperatures(config)}; {report.over_seeds(config['seeds'])}; "
+        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
+        f"{config['max_new_tokens']} new ones "
+        f"each, batch {config['batch_size']}, {report.temperatures(config)}; "
+        f"{report.over_seeds(config['seeds'])}; "
         "x baseline against baseline runs just before and after.",
-        "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as measured at the root: for "
-        "drafts without replacement by child index, for i.i.d. ones by the number of drafts that carry the accepted token.",
+        "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as "
+        "measured at the root: for "
+        "drafts without replacement by child index, for i.i.d. ones by the number of drafts that "
+        "carry the accepted token.",
         *(
             f"Acceptance by child index, `{name}`: {values}, ..."
             for name, values in children.items()
         ),
         *(
-            f"Acceptance by number of i.i.d. drafts, `{name}`, on the first batch of prompts: {', '.join(values)}."
+            f"Acceptance by number of i.i.d. drafts, `{name}`, on the first batch of prompts: "
+            f"{', '.join(values)}."
             for name, values in alpha.items()
         ),
         *(
@@ -409,7 +425,8 @@ def markdown(result: dict[str, Any]) -> str:
             else [f"KL(target, draft) = {result['kl_bits']:.2f} bits."]
         ),
         f"Target `{config['target']}`, draft `{config['draft']}`, prompts "
-        f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} of the target's layers.",
+        f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} "
+        "of the target's layers.",
         report.made_by(result),
     ]
     return (

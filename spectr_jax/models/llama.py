@@ -1,11 +1,12 @@
-"""The decoder of the Llama family in Flax NNX: Llama 2 and 3, SmolLM, TinyLlama, Mistral, Qwen 2 and 3.
+"""The decoder of the Llama family in Flax NNX: Llama 2 and 3, SmolLM, TinyLlama, Mistral, Qwen 2
+and 3.
 
-RMS norms before each part, rotary positions, grouped-query attention, SwiGLU (Touvron et al., 2023, arXiv 2302.13971 and
-2307.09288). What the members differ in are fields of `LlamaConfig`. Weights are read from Hugging Face folders and GGUF
-files by `models.formats`.
+RMS norms before each part, rotary positions, grouped-query attention, SwiGLU (Touvron et al., 2023,
+arXiv 2302.13971 and 2307.09288). What the members differ in are fields of `LlamaConfig`. Weights
+are read from Hugging Face folders and GGUF files by `models.formats`.
 
-Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width, H query heads, K key and
-value heads, D head width, R half of it, V vocabulary.
+Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width,
+H query heads, K key and value heads, D head width, R half of it, V vocabulary.
 """
 
 import dataclasses
@@ -30,8 +31,8 @@ from spectr_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a decoder of the family. `dtype` is that of the factors of its matrix products and of its cache; sums,
-    norms and residuals are float32.
+    """The shape of a decoder of the family. `dtype` is that of the factors of its matrix products
+    and of its cache; sums, norms and residuals are float32.
 
     Attributes:
       kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
@@ -39,18 +40,22 @@ class LlamaConfig:
       tied: the head is the embedding.
       qkv_bias: queries, keys and values have biases (Qwen 2).
       qk_norm: queries and keys have RMS norms, over each head (Qwen 3).
-      rope_divisors: of the rotary frequencies, one for each pair of channels; empty for none (`llama3_divisors`).
-      embed_rank: numbers a token in the embedding, of a draft for a large vocabulary (`models.vocabulary`); 0 for `width`.
+      rope_divisors: of the rotary frequencies, one for each pair of channels; empty for none
+        (`llama3_divisors`).
+      embed_rank: numbers a token in the embedding, of a draft for a large vocabulary
+        (`models.vocabulary`); 0 for `width`.
       head_tokens: tokens that the head scores, of such a draft; 0 for all.
-      features: numbers that come with each token, of a draft that sees its target's (EAGLE: Li et al., 2024, arXiv
-        2401.15077): the target's last hidden state at the token before. Where the target has not run yet, the draft's own
-        take their place, so that they are `width`; 0 for none.
-      feature_layers: numbers, from 1, of the layers of the target whose outputs the draft sees besides the last hidden state
-        (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are projected and added to that state; empty for none.
+      features: numbers that come with each token, of a draft that sees its target's (EAGLE: Li et
+        al., 2024, arXiv 2401.15077): the target's last hidden state at the token before. Where the
+        target has not run yet, the draft's own take their place, so that they are `width`; 0 for
+        none.
+      feature_layers: numbers, from 1, of the layers of the target whose outputs the draft sees
+        besides the last hidden state (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are
+        projected and added to that state; empty for none.
 
     Raises:
-      UserError: the key and value heads do not divide the heads, the width of a head is odd, or a head that is the embedding
-        shall score a part of the tokens.
+      UserError: the key and value heads do not divide the heads, the width of a head is odd, or a
+        head that is the embedding shall score a part of the tokens.
     """
 
     layers: int
@@ -82,28 +87,34 @@ class LlamaConfig:
             )
         if self.head_width % 2 or self.head_width < 2:
             raise UserError(
-                f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it by one"
+                f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it "
+                "by one"
             )
         if self.tied and (self.embed_rank or self.head_tokens):
             raise UserError(
-                "tied=True makes the embedding the head, which embed_rank and head_tokens divide; leave it False"
+                "tied=True makes the embedding the head, which embed_rank and head_tokens divide; "
+                "leave it False"
             )
         if self.head_tokens > self.vocab_size:
             raise UserError(
-                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give at most that"
+                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give "
+                "at most that"
             )
         if self.features not in (0, self.width):
             raise UserError(
-                f"features={self.features} is not width={self.width}; give a draft that sees features its target's width"
+                f"features={self.features} is not width={self.width}; give a draft that sees "
+                "features its target's width"
             )
         if self.feature_layers and (not self.features or min(self.feature_layers) < 1):
             raise UserError(
-                f"feature_layers={self.feature_layers}: must be layers of the target, from 1, of a draft with features; set "
+                f"feature_layers={self.feature_layers}: must be layers of the target, from 1, of a "
+                "draft with features; set "
                 "features to the target's width, or leave feature_layers empty"
             )
         if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
             raise UserError(
-                f"{len(self.rope_divisors)} rope_divisors for {self.head_width // 2} pairs of channels; give one each"
+                f"{len(self.rope_divisors)} rope_divisors for {self.head_width // 2} pairs of "
+                "channels; give one each"
             )
 
 
@@ -116,8 +127,9 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 def llama3_divisors(
     theta: float, head_width: int, *, factor: float, low: float, high: float, context: int
 ) -> tuple[float, ...]:
-    """Returns how Llama 3.1 stretches rotary positions beyond the `context` of its first training: frequencies that turn
-    less than `low` times in it are divided by `factor`, those that turn more than `high` times are kept."""
+    """Returns how Llama 3.1 stretches rotary positions beyond the `context` of its first training:
+    frequencies that turn less than `low` times in it are divided by `factor`, those that turn more
+    than `high` times are kept."""
     plain = theta ** (-np.arange(0, head_width, 2) / head_width)
     kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
     return tuple((1 / (kept + (1 - kept) / factor)).tolist())
@@ -130,7 +142,8 @@ class Block(nnx.Module):
         linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.config = config
         self.norm_attention = RMSNorm(config.width, config.norm_epsilon)
-        # One product for all three, and one for gate and up: a call on few tokens costs what its products cost to start.
+        # One product for all three, and one for gate and up: a call on few tokens costs what its
+        # products cost to start.
         parts = (config.heads + 2 * config.kv_heads) * config.head_width
         self.qkv = linear(config.width, parts, use_bias=config.qkv_bias)
         self.out = linear(config.heads * config.head_width, config.width, use_bias=False)
@@ -141,7 +154,8 @@ class Block(nnx.Module):
         self.down = linear(config.mlp, config.width, use_bias=False)
 
     def __call__(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
-        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, K, D], or None."""
+        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, K, D], or
+        None."""
         attended_BxNxE, rows = self._attend(
             self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B
         )
@@ -183,14 +197,16 @@ def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Arra
 
     if not cpu.on_cpu():
         return of(positions_BxN)
-    # In a loop over tokens, or sequences: XLA would fuse them into all that reads them, and compute them for each head anew.
+    # In a loop over tokens, or sequences: XLA would fuse them into all that reads them, and compute
+    # them for each head anew.
     axis = 1 if positions_BxN.shape[1] > 1 else 0
     found = jax.lax.map(of, jnp.moveaxis(positions_BxN, axis, 0))
     return jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), found)
 
 
 def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads turned by their positions; a pair is a channel of the first half and the same one of the second."""
+    """Heads turned by their positions; a pair is a channel of the first half and the same one of
+    the second."""
     cosines, sines = (part[:, :, None] for part in turns_BxNxR)
     first, second = jnp.split(x_BxNxHxD, 2, axis=-1)
     return jnp.concatenate(
@@ -199,7 +215,8 @@ def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> j
 
 
 class Llama(nnx.Module):
-    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each layer."""
+    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each
+    layer."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -215,7 +232,8 @@ class Llama(nnx.Module):
             self.join = dense_layer(config.features, E, use_bias=False, dtype=dtype, rngs=rngs)
         if count := len(config.feature_layers):
             self.norms_fuse = nnx.List([RMSNorm(E, config.norm_epsilon) for _ in range(count)])
-            # Zeros: a new draft, or one that saw the last hidden state alone, begins as if there were no other layers.
+            # Zeros: a new draft, or one that saw the last hidden state alone, begins as if there
+            # were no other layers.
             zeros = nnx.initializers.zeros_init()
             self.fuse = dense_layer(
                 count * E, E, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs
@@ -248,7 +266,8 @@ class Llama(nnx.Module):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs come with each token, besides its last hidden state."""
+        """Layers of the target whose outputs come with each token, besides its last hidden
+        state."""
         return self.config.feature_layers
 
     @property
@@ -257,7 +276,8 @@ class Llama(nnx.Module):
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, K, D]."""
+        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, K,
+        D]."""
         config = self.config
         shape = (batch, capacity, config.kv_heads, config.head_width)
         empty = functools.partial(cache_lib.zeros, shape, config.dtype)
@@ -285,12 +305,15 @@ class Llama(nnx.Module):
         features_BxNxE=None,
         also=(),
     ):
-        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of `extend`'s logits.
+        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of
+        `extend`'s logits.
 
         Args:
-          features_BxNxE: of `LlamaConfig.features`; zeros at the first token of a sequence. Those of a target are as its
-            `hidden` returns them with `also=feature_layers`; the draft's own have no other layers.
-          also: numbers, from 1, of layers whose outputs follow the last hidden state: [B, N, (1 + len(also)) * E].
+          features_BxNxE: of `LlamaConfig.features`; zeros at the first token of a sequence. Those
+            of a target are as its `hidden` returns them with `also=feature_layers`; the draft's own
+            have no other layers.
+          also: numbers, from 1, of layers whose outputs follow the last hidden state: [B, N, (1 +
+            len(also)) * E].
 
         Raises:
           UserError: the model takes features and there are none.
@@ -298,7 +321,8 @@ class Llama(nnx.Module):
         config = self.config
         if config.features and features_BxNxE is None:
             raise UserError(
-                "this model sees the features of a target, and here are none; it can only draft for that target"
+                "this model sees the features of a target, and here are none; it can only draft "
+                "for that target"
             )
         count = config.layers if layers is None else layers
         if cache is None:
@@ -328,7 +352,8 @@ class Llama(nnx.Module):
         return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def _fused(self, features_BxNxF):
-        """Features of several layers of the target as one hidden state [B, N, E]; the draft's own as they are."""
+        """Features of several layers of the target as one hidden state [B, N, E]; the draft's own
+        as they are."""
         parts = jnp.split(features_BxNxF, features_BxNxF.shape[-1] // self.config.width, axis=-1)
         if len(parts) == 1:
             return features_BxNxF
@@ -345,10 +370,12 @@ class Llama(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(graphdef, state, *arguments):
-    """Returns a block, traced once for all layers: of thirty, that takes most of the time until the first token."""
+    """Returns a block, traced once for all layers: of thirty, that takes most of the time until the
+    first token."""
     return nnx.merge(graphdef, state)(*arguments)
 
 
 def abstract(config: LlamaConfig) -> tuple[Any, Any]:
-    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
+    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of
+    abstract arrays)."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))

@@ -1,8 +1,9 @@
 """Eight-bit weights for decoding: a call reads a quarter of the bytes.
 
-Weights have a scale for each output; activations and sums are float32, in calls of any size (on a CPU, activations have 16
-bits: `layers.cpu`). The output follows the distribution of the quantized model exactly, whatever the method;
-`configs/quality.py` measures how far that is from the original model.
+Weights have a scale for each output; activations and sums are float32, in calls of any size (on a
+CPU, activations have 16 bits: `layers.cpu`). The output follows the distribution of the quantized
+model exactly, whatever the method; `configs/quality.py` measures how far that is from the original
+model.
 """
 
 from typing import Any, TypeVar
@@ -57,16 +58,16 @@ class Int8Embed(nnx.Module):
 
 
 def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
-    """Returns whole numbers and scales; a CPU without kernels stores the numbers as float32: XLA would widen int8 in each
-    call."""
+    """Returns whole numbers and scales; a CPU without kernels stores the numbers as float32: XLA
+    would widen int8 in each call."""
     whole, scale = quantized(jnp.asarray(rows, jnp.float32))
     stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
     return nnx.Param(whole.astype(stored)), nnx.Param(scale[:, 0])
 
 
 def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs] and its scales
-    [outputs]."""
+    """Returns float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs]
+    and its scales [outputs]."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     if kernel.dtype == jnp.int8 and cpu.kernels():
         result = cpu.int8_rows(rows, kernel, scale)
@@ -76,7 +77,8 @@ def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest to `rows` [R, C]."""
+    """Returns whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest
+    to `rows` [R, C]."""
     scale = (
         jnp.maximum(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
         / LARGEST
@@ -85,8 +87,8 @@ def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def quantize(model: Decoder) -> Decoder:
-    """Returns a copy of a float32 model with int8 products; norms, the cache, and an embedding that is not the head stay
-    float32.
+    """Returns a copy of a float32 model with int8 products; norms, the cache, and an embedding that
+    is not the head stay float32.
 
     Raises:
       UserError: the model is quantized already, or no decoder of ours.

@@ -1,7 +1,8 @@
-"""A second-order Markov model given by a table: exact distributions for theory and tests, in the `Model` protocol.
+"""A second-order Markov model given by a table: exact distributions for theory and tests, in the
+`Model` protocol.
 
-Second order on purpose: the next token depends on a token that only the cache remembers, so a wrong ancestor mask, a
-wrong position or a wrongly gathered row changes the distribution.
+Second order on purpose: the next token depends on a token that only the cache remembers, so a wrong
+ancestor mask, a wrong position or a wrongly gathered row changes the distribution.
 """
 
 import itertools
@@ -16,7 +17,8 @@ from spectr_jax.models.cache import Cache
 
 
 class TableModel(nnx.Module):
-    """logits of the next token = log table[token before the last, last token]; cache rows are (token, position).
+    """logits of the next token = log table[token before the last, last token]; cache rows are
+    (token, position).
 
     The first token of a sequence has no token before it; token 0 stands in.
     """
@@ -76,7 +78,8 @@ def random_table(seed: int, vocab_size: int, concentration: float = 1.0) -> np.n
 
 
 def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
-    """Returns the table with log-normal noise on every entry, rows normalised again: a draft of the given table."""
+    """Returns the table with log-normal noise on every entry, rows normalised again: a draft of the
+    given table."""
     noisy = table * np.exp(noise * np.random.default_rng(seed).standard_normal(table.shape))
     return noisy / noisy.sum(-1, keepdims=True)
 
@@ -84,8 +87,8 @@ def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
 def exact_pmf(
     table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None
 ) -> dict:
-    """Returns the distribution of continuations of `prompt`: {continuation: probability}, each `length` tokens or ended by
-    `eos` (kept)."""
+    """Returns the distribution of continuations of `prompt`: {continuation: probability}, each
+    `length` tokens or ended by `eos` (kept)."""
     pmf = {}
     for tokens in itertools.product(range(table.shape[0]), repeat=length):
         ended = tokens.index(eos) + 1 if eos in tokens else length

@@ -1,10 +1,10 @@
 """The decoder-only transformer of the LM1B ladder, in Flax NNX.
 
-Pre-LN, GELU, sinusoidal positions, untied output, as in Flax's LM1B example; the 97M and 6M shapes are those of
-Leviathan et al. (2023), the 2M and 20M halve and double the 6M's (SpecTr, appendix F).
+Pre-LN, GELU, sinusoidal positions, untied output, as in Flax's LM1B example; the 97M and 6M shapes
+are those of Leviathan et al. (2023), the 2M and 20M halve and double the 6M's (SpecTr, appendix F).
 
-Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width, H heads, D head
-width, V vocabulary.
+Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width,
+H heads, D head width, V vocabulary.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from spectr_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a decoder. `dtype` is that of the factors of its matrix products and of its cache; sums, norms and
-    residuals are float32, and so are parameters in training. The last three fields are for GPT-2's family (`gpt2.py`).
+    """The shape of a decoder. `dtype` is that of the factors of its matrix products and of its
+    cache; sums, norms and residuals are float32, and so are parameters in training. The last three
+    fields are for GPT-2's family (`gpt2.py`).
 
     Raises:
       UserError: the heads do not divide the width, or it is odd and positions are sinusoidal.
@@ -53,7 +54,8 @@ class TransformerConfig:
             )
         if self.width % 2 and not self.learned_positions:
             raise UserError(
-                f"width={self.width} is odd, and sinusoidal positions are of an even width; change it by one"
+                f"width={self.width} is odd, and sinusoidal positions are of an even width; change "
+                "it by one"
             )
 
 
@@ -66,7 +68,8 @@ LADDER = {
 
 
 def sinusoidal_table(length: int, width: int) -> np.ndarray:
-    """Positions [length, width] of Vaswani et al. (2017): sines in the first half, cosines in the second."""
+    """Positions [length, width] of Vaswani et al. (2017): sines in the first half, cosines in the
+    second."""
     half = width // 2
     scale = np.exp(-math.log(10_000.0) * np.arange(half) / max(half - 1, 1))
     angles = np.arange(length)[:, None] * scale
@@ -95,7 +98,8 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BxNxE, mask_BxNxT, rows, starts_B, dropout_key):
-        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, H, D], or None."""
+        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, H, D], or
+        None."""
         keys = [None, None] if dropout_key is None else list(jax.random.split(dropout_key))
         attended_BxNxE, rows = self._attend(
             self.norm_attention(x_BxNxE), mask_BxNxT, rows, starts_B
@@ -128,7 +132,8 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each layer."""
+    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each
+    layer."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -167,7 +172,8 @@ class Transformer(nnx.Module):
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, H, D]."""
+        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, H,
+        D]."""
         config = self.config
         shape = (batch, capacity, config.heads, config.width // config.heads)
         # One array a layer: stacked layers would be sliced, that is copied, at every call.
@@ -195,7 +201,8 @@ class Transformer(nnx.Module):
         layers=None,
         also=(),
     ):
-        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of `extend`'s logits.
+        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of
+        `extend`'s logits.
 
         `also` has numbers, from 1, of layers whose outputs follow it: [B, N, (1 + len(also)) * E].
         """
@@ -219,11 +226,11 @@ class Transformer(nnx.Module):
         dropout_key=None,
         remat=False,
     ) -> list[jax.Array]:
-        """Returns logits [B, N, V] after each of the layers in `after`, in one run on whole sequences: what training asks
-        for.
+        """Returns logits [B, N, V] after each of the layers in `after`, in one run on whole
+        sequences: what training asks for.
 
-        Consumes `dropout_key`; None for no dropout, which decoding never has.
-        With `remat` the backward pass computes what is inside each block anew, instead of keeping it.
+        Consumes `dropout_key`; None for no dropout, which decoding never has. With `remat` the
+        backward pass computes what is inside each block anew, instead of keeping it.
         """
         hidden, _ = self._run(
             tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat
@@ -241,7 +248,8 @@ class Transformer(nnx.Module):
         dropout_key=None,
         remat=False,
     ):
-        """Returns the output of each of the first `layers` blocks, [B, N, E], and the rows of the cache."""
+        """Returns the output of each of the first `layers` blocks, [B, N, E], and the rows of the
+        cache."""
         config = self.config
         count = config.layers if layers is None else layers
         if cache is None:
@@ -278,7 +286,8 @@ class Transformer(nnx.Module):
 
 
 def abstract(config: TransformerConfig) -> tuple[Any, Any]:
-    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of abstract arrays)."""
+    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of
+    abstract arrays)."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 

@@ -1,9 +1,11 @@
-"""What makes a draft for a large vocabulary small: a narrow embedding, and a head over a part of the tokens.
+"""What makes a draft for a large vocabulary small: a narrow embedding, and a head over a part of
+the tokens.
 
-Most parameters of a small decoder with a vocabulary of 50,000 tokens or more are its embedding and its head. Here the
-embedding has few numbers a token (Lan et al., 2019, arXiv 1909.11942, section 3.1), and the head scores the tokens that are
-frequent (FR-Spec: Zhao et al., 2025, arXiv 2502.14856). All others have probability 0 as drafts; the output still follows
-the target's distribution exactly, on all tokens.
+Most parameters of a small decoder with a vocabulary of 50,000 tokens or more are its embedding and
+its head. Here the embedding has few numbers a token (Lan et al., 2019, arXiv 1909.11942, section
+3.1), and the head scores the tokens that are frequent (FR-Spec: Zhao et al., 2025, arXiv
+2502.14856). All others have probability 0 as drafts; the output still follows the target's
+distribution exactly, on all tokens.
 """
 
 from typing import Any
@@ -54,7 +56,8 @@ class PartialHead(nnx.Module):
 
 
 class SharedTokens(nnx.Module):
-    """A model as a draft for another vocabulary [V]: tokens that are not `shared` have probability 0.
+    """A model as a draft for another vocabulary [V]: tokens that are not `shared` have probability
+    0.
 
     Where it reads one of those, token 0 stands for it.
 

@@ -1,4 +1,5 @@
-"""A model in one file or a few: safetensors with the shape of the model, and what it was trained on, in the metadata."""
+"""A model in one file or a few: safetensors with the shape of the model, and what it was trained
+on, in the metadata."""
 
 import dataclasses
 import glob
@@ -28,7 +29,8 @@ STORED = ("bfloat16", "int8")
 SUFFIX = ".safetensors"
 SCALE = ":scale"
 EXPORT = "export_sha256"
-"""Metadata key that the parts of one export share, so that a part of another is noticed; older files lack it."""
+"""Metadata key that the parts of one export share, so that a part of another is noticed; older
+files lack it."""
 
 
 def save_weights(
@@ -42,12 +44,14 @@ def save_weights(
     """Writes the parameters, each file whole or not at all.
 
     Args:
-      path: of the model, without the suffix; its tokenizer belongs in the same folder, as `tokenizer.model`.
+      path: of the model, without the suffix; its tokenizer belongs in the same folder, as
+        `tokenizer.model`.
       model: what to write.
-      tokenizer_proto: of the tokenizer, whose digest goes with the weights; of a student, the digest of its teacher's
-        vocabulary.
+      tokenizer_proto: of the tokenizer, whose digest goes with the weights; of a student, the
+        digest of its teacher's vocabulary.
       notes: JSON values on the training.
-      dtype: "bfloat16", or "int8": matrices as int8 with a float32 scale for each output (for each token, of the embedding).
+      dtype: "bfloat16", or "int8": matrices as int8 with a float32 scale for each output (for each
+        token, of the embedding).
       part_bytes: the most bytes of a file; None for one file, whatever its size.
 
     Returns:
@@ -105,8 +109,8 @@ def write_tensors(path: pathlib.Path, tensors: dict[str, Any], metadata: dict[st
 
 
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a model: `path` itself, PATH.safetensors, or its parts in order; none if there is no such
-    model."""
+    """Returns the files of a model: `path` itself, PATH.safetensors, or its parts in order; none if
+    there is no such model."""
     if not path.name:  # The root of the file system.
         return []
     whole = _whole(path)
@@ -136,20 +140,23 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
                 metadata = part.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise UserError(
-                    f"{str(file)!r} is a safetensors file of another program; give one that spectr_jax wrote"
+                    f"{str(file)!r} is a safetensors file of another program; give one that "
+                    "spectr_jax wrote"
                 )
             exports.setdefault(metadata.get(EXPORT), file)
             if len(exports) > 1:
                 first, second = (file.name for file in exports.values())
                 raise UserError(
-                    f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; export it again, or fetch "
+                    f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; "
+                    "export it again, or fetch "
                     "all of its parts anew"
                 )
             arrays.update(safetensors.flax.load_file(file))
         config = _config(metadata, dtype)
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
         raise UserError(
-            f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it again"
+            f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it "
+            "again"
         ) from error
     scales = {
         name.removesuffix(SCALE): arrays.pop(name) for name in list(arrays) if name.endswith(SCALE)
@@ -169,14 +176,16 @@ def _config(metadata: dict[str, str], dtype: str) -> TransformerConfig | LlamaCo
 def from_arrays(
     config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.Array], source: str
 ) -> Any:
-    """Returns a decoder with parameters `arrays` {path: array}; `source` is named if they do not fit `config`."""
+    """Returns a decoder with parameters `arrays` {path: array}; `source` is named if they do not
+    fit `config`."""
     graphdef, state = (
         llama.abstract(config) if isinstance(config, LlamaConfig) else transformer.abstract(config)
     )
     shapes = {name: array.shape for name, array in arrays.items()}
     if shapes != {name: leaf.shape for name, leaf in named_leaves(state).items()}:
         raise UserError(
-            f"the parameters in {source!r} do not fit its own model shape {config}; fetch or export it again"
+            f"the parameters in {source!r} do not fit its own model shape {config}; fetch or "
+            "export it again"
         )
     integers = {
         name
@@ -204,7 +213,8 @@ def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
 
 
 def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int8 and float32 scales of a kernel [inputs, outputs] by output, of an embedding [tokens, width] by token."""
+    """int8 and float32 scales of a kernel [inputs, outputs] by output, of an embedding [tokens,
+    width] by token."""
     if "embedding" in name or name.startswith("positions"):
         return quantized(matrix)
     whole, scale = quantized(matrix.T)
@@ -232,7 +242,8 @@ def _parts(
         needed = len(json.dumps(entry)) + array.nbytes
         if part_bytes and empty + needed > part_bytes:
             raise UserError(
-                f"{name!r} needs a file of {empty + needed} bytes, more than part_bytes={part_bytes}; allow larger parts "
+                f"{name!r} needs a file of {empty + needed} bytes, more than "
+                f"part_bytes={part_bytes}; allow larger parts "
                 "(of export: --part_mb)"
             )
         if part_bytes and size + needed > part_bytes:

@@ -60,7 +60,8 @@ def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]
 def answers(
     session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]
 ) -> Iterator[Answer]:
-    """Answers messages, token by token to `show`: those of a list each on its own, others as they come in one conversation.
+    """Answers messages, token by token to `show`: those of a list each on its own, others as they
+    come in one conversation.
 
     Consumes `key`.
 
@@ -83,7 +84,8 @@ def answers(
 def answer(
     session: Session, prompt: Sequence[int], key: jax.Array, show: Callable[[Token], None]
 ) -> Answer:
-    """Answers a conversation that `encode` made tokens of, token by token to `show`; consumes `key`."""
+    """Answers a conversation that `encode` made tokens of, token by token to `show`; consumes
+    `key`."""
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
     models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens

@@ -1,4 +1,5 @@
-"""Decoded sequences as one self-contained page: coloured tokens, speeds, and the draft tree of every call."""
+"""Decoded sequences as one self-contained page: coloured tokens, speeds, and the draft tree of
+every call."""
 
 import pathlib
 import tempfile
@@ -18,7 +19,8 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
-"""Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an edge leaves its row."""
+"""Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an
+edge leaves its row."""
 LONGEST = 10
 """Characters of a token in a tree."""
 
@@ -112,7 +114,8 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
-    """Returns the continuation as HTML; with a `number` of the prompt each token links to its call."""
+    """Returns the continuation as HTML; with a `number` of the prompt each token links to its
+    call."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
         title = f"call {token.call + 1}: {_name(token.origin)}"
@@ -143,7 +146,8 @@ def _name(origin: str) -> str:
 
 
 def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
-    """Returns the tree from left to right; the accepted path is bold, and the token that follows it hangs on it."""
+    """Returns the tree from left to right; the accepted path is bold, and the token that follows it
+    hangs on it."""
     drafted = np.flatnonzero(call.tokens >= 0).tolist()
     paths, tokens = [tree.path(node) for node in drafted], call.tokens[drafted].tolist()
     parents = np.searchsorted(drafted, tree.parent[drafted]).tolist()

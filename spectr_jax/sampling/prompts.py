@@ -42,7 +42,8 @@ def from_file(path: str) -> list[str]:
 
 
 def from_stdin(stdin: TextIO | None) -> Iterator[str]:
-    """Returns the prompts of stdin as they arrive, one per line; `stdin` is None if the shell closed it.
+    """Returns the prompts of stdin as they arrive, one per line; `stdin` is None if the shell
+    closed it.
 
     Raises:
       UserError: it has no prompt; once it is read, that it is not UTF-8.

@@ -1,4 +1,5 @@
-"""Decodes one prompt at a time with a method and the baseline: the origin of each token, the calls, tokens per second."""
+"""Decodes one prompt at a time with a method and the baseline: the origin of each token, the calls,
+tokens per second."""
 
 import dataclasses
 import statistics
@@ -27,7 +28,8 @@ PARTIAL = "\ufffd"
 
 
 class Session(NamedTuple):
-    """What all prompts share. `target_model` and `draft_model` are the frozen models of `target` and `draft`."""
+    """What all prompts share. `target_model` and `draft_model` are the frozen models of `target`
+    and `draft`."""
 
     method: Method
     target: Trained
@@ -72,7 +74,8 @@ class Decoded(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Tokens per second of a method and of the baseline, medians over runs in turns, and the median ratio of the two."""
+    """Tokens per second of a method and of the baseline, medians over runs in turns, and the median
+    ratio of the two."""
 
     method: float
     baseline: float
@@ -93,15 +96,17 @@ def open_session(
     """Loads the models; the draft only for a method that drafts with it.
 
     Args:
-      method: None for one that is faster than the baseline with the default models on a CPU, or for the baseline where there
-        is no draft.
+      method: None for one that is faster than the baseline with the default models on a CPU, or for
+        the baseline where there is no draft.
       target: any model that `load` takes.
       logprobs: each token of `decode` has its log-probabilities.
       stop: texts before which a continuation ends.
-      draft: likewise; None for `DEFAULT_DRAFT` where it fits the target, and no draft for other targets.
+      draft: likewise; None for `DEFAULT_DRAFT` where it fits the target, and no draft for other
+        targets.
 
     Raises:
-      UserError: a model that is not there, or of another vocabulary; no draft for a method that needs one.
+      UserError: a model that is not there, or of another vocabulary; no draft for a method that
+        needs one.
     """
     wanted = method or get_method("block", draft_length=3)
     others = (
@@ -129,7 +134,8 @@ def open_session(
 
 def _needs_draft(method: Method, target: str) -> UserError:
     return UserError(
-        f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
+        f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give "
+        "--draft"
     )
 
 
@@ -149,11 +155,13 @@ def encode(session: Session, prompt: str) -> list[int]:
 
 
 def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
-    """Raises `UserError` if a prompt leaves no room for the new tokens in the context of the target."""
+    """Raises `UserError` if a prompt leaves no room for the new tokens in the context of the
+    target."""
     context = session.target.model.context
     if len(tokens) + session.max_new_tokens > context:
         raise UserError(
-            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {session.max_new_tokens}, "
+            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is "
+            f"{session.max_new_tokens}, "
             f"more than the {context} of {session.target.name!r} together; shorten one of them"
         )
 
@@ -161,7 +169,8 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
 def encode_all(
     session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]] = encode
 ) -> Iterator[tuple[str, list[int]]]:
-    """Returns each prompt and its tokens. Those of a list are all checked now, others as they come."""
+    """Returns each prompt and its tokens. Those of a list are all checked now, others as they
+    come."""
     encoded = ((prompt, encode(session, prompt)) for prompt in prompts)
     return iter(list(encoded)) if isinstance(prompts, list) else encoded
 
@@ -189,7 +198,8 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
 def added_texts(
     tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]
 ) -> Iterator[str]:
-    """What each new token adds to the text; the bytes of a character add nothing until the last one adds it."""
+    """What each new token adds to the text; the bytes of a character add nothing until the last one
+    adds it."""
     shown = tokenizer.decode(prompt)
     for count, token in enumerate(new, start=1):
         text = tokenizer.decode([*prompt, *new[:count]])
@@ -218,8 +228,9 @@ def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     """Times the session's method and the baseline in turns on one prompt; consumes `key`.
 
-    Every run emits `max_new_tokens`, whatever EOS or stop text comes, so that the cost of a start weighs alike on both.
-    The calls are recorded, as in `decode`: then its program is timed, and no other is compiled.
+    Every run emits `max_new_tokens`, whatever EOS or stop text comes, so that the cost of a start
+    weighs alike on both. The calls are recorded, as in `decode`: then its program is timed, and no
+    other is compiled.
     """
     endless, stop = dataclasses.replace(session.policy, eos=-1), _stop(session)
     never = None if stop is None else stop.never()

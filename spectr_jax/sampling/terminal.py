@@ -1,4 +1,5 @@
-"""Decoded sequences in a terminal: tokens coloured by origin, in columns side by side, and a line of figures."""
+"""Decoded sequences in a terminal: tokens coloured by origin, in columns side by side, and a line
+of figures."""
 
 import itertools
 import os
@@ -11,7 +12,8 @@ from spectr_jax.sampling.chat import Answer
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
 STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
-"""SGR codes: accepted drafts green, corrections red and underlined, bonus tokens blue and bold; others as they are."""
+"""SGR codes: accepted drafts green, corrections red and underlined, bonus tokens blue and bold;
+others as they are."""
 NAMES = {ACCEPTED: "accepted draft", CORRECTION: "correction", BONUS: "bonus token"}
 GAP = "   "
 
@@ -29,8 +31,8 @@ class Letter(NamedTuple):
 
 
 def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = None) -> str:
-    """Returns the line below a sequence, such as `otm_block: 43 tokens in 12 calls, 3.58 a call; 910 tokens/s, 1.62 x
-    baseline`."""
+    """Returns the line below a sequence, such as `otm_block: 43 tokens in 12 calls, 3.58 a call;
+    910 tokens/s, 1.62 x baseline`."""
     tokens, calls = len(decoded.tokens), len(decoded.calls)
     line = f"{decoded.method}: {tokens} tokens in {calls} calls, {tokens / calls:.2f} a call"
     if speed is not None:
@@ -44,8 +46,8 @@ def token(one: Token, colour: bool) -> str:
 
 
 def answered(method: str, made: Answer) -> str:
-    """Returns the line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first after 0.4 s, then 62
-    tokens/s`."""
+    """Returns the line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first
+    after 0.4 s, then 62 tokens/s`."""
     line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
     line += f"; the first after {made.first:.1f} s" + (
         f", then {made.speed:,.0f} tokens/s" if made.speed else ""

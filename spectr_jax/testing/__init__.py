@@ -6,9 +6,9 @@
     check_method(get_method("mine"))   # half a minute
     check_model(MyModel())             # seconds
 
-Each raises `AssertionError`, which says what property failed, where and by how much. Each property of a plan or
-a method is a function of its own too. Keys are fixed: what passes once passes always; a right plan or method fails by chance
-once in 18,000 times.
+Each raises `AssertionError`, which says what property failed, where and by how much. Each property
+of a plan or a method is a function of its own too. Keys are fixed: what passes once passes always;
+a right plan or method fails by chance once in 18,000 times.
 """
 
 from spectr_jax.testing.methods import (

@@ -7,8 +7,8 @@ LEAST = 1e-6
 
 
 def p_value(counts: np.ndarray, pmf: np.ndarray) -> float:
-    """Returns the p-value of `counts` against `pmf`, up to a factor; outcomes expected fewer than 5 times are merged with
-    the next rarest."""
+    """Returns the p-value of `counts` against `pmf`, up to a factor; outcomes expected fewer than 5
+    times are merged with the next rarest."""
     import scipy.special  # Imported late: decoding tests nothing. `scipy.stats` takes a second.
 
     expected = counts.sum() * pmf / pmf.sum()

@@ -29,9 +29,11 @@ GREEDY_SEEDS = (0, 3, 4, 5)
 
 
 def check_method(method: Method) -> None:
-    """Checks a method on table models of four tokens: whole outputs, greedy sequences, rows, counters and compilations.
+    """Checks a method on table models of four tokens: whole outputs, greedy sequences, rows,
+    counters and compilations.
 
-    Give it small options: a tree of up to a dozen nodes, and at most four children a node where drafts are distinct.
+    Give it small options: a tree of up to a dozen nodes, and at most four children a node where
+    drafts are distinct.
 
     Raises:
       AssertionError: the method is wrong; it says where.
@@ -53,11 +55,12 @@ def check_outputs(
     least: float = chi_square.LEAST,
     generations: int | None = None,
 ) -> None:
-    """Chi-square test of 200,000 whole outputs against the exact distribution of the target under `policy`, which has `eos`.
+    """Chi-square test of 200,000 whole outputs against the exact distribution of the target under
+    `policy`, which has `eos`.
 
-    A part of them is drafted at the target's temperature, one at twice that, one greedily, of which a plan sees a p that has
-    one token. `least` is the p-value that is too small to be chance; `generations`, a multiple of 12,000, how many are
-    decoded if not 200,000.
+    A part of them is drafted at the target's temperature, one at twice that, one greedily, of which
+    a plan sees a p that has one token. `least` is the p-value that is too small to be chance;
+    `generations`, a multiple of 12,000, how many are decoded if not 200,000.
 
     Raises:
       AssertionError: they are not drawn from it.
@@ -79,7 +82,8 @@ def check_outputs(
         if new.min() < 0 or new.max() >= VOCAB:
             _fail(
                 method,
-                f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside 0..{VOCAB - 1}",
+                f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside "
+                f"0..{VOCAB - 1}",
             )
         counts += np.bincount(ends * VOCAB**LENGTH + new @ digits, minlength=len(counts))
 
@@ -95,13 +99,16 @@ def check_outputs(
         _fail(
             method,
             f"whole outputs do not follow the target under {policy}: of {generations:,} sequences "
-            f"{observed[worst]:,} continue {PROMPT} by {continuations[worst]}, {expected[worst]:,.0f} expected, and "
-            f"{generations - observed[expected > 0].sum():,} as the target never does (chi-square: p-value {p_value:.1g})",
+            f"{observed[worst]:,} continue {PROMPT} by {continuations[worst]}, "
+            f"{expected[worst]:,.0f} expected, and "
+            f"{generations - observed[expected > 0].sum():,} as the target never does "
+            f"(chi-square: p-value {p_value:.1g})",
         )
 
 
 def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
-    """At temperature 0 every sequence is the target's likeliest, token for token, on tables and prompts of that seed.
+    """At temperature 0 every sequence is the target's likeliest, token for token, on tables and
+    prompts of that seed.
 
     The drafts are greedy for even seeds, and at temperature 1 for odd ones.
 
@@ -123,14 +130,17 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
         row = wrong[0]
         _fail(
             method,
-            f"at temperature 0 it does not emit the target's likeliest tokens (seed {seed}, {len(wrong)} of {BATCH} "
-            f"sequences): {_tokens(result, row)}, likeliest {texts[row, : ends[row]].tolist()}; the prompt is the first "
+            f"at temperature 0 it does not emit the target's likeliest tokens (seed {seed}, "
+            f"{len(wrong)} of {BATCH} "
+            f"sequences): {_tokens(result, row)}, likeliest {texts[row, : ends[row]].tolist()}; "
+            "the prompt is the first "
             f"{lengths[row]}",
         )
 
 
 def check_rows(method: Method, policy: Policy = PLAIN) -> None:
-    """A sequence depends on its own key and prompt alone: not on its row, on the other sequences, or on their lengths.
+    """A sequence depends on its own key and prompt alone: not on its row, on the other sequences,
+    or on their lengths.
 
     Raises:
       AssertionError: it depends on one of these.
@@ -152,8 +162,10 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
             row = wrong[0]
             _fail(
                 method,
-                f"a row depends on its neighbours or its place: {field} of the same key and prompt is "
-                f"{before[row].tolist()} in row {order[row]} of one batch, {after[row].tolist()} in row {row} of another",
+                f"a row depends on its neighbours or its place: {field} of the same key and prompt "
+                "is "
+                f"{before[row].tolist()} in row {order[row]} of one batch, {after[row].tolist()} "
+                f"in row {row} of another",
             )
 
 
@@ -189,13 +201,16 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
             row = int(np.argmax(wrong))
             _fail(
                 method,
-                f"{what} ({wrong.sum()} of {BATCH} sequences): sequence {_tokens(result, row)} on a prompt of "
-                f"{lengths[row]}, target_calls {result.target_calls[row]}, emitted_per_call {histogram[row].tolist()}",
+                f"{what} ({wrong.sum()} of {BATCH} sequences): sequence {_tokens(result, row)} on "
+                "a prompt of "
+                f"{lengths[row]}, target_calls {result.target_calls[row]}, emitted_per_call "
+                f"{histogram[row].tolist()}",
             )
 
 
 def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) -> None:
-    """A call with `second`, built as `first` was, compiles nothing: another key, prompts, temperature and equal models.
+    """A call with `second`, built as `first` was, compiles nothing: another key, prompts,
+    temperature and equal models.
 
     Raises:
       AssertionError: it compiles.
@@ -206,7 +221,8 @@ def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) ->
     if compiled:
         _fail(
             second,
-            f"the second call compiled {len(compiled)} programs; build the method of parts that are equal each time, such "
+            f"the second call compiled {len(compiled)} programs; build the method of parts that "
+            "are equal each time, such "
             "as functions at the top of a module",
         )
 
@@ -237,7 +253,8 @@ def _texts(
     draft=DRAFT,
     draft_temperature=None,
 ) -> Generation:
-    """`BATCH` sequences of up to `LENGTH` new tokens; one program for all that is checked of a method under a policy."""
+    """`BATCH` sequences of up to `LENGTH` new tokens; one program for all that is checked of a
+    method under a policy."""
     exits = (draft,) * max(
         1, method.exit_layer
     )  # Self-speculation drafts with the target's earlier layers.
@@ -255,8 +272,8 @@ def _keys(seed: int) -> jax.Array:
 
 
 def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [B, T] of 1 to `longest` tokens, with other tokens after their ends, which must not matter; and lengths
-    [B]."""
+    """Prompts [B, T] of 1 to `longest` tokens, with other tokens after their ends, which must not
+    matter; and lengths [B]."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, BATCH).astype(np.int32)
     return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
@@ -279,7 +296,8 @@ def _likeliest(
 
 
 def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
-    """The policy applied to a table of probabilities, written without regard to `policy.probabilities`."""
+    """The policy applied to a table of probabilities, written without regard to
+    `policy.probabilities`."""
     logits = np.log(table) / policy.temperature
     shaped = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     order = np.argsort(-shaped, axis=-1)

@@ -28,14 +28,15 @@ def check_model(
 ) -> None:
     """Checks that a model follows the protocol of `spectr_jax.models.base`, on random tokens.
 
-    Its logits depend on the tokens that `visible` shows, on their positions, and on nothing else: not on what is hidden, nor
-    on other rows; a sequence that is fed in pieces through the cache, and the branches of a tree that is scored in one call,
-    have the logits of one call on each alone.
+    Its logits depend on the tokens that `visible` shows, on their positions, and on nothing else:
+    not on what is hidden, nor on other rows; a sequence that is fed in pieces through the cache,
+    and the branches of a tree that is scored in one call, have the logits of one call on each
+    alone.
 
     Args:
       model: as for `generate`, with a context of at least `TOKENS`.
-      layers: check the model that its first `layers` are, for self-speculation, and that the whole model works on behind it;
-        None for all layers.
+      layers: check the model that its first `layers` are, for self-speculation, and that the whole
+        model works on behind it; None for all layers.
       tolerance: the most that logits may differ by; in bfloat16 and int8, roundings differ more.
 
     Raises:
@@ -47,11 +48,13 @@ def check_model(
         tolerance, numbers.Real
     ):
         raise UserError(
-            f"layers={layers!r} and tolerance={tolerance!r}: must be a whole number or None, and a number"
+            f"layers={layers!r} and tolerance={tolerance!r}: must be a whole number or None, and a "
+            "number"
         )
     if layers is not None and not 1 <= layers < max(frozen.merge().layers, 2):
         raise UserError(
-            f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer than it has"
+            f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer "
+            "than it has"
         )
     if frozen.context < TOKENS:
         raise UserError(
@@ -82,7 +85,8 @@ class _Checked:
         return self.frozen.merge().init_cache(BATCH, CAPACITY)
 
     def prefilled(self) -> Cache:
-        """Returns a cache with the first `PREFIXES` tokens committed; behind these are rows that do not count."""
+        """Returns a cache with the first `PREFIXES` tokens committed; behind these are rows that do
+        not count."""
         _, cache = self.extend(*_causal(self.tokens[:, : max(PREFIXES)]), self.empty())
         return Cache(cache.rows, jnp.array(PREFIXES, jnp.int32))
 
@@ -106,12 +110,14 @@ def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions,
 
 
 def _check_shapes(model: _Checked) -> None:
-    """Logits are float32 [B, N, V], cache rows are [B, T, ...], and `extend` leaves the lengths of a cache as they are."""
+    """Logits are float32 [B, N, V], cache rows are [B, T, ...], and `extend` leaves the lengths of
+    a cache as they are."""
     cache = model.empty()
     shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
     if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
         model.fail(
-            f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not [B, T, ...] and 0"
+            f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not "
+            "[B, T, ...] and 0"
         )
     logits, after = model.extend(*_causal(model.tokens[:, : max(PREFIXES)]), cache)
     wanted = (BATCH, max(PREFIXES), model.frozen.vocab_size)
@@ -119,7 +125,8 @@ def _check_shapes(model: _Checked) -> None:
         model.fail(f"logits are {logits.dtype}{list(logits.shape)}, not float32{list(wanted)}")
     if np.any(after.lengths):
         model.fail(
-            "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them"
+            "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` "
+            "commits them"
         )
 
 
@@ -158,7 +165,8 @@ def _check_cache(model: _Checked) -> None:
     """Tokens fed in pieces behind prefixes of several lengths have the logits of one call."""
     cache, whole = model.prefilled(), model.whole(model.tokens)
     message = (
-        "a sequence fed in pieces through the cache is another than in one call; positions are those given, and rows "
+        "a sequence fed in pieces through the cache is another than in one call; positions are "
+        "those given, and rows "
         "belong behind cache.lengths + pending"
     )
     for _ in range(2):
@@ -170,7 +178,8 @@ def _check_cache(model: _Checked) -> None:
 
 
 def _check_tree(model: _Checked) -> None:
-    """Two branches scored together, a level at a time, are as each on its own; and one, once committed, goes on alike."""
+    """Two branches scored together, a level at a time, are as each on its own; and one, once
+    committed, goes on alike."""
     branches, alone = [], []
     for number in range(2):
         sequences = model.tokens.copy()
@@ -207,7 +216,8 @@ def _check_tree(model: _Checked) -> None:
 
 
 def _check_exit(model: _Checked) -> None:
-    """The first layers leave the cache rows of the others as they are: the whole model has the same logits behind them."""
+    """The first layers leave the cache rows of the others as they are: the whole model has the same
+    logits behind them."""
     if model.layers is None:
         return
     whole, lengths = _Checked(model.frozen, None, model.tolerance), np.array(PREFIXES, np.int32)

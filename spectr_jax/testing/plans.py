@@ -48,8 +48,8 @@ VALID = ((False, False, False), (False, True, False), (True, False, True), (True
 
 
 def check_plan(plan: Plan) -> None:
-    """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution, its acceptance, its draws, invalid
-    input, precision.
+    """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution, its
+    acceptance, its draws, invalid input, precision.
 
     Raises:
       AssertionError: the plan is wrong; it says where.
@@ -66,8 +66,8 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
-    """Over all draws of k drafts from p [V], `plan.pmf` averages to q [V], and `plan.acceptance` is the enumerated
-    acceptance.
+    """Over all draws of k drafts from p [V], `plan.pmf` averages to q [V], and `plan.acceptance` is
+    the enumerated acceptance.
 
     Raises:
       AssertionError: it does not.
@@ -80,20 +80,23 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
         worst = int(off.argmax())
         _fail(
             plan,
-            f"the emitted distribution is not q {where}: `pmf` averages over the drafts to {_text(emitted)}, "
+            f"the emitted distribution is not q {where}: `pmf` averages over the drafts to "
+            f"{_text(emitted)}, "
             f"off by {off[worst]:.3g} at token {worst}",
         )
     acceptance = plan.acceptance(p, q, k)
     if not abs(acceptance - accepted) <= TOLERANCE:
         _fail(
             plan,
-            f"the acceptance is wrong {where}: {acceptance:.9g}, by enumeration of `pmf` {accepted:.9g}, "
+            f"the acceptance is wrong {where}: {acceptance:.9g}, by enumeration of `pmf` "
+            f"{accepted:.9g}, "
             f"off by {abs(acceptance - accepted):.3g}",
         )
 
 
 def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
-    """`plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from p [V], and knows what it accepted.
+    """`plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from p [V], and
+    knows what it accepted.
 
     `least` is the p-value that is too small to be chance.
 
@@ -128,7 +131,8 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
 
 
 def check_nonsense(plan: Plan) -> None:
-    """Under jit and for any p, q and drafts, `plan.select` is as documented: no token of probability 0 is chosen.
+    """Under jit and for any p, q and drafts, `plan.select` is as documented: no token of
+    probability 0 is chosen.
 
     Raises:
       AssertionError: one is, or the choice is wrong about the drafts.
@@ -167,9 +171,11 @@ def check_nonsense(plan: Plan) -> None:
 
 
 def check_precision(plan: Plan) -> None:
-    """No product of matrices in `plan.select` is left to a backend's default precision, for small and large vocabularies.
+    """No product of matrices in `plan.select` is left to a backend's default precision, for small
+    and large vocabularies.
 
-    For float32 the default is coarser on TPUs (bfloat16) and GPUs (TF32), which no draws on a CPU would show.
+    For float32 the default is coarser on TPUs (bfloat16) and GPUs (TF32), which no draws on a CPU
+    would show.
 
     Raises:
       AssertionError: one is.
@@ -189,14 +195,17 @@ def check_precision(plan: Plan) -> None:
             if product.count("HIGHEST") < 2:
                 _fail(
                     plan,
-                    f"`select` multiplies matrices of float32 in default precision at V = {V}, which TPUs and GPUs round to "
-                    "8 or 11 bits; use `transport.base.product`, or precision=jax.lax.Precision.HIGHEST",
+                    f"`select` multiplies matrices of float32 in default precision at V = {V}, "
+                    "which TPUs and GPUs round to "
+                    "8 or 11 bits; use `transport.base.product`, or "
+                    "precision=jax.lax.Precision.HIGHEST",
                 )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
-    """Choices [R, D] for keys [R, D], distributions [R, V], drafts [R, k], those of a race [R, D, k], and valid [R, k]."""
+    """Choices [R, D] for keys [R, D], distributions [R, V], drafts [R, k], those of a race [R, D,
+    k], and valid [R, k]."""
 
     def select(key, *rest):
         return plan.select(jax.random.fold_in(key, 0), *rest)
@@ -206,7 +215,8 @@ def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
 
 
 def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """0, 1, 2 and 3 drafts from p, fewer where there are no more, and which places of three they take [4, 3]."""
+    """0, 1, 2 and 3 drafts from p, fewer where there are no more, and which places of three they
+    take [4, 3]."""
     rng, valid = np.random.default_rng(1), np.array(VALID)
     drawn: list[tuple[int, ...]] = [()]
     for live in range(1, len(valid)):
@@ -218,7 +228,8 @@ def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.n
 
 @jax.jit
 def _raced(keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
-    """Returns the drafts [R, D, k] of each key's own race of p [V], and whether they are the `wanted` ones [R, k]."""
+    """Returns the drafts [R, D, k] of each key's own race of p [V], and whether they are the
+    `wanted` ones [R, k]."""
 
     def one(key, wanted, valid):
         order = race.arrivals(jax.random.fold_in(key, 0), p.astype(jnp.float32), len(valid))
@@ -233,7 +244,8 @@ def _check_tokens(plan: Plan, tokens: np.ndarray, allowed, where: str) -> None:
     if len(wrong):
         _fail(
             plan,
-            f"`select` emits token {wrong[0]}, which has no probability, {len(wrong)} of {len(tokens)} times {where}",
+            f"`select` emits token {wrong[0]}, which has no probability, {len(wrong)} of "
+            f"{len(tokens)} times {where}",
         )
 
 
@@ -259,8 +271,10 @@ def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, le
         worst = int(np.abs(seen - pmf).argmax())
         _fail(
             plan,
-            f"`select` does not draw from `pmf` {where}: {_text(seen)} in {counts.sum():,} draws, `pmf` gives {_text(pmf)}, "
-            f"off by {abs(seen[worst] - pmf[worst]):.3g} at token {worst} (chi-square: p-value {p_value:.1g})",
+            f"`select` does not draw from `pmf` {where}: {_text(seen)} in {counts.sum():,} draws, "
+            f"`pmf` gives {_text(pmf)}, "
+            f"off by {abs(seen[worst] - pmf[worst]):.3g} at token {worst} (chi-square: p-value "
+            f"{p_value:.1g})",
         )
 
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run: the only file that knows Orbax.
 
-A checkpoint holds three things: `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and `data`,
-the JSON place in each stream of the data. It is written under a temporary name and renamed, so a step is whole or not there.
+A checkpoint holds three things: `params` and `rest` (optimizer state, step, key) as flat {path:
+array} dicts, and `data`, the JSON place in each stream of the data. It is written under a temporary
+name and renamed, so a step is whole or not there.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the lowest `metric`."""
+    """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the
+    lowest `metric`."""
 
     def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = BITS):
         self.directory, self._metric = directory, metric
@@ -44,7 +46,8 @@ class Checkpoints:
         )
 
     def clean(self) -> None:
-        """Removes the temporary files of a run that died while writing; only for the run that owns the folder."""
+        """Removes the temporary files of a run that died while writing; only for the run that owns
+        the folder."""
         if hosts.is_first():
             for path in self.directory.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -58,7 +61,8 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> tuple[int, float] | None:
-        """Returns the step with the lowest `metric` and its value, or None if there is none that was evaluated."""
+        """Returns the step with the lowest `metric` and its value, or None if there is none that
+        was evaluated."""
         evaluated = [
             (checkpoint.metrics[self._metric], checkpoint.step)
             for checkpoint in self._checkpointer.checkpoints
@@ -70,7 +74,8 @@ class Checkpoints:
     def save(
         self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None
     ) -> None:
-        """Starts to save the state, the place in the data and `metrics`; the last save is complete before this one starts.
+        """Starts to save the state, the place in the data and `metrics`; the last save is complete
+        before this one starts.
 
         Raises:
           UserError: the last save failed, or this one at its start.
@@ -95,10 +100,12 @@ class Checkpoints:
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
         """Returns the newest checkpoint that can be read.
 
-        Checkpoints that cannot be read are moved to another folder, so that the run can write their steps again.
+        Checkpoints that cannot be read are moved to another folder, so that the run can write their
+        steps again.
 
         Args:
-          like: a state of abstract arrays *with shardings*, which say where the parts go; of any number of devices.
+          like: a state of abstract arrays *with shardings*, which say where the parts go; of any
+            number of devices.
 
         Returns:
           The state, the place in the data, and the steps that could not be read.
@@ -129,7 +136,8 @@ class Checkpoints:
         )
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
-        """Returns the parameters alone of a checkpoint (None: the newest), in the structure of `like`.
+        """Returns the parameters alone of a checkpoint (None: the newest), in the structure of
+        `like`.
 
         Raises:
           UserError: as `restore` does; nothing is moved.
@@ -149,7 +157,8 @@ class Checkpoints:
             return self._checkpointer.load_checkpointables(step, wanted)
         except _DAMAGE as error:
             raise UserError(
-                f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model ({_reason(error)}); "
+                f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model "
+                f"({_reason(error)}); "
                 "remove that step to use an earlier one, or fix the path"
             ) from error
 
@@ -172,7 +181,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Failures to save become `UserError`, but for those of JAX itself, which the run explains."""
+        """Failures to save become `UserError`, but for those of JAX itself, which the run
+        explains."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
@@ -181,8 +191,10 @@ class Checkpoints:
             self._checkpointer.reload()  # It counts a step from the start of its save on.
             others = " or see why another process ended" if jax.process_count() > 1 else ""
             raise UserError(
-                f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); make room there{others}, "
-                f"and give the same command again: the run resumes from step {self.latest_step() or 0}, which is whole"
+                f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); "
+                f"make room there{others}, "
+                "and give the same command again: the run resumes from step "
+                f"{self.latest_step() or 0}, which is whole"
             ) from error
 
 

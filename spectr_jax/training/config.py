@@ -55,10 +55,12 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
 
 
 def lm1b_config(model: str) -> ml_collections.ConfigDict:
-    """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B example.
+    """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B
+    example.
 
-    AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of 256 rows of 128 tokens;
-    bfloat16 products. All four models share one tokenizer, trained by whichever run comes first.
+    AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of 256
+    rows of 128 tokens; bfloat16 products. All four models share one tokenizer, trained by whichever
+    run comes first.
     """
     config = train_config(model)
     config.model.dtype = "bfloat16"
@@ -67,8 +69,8 @@ def lm1b_config(model: str) -> ml_collections.ConfigDict:
 
 
 def open_text_config(model: str) -> ml_collections.ConfigDict:
-    """Returns a short run on a few passes of open text, or on less than one: no dropout, bfloat16 products, Muon, a cosine
-    to zero.
+    """Returns a short run on a few passes of open text, or on less than one: no dropout, bfloat16
+    products, Muon, a cosine to zero.
 
     The learning rates were tuned with the small models on a CPU; wider models take lower rates.
     """

@@ -15,7 +15,8 @@ from spectr_jax.utils.errors import UserError
 
 
 class Heldout(NamedTuple):
-    """This process's rows of each packed batch, and the characters of all sentences; a line end counts as one."""
+    """This process's rows of each packed batch, and the characters of all sentences; a line end
+    counts as one."""
 
     batches: list[dict[str, np.ndarray]]
     characters: int
@@ -30,7 +31,8 @@ def pack_heldout(
     length: int,
     name: str = "the corpus",
 ) -> Heldout:
-    """Returns the first held-out sentences that fit the context whole, in full batches (the last one is padded).
+    """Returns the first held-out sentences that fit the context whole, in full batches (the last
+    one is padded).
 
     Args:
       sentences: to take them from.
@@ -59,7 +61,8 @@ def pack_heldout(
 
 
 def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> dict[str, float]:
-    """Nats per token and bits per character: exact means over the real tokens, however they are spread over devices.
+    """Nats per token and bits per character: exact means over the real tokens, however they are
+    spread over devices.
 
     Args:
       eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 for none), tokens.

@@ -59,14 +59,16 @@ class Task(NamedTuple):
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
-    """Trains until `config.steps`, from the newest checkpoint in `workdir` if there is one, else from `config.init`.
+    """Trains until `config.steps`, from the newest checkpoint in `workdir` if there is one, else
+    from `config.init`.
 
-    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file, lock. Of several processes
-    (`hosts.connect`) each calls this, with the same arguments and a workdir that all of them see.
+    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file,
+    lock. Of several processes (`hosts.connect`) each calls this, with the same arguments and a
+    workdir that all of them see.
 
     Raises:
-      UserError: a bad config, a workdir of another config, weights of another shape to start from, an empty or corrupt
-        corpus, a loss that is not finite, a checkpoint that cannot be written.
+      UserError: a bad config, a workdir of another config, weights of another shape to start from,
+        an empty or corrupt corpus, a loss that is not finite, a checkpoint that cannot be written.
       Interrupted: Ctrl-C or SIGTERM, once all is saved.
     """
     preparation.check_train_config(config)
@@ -111,12 +113,14 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
 
 @contextlib.contextmanager
 def explained(workdir: pathlib.Path) -> Iterator[None]:
-    """A context in which failures of disks, memory and other processes become `UserError`, with their remedy."""
+    """A context in which failures of disks, memory and other processes become `UserError`, with
+    their remedy."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give the same command again: "
+            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give "
+            "the same command again: "
             "it resumes from the newest checkpoint"
         ) from error
     except jax.errors.JaxRuntimeError as error:
@@ -127,7 +131,8 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
             ) from error
         if jax.process_count() > 1:
             raise UserError(
-                f"another process of the run has probably ended ({reason}); see its log, and give the same command again "
+                f"another process of the run has probably ended ({reason}); see its log, and give "
+                "the same command again "
                 f"(all of them): it resumes from the newest checkpoint in {str(workdir)!r}"
             ) from error
         raise
@@ -136,7 +141,8 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
 def run(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task
 ) -> TrainState:
-    """Takes the steps of a task that are left, in a workdir that is claimed and locked; see `train`."""
+    """Takes the steps of a task that are left, in a workdir that is claimed and locked; see
+    `train`."""
     return _Run(config, workdir, mesh, task).go()
 
 
@@ -193,7 +199,8 @@ class _Run:
             self.checkpoints.close()
         if stopping:
             raise Interrupted(
-                f"stopped and saved at step {step} of {config.steps}; the same command resumes from there"
+                f"stopped and saved at step {step} of {config.steps}; the same command resumes "
+                "from there"
             )
         return state
 
@@ -211,7 +218,8 @@ class _Run:
         if hosts.is_first():
             for step in damaged:
                 tqdm.tqdm.write(
-                    f"checkpoint {step} cannot be read and was moved to {str(self.workdir / 'damaged')!r}"
+                    f"checkpoint {step} cannot be read and was moved to "
+                    f"{str(self.workdir / 'damaged')!r}"
                 )
             tqdm.tqdm.write(f"resuming from step {int(state.step)}")
         return state
@@ -263,8 +271,10 @@ class _Run:
                 self.checkpoints.wait()
                 raise UserError(
                     f"the loss is {loss} and the gradient norm {norm} at step {step - back}; lower "
-                    f"optimizer.learning_rate={self.config.optimizer.learning_rate} or raise optimizer.warmup_steps, "
-                    f"and start in a new workdir (last good checkpoint: {self.checkpoints.latest_step()})"
+                    f"optimizer.learning_rate={self.config.optimizer.learning_rate} or raise "
+                    "optimizer.warmup_steps, "
+                    "and start in a new workdir (last good checkpoint: "
+                    f"{self.checkpoints.latest_step()})"
                 )
 
 

@@ -16,7 +16,8 @@ from spectr_jax.utils.files import naming, write_whole
 
 
 class MetricsLog:
-    """Appends JSON lines to `path`; on a restart, drops the lines of steps that will be taken again."""
+    """Appends JSON lines to `path`; on a restart, drops the lines of steps that will be taken
+    again."""
 
     def __init__(self, path: pathlib.Path, first_step: int):
         self._path = path
@@ -30,10 +31,11 @@ class MetricsLog:
 
 
 class Window:
-    """The steps since the last record and the time that they took, evaluation and checkpoints left out.
+    """The steps since the last record and the time that they took, evaluation and checkpoints left
+    out.
 
-    The first step of all, which is compiled, is in the means and not in the speed. A context: until it is left, a thread
-    notes when the device is done with each step.
+    The first step of all, which is compiled, is in the means and not in the speed. A context: until
+    it is left, a thread notes when the device is done with each step.
     """
 
     def __init__(self):
@@ -49,7 +51,8 @@ class Window:
         self._device.steps.put(None)
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
-        """Takes the metrics of one step, as `train_step` returns them; waits for the device at the first step alone."""
+        """Takes the metrics of one step, as `train_step` returns them; waits for the device at the
+        first step alone."""
         self.metrics.append(metrics)
         self._dispatched += 1
         self._device.steps.put(metrics)
@@ -68,8 +71,8 @@ class Window:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time spent inside while the device is idle. Steps are dispatched ahead of it, so that the
-        host mostly waits while it works, at no cost."""
+        """Counts the time spent inside while the device is idle. Steps are dispatched ahead of it,
+        so that the host mostly waits while it works, at no cost."""
         started = time.monotonic()
         yield
         if self._device.done == self._dispatched:
@@ -84,8 +87,8 @@ class Window:
         self._aside += time.monotonic() - started
 
     def means(self) -> dict[str, Any]:
-        """Means over the tokens of the window; and tokens per second and the share of the time waited for data, unless it
-        has the first step alone."""
+        """Means over the tokens of the window; and tokens per second and the share of the time
+        waited for data, unless it has the first step alone."""
         rows = jax.device_get(self.metrics)
         seconds = time.monotonic() - self._started - self._aside
         tokens = np.array([row["tokens"] for row in rows], np.float64)
@@ -123,8 +126,8 @@ class _Device:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, none if there is no such file; a last line that a crash cut short is left
-    out."""
+    """Returns the records of a metrics.jsonl, none if there is no such file; a last line that a
+    crash cut short is left out."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -22,7 +22,8 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
     - `rsqrt`: peak * sqrt(warm-up / step), the recipe of Flax's LM1B example;
     - `cosine`: to zero at `steps`, for short runs;
-    - `constant`: the peak until `DECAY` of `steps` are left, then linearly to zero. A lower `steps` ends a run at any time.
+    - `constant`: the peak until `DECAY` of `steps` are left, then linearly to zero. A lower `steps`
+      ends a run at any time.
     """
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
     rising = optax.linear_schedule(0.0, peak, warmup)
@@ -42,15 +43,15 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
 
 def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
-    """Returns the optimizer of `config` (the `optimizer` part of a train config), behind clipping by global norm (0 for
-    none).
+    """Returns the optimizer of `config` (the `optimizer` part of a train config), behind clipping
+    by global norm (0 for none).
 
     By `config.name`:
 
     - `adamw`: the recipe of Flax's LM1B example;
-    - `muon`: orthogonalised momentum for the kernels of the blocks, AdamW (with Nesterov's momentum) for all else (Jordan et
-      al., 2024), with updates scaled to the size of AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one learning rate
-      serves both.
+    - `muon`: orthogonalised momentum for the kernels of the blocks, AdamW (with Nesterov's
+      momentum) for all else (Jordan et al., 2024), with updates scaled to the size of AdamW's (Liu
+      et al., 2025, arXiv 2502.16982), so that one learning rate serves both.
     """
     rate = learning_rate(config, steps)
     adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
@@ -74,7 +75,8 @@ def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.Gradi
 
 
 def _kernels_of_blocks(params: Any) -> Any:
-    """Returns which parameters Muon updates, and their axes: matrices between hidden layers, neither embedding nor head."""
+    """Returns which parameters Muon updates, and their axes: matrices between hidden layers,
+    neither embedding nor head."""
 
     def dimensions(path, leaf):
         inner = (

@@ -58,7 +58,8 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     model = config.model
     if model.width % (2 * model.heads):
         raise UserError(
-            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change one"
+            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change "
+            "one"
         )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
@@ -66,7 +67,8 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
     if not 0 <= config.early_exit.layer < model.layers:
         raise UserError(
-            f"early_exit.layer={config.early_exit.layer} is not below model.layers={model.layers}, so that a layer is left "
+            f"early_exit.layer={config.early_exit.layer} is not below model.layers={model.layers}, "
+            "so that a layer is left "
             "behind it, and at least 0, which is for none; change one"
         )
     if not config.early_exit.weight >= 0:
@@ -75,7 +77,8 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
     if config.init and not weight_files(expanded(config.init)):
         raise UserError(
-            f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that spectr_jax.export wrote, such as "
+            f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that "
+            "spectr_jax.export wrote, such as "
             "spectr_jax/embedded/draft_6m"
         )
     check_optimizer(config)
@@ -102,20 +105,23 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
-    """Returns the number of streams that the corpus is divided into, whatever the number of processes.
+    """Returns the number of streams that the corpus is divided into, whatever the number of
+    processes.
 
     Raises:
       UserError: the rows of a batch, or the streams, cannot be dealt out evenly.
     """
     if config.batch_size % (devices * config.accumulate):
         raise UserError(
-            f"batch_size={config.batch_size} does not divide over {devices} devices in accumulate={config.accumulate} "
+            f"batch_size={config.batch_size} does not divide over {devices} devices in "
+            f"accumulate={config.accumulate} "
             f"parts; give a multiple of {devices * config.accumulate}"
         )
     streams = math.gcd(config.batch_size, config.data.streams)
     if streams % processes:
         raise UserError(
-            f"{streams} streams (data.streams={config.data.streams}, batch_size={config.batch_size}) do not divide over "
+            f"{streams} streams (data.streams={config.data.streams}, "
+            f"batch_size={config.batch_size}) do not divide over "
             f"{processes} processes; make both multiples of {processes}"
         )
     return streams
@@ -134,11 +140,13 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     for name in sorted(wanted.keys() - {"dtype", "dropout"}):
         if wanted[name] != given[name]:
             raise UserError(
-                f"init={config.init!r} has {name}={given[name]}, the config model.{name}={wanted[name]}; change one of them"
+                f"init={config.init!r} has {name}={given[name]}, the config "
+                f"model.{name}={wanted[name]}; change one of them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give its own"
+            f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give "
+            "its own"
         )
     return nnx.state(model)
 
@@ -148,8 +156,8 @@ def claim_workdir(
     workdir: pathlib.Path,
     known: ml_collections.ConfigDict | None = None,
 ) -> None:
-    """Raises `UserError` if `workdir` holds a run of another config; creates it if need be. `known` has the defaults of all
-    fields, by default those of a language model."""
+    """Raises `UserError` if `workdir` holds a run of another config; creates it if need be. `known`
+    has the defaults of all fields, by default those of a language model."""
     path = workdir / CONFIG
     if path.exists():
         ours = flatten_dict(to_json(config), sep=".")
@@ -164,7 +172,8 @@ def claim_workdir(
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
                 raise UserError(
-                    f"workdir {str(workdir)!r} was made with {name}={theirs.get(name)!r}, the config has "
+                    f"workdir {str(workdir)!r} was made with {name}={theirs.get(name)!r}, the "
+                    "config has "
                     f"{ours.get(name)!r}; choose a new --workdir or restore the field"
                 )
     try:
@@ -177,7 +186,8 @@ def claim_workdir(
 
 @contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """A context in which no other run writes to `workdir`; a process that dies in it leaves no lock.
+    """A context in which no other run writes to `workdir`; a process that dies in it leaves no
+    lock.
 
     Raises:
       UserError: one does already.
@@ -190,7 +200,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process trains in {str(workdir)!r}; wait for it, or choose another --workdir"
+                f"another process trains in {str(workdir)!r}; wait for it, or choose another "
+                "--workdir"
             ) from error
         yield
 
@@ -198,13 +209,15 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 def open_tokenizer(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows
 ) -> Tokenizer:
-    """Returns the run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one beside `init`, or one of its
-    own.
+    """Returns the run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one
+    beside `init`, or one of its own.
 
-    The first process trains it if it does not exist, but for a run from `init`, which needs that of the weights.
+    The first process trains it if it does not exist, but for a run from `init`, which needs that of
+    the weights.
 
     Raises:
-      UserError: it is not of the model's vocabulary, not the one that the run had before, or not the packed corpus's.
+      UserError: it is not of the model's vocabulary, not the one that the run had before, or not
+        the packed corpus's.
     """
     own = workdir / TOKENIZER
     shared = own
@@ -213,7 +226,8 @@ def open_tokenizer(
         shared = expanded(config.data.tokenizer or beside)
     if config.init and not shared.exists():
         raise UserError(
-            f"no tokenizer at {str(shared)!r}; a run from init={config.init!r} needs the tokenizer of the weights"
+            f"no tokenizer at {str(shared)!r}; a run from init={config.init!r} needs the tokenizer "
+            "of the weights"
         )
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
@@ -227,12 +241,15 @@ def open_tokenizer(
     tokenizer = Tokenizer(shared)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
-            f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is {config.model.vocab_size}; give "
-            f"model.vocab_size={tokenizer.vocab_size}, or as data.tokenizer one that is not there yet"
+            f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is "
+            f"{config.model.vocab_size}; give "
+            f"model.vocab_size={tokenizer.vocab_size}, or as data.tokenizer one that is not there "
+            "yet"
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(
-            f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; restore it"
+            f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; "
+            "restore it"
         )
     if hosts.is_first() and not own.exists():
         write_whole(own, tokenizer.proto)
@@ -244,7 +261,8 @@ def _check_packed(
 ) -> None:
     if rows.length != config.model.context:
         raise UserError(
-            f"{config.data.train!r} has rows of {rows.length} tokens, model.context is {config.model.context}; pack it "
+            f"{config.data.train!r} has rows of {rows.length} tokens, model.context is "
+            f"{config.model.context}; pack it "
             "again with that --length, or change the model"
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
@@ -254,6 +272,7 @@ def _check_packed(
             else "is not there, and should be the tokenizer"
         )
         raise UserError(
-            f"{str(tokenizer)!r} {found} that {config.data.train!r} was packed with; give data.tokenizer="
+            f"{str(tokenizer)!r} {found} that {config.data.train!r} was packed with; give "
+            "data.tokenizer="
             f"{str(pathlib.Path(config.data.train.removeprefix(PACKED_PREFIX)) / 'tokenizer.model')!r}"
         )

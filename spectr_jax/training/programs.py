@@ -22,7 +22,8 @@ class Programs(NamedTuple):
     Attributes:
       init: (key) -> state; the key is consumed.
       step: (state, batch) -> state, metrics; the state is donated.
-      evaluate: (params, batch) -> sums over its tokens; of a language model, what `eval_step` returns.
+      evaluate: (params, batch) -> sums over its tokens; of a language model, what `eval_step`
+        returns.
       like: the state as abstract arrays with shardings.
     """
 
@@ -58,9 +59,9 @@ def compiled(
     evaluate: Callable,
     given: tuple[Any, ...] = (),
 ) -> Programs:
-    """Programs with parameters and optimizer state on `mesh` by `sharding.state_sharding`; the functions are as in
-    `Programs`, and `build` makes the model of random numbers. `given` are arrays, such as a teacher's weights, which `step`
-    and `evaluate` take as further arguments."""
+    """Programs with parameters and optimizer state on `mesh` by `sharding.state_sharding`; the
+    functions are as in `Programs`, and `build` makes the model of random numbers. `given` are
+    arrays, such as a teacher's weights, which `step` and `evaluate` take as further arguments."""
 
     def init(key):
         params_key, run_key = jax.random.split(key)

@@ -1,4 +1,5 @@
-"""What a training run leaves in its workdir beside checkpoints: its config, its model's shape, its tokenizer.
+"""What a training run leaves in its workdir beside checkpoints: its config, its model's shape, its
+tokenizer.
 
 Nothing here needs Orbax, or the code that trains.
 """
@@ -30,7 +31,8 @@ class Student(NamedTuple):
       shape: of the student.
       head_tokens: the tokens that its head scores [W] int32.
       vocabulary: digest of the teacher's.
-      rows: labelled rows of each folder that it learns from; empty in runs that are older than this field.
+      rows: labelled rows of each folder that it learns from; empty in runs that are older than this
+        field.
     """
 
     shape: LlamaConfig

@@ -32,7 +32,8 @@ class TrainState:
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""What a step lowers: of (params, batch, key), which is consumed, the loss and what is logged, both summed over tokens."""
+"""What a step lowers: of (params, batch, key), which is consumed, the loss and what is logged, both
+summed over tokens."""
 
 
 def init_state(
@@ -49,7 +50,8 @@ class StepOptions(NamedTuple):
     Attributes:
       exit_layer: a second loss after this number of first layers, for self-speculation; 0 for none.
       exit_weight: of that loss.
-      accumulate: in how many parts the rows of a batch go through the model; their gradients are summed.
+      accumulate: in how many parts the rows of a batch go through the model; their gradients are
+        summed.
       remat: compute each block's activations anew in the backward pass, for memory.
     """
 
@@ -69,7 +71,8 @@ def summed_loss(
     """Cross-entropy summed over the tokens of a packed batch; `dropout_key` is consumed.
 
     Returns:
-      Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the number of tokens.
+      Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the number
+      of tokens.
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
     mask = causal(batch["segments"])
@@ -101,7 +104,8 @@ def train_step(
       batch: `inputs`, `targets`, `segments`, `positions`, int32 [B, N].
 
     Returns:
-      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and `exit_loss` where there is an exit.
+      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and `exit_loss`
+      where there is an exit.
     """
 
     def objective(params, part, key):
@@ -121,7 +125,8 @@ def update(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """Returns one update that lowers `objective`, over the tokens of `batch` whose `segments` [B, N] are not 0.
+    """Returns one update that lowers `objective`, over the tokens of `batch` whose `segments` [B,
+    N] are not 0.
 
     Args:
       objective: see `Objective`.
@@ -162,10 +167,12 @@ def update(
 
 
 def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0):
-    """Summed nats, those after `exit_layer`, and the number of tokens of one batch, without dropout."""
+    """Summed nats, those after `exit_layer`, and the number of tokens of one batch, without
+    dropout."""
     return summed_loss(nnx.merge(graphdef, params), batch, exit_layer=exit_layer)
 
 
 def _split_rows(rows_BxN: jax.Array, parts: int) -> jax.Array:
-    """Returns [parts, B / parts, N], every `parts`-th row in a part: so each device has as many rows of each, its own."""
+    """Returns [parts, B / parts, N], every `parts`-th row in a part: so each device has as many
+    rows of each, its own."""
     return jnp.swapaxes(rows_BxN.reshape(-1, parts, *rows_BxN.shape[1:]), 0, 1)

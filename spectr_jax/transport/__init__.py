@@ -1,4 +1,5 @@
-"""Transport plans: k drafts from p, one token from q. `get(name)` returns a plan; each file names its source."""
+"""Transport plans: k drafts from p, one token from q. `get(name)` returns a plan; each file names
+its source."""
 
 import inspect
 from collections.abc import Callable
@@ -50,10 +51,12 @@ RULES = ("iid", "without_replacement", "race", "greedy")
 
 @runtime_checkable
 class PlanFunctions(Protocol):
-    """What defines a plan: a module, or any object, with these functions; see the methods of `Plan` of the same names.
+    """What defines a plan: a module, or any object, with these functions; see the methods of `Plan`
+    of the same names.
 
-    All take the plan's options as keyword-only arguments with defaults. Besides, there may be `DRAFTS`, one of `RULES` where
-    the drafts are not to be i.i.d., and `win` where the plan names a winner among them (`spectr_jax.transport.winner`).
+    All take the plan's options as keyword-only arguments with defaults. Besides, there may be
+    `DRAFTS`, one of `RULES` where the drafts are not to be i.i.d., and `win` where the plan names a
+    winner among them (`spectr_jax.transport.winner`).
     """
 
     @property
@@ -92,7 +95,8 @@ def register(name: str, plan: PlanFunctions) -> None:
 
     Args:
       name: not taken yet.
-      plan: a module or any object with functions `select`, `pmf` and `acceptance`; see `PlanFunctions`.
+      plan: a module or any object with functions `select`, `pmf` and `acceptance`; see
+        `PlanFunctions`.
 
     Raises:
       UserError: the name is taken, a function is missing, or `DRAFTS` is none of `RULES`.

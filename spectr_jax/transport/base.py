@@ -1,13 +1,14 @@
 r"""Transport plans: from drafts with distribution p to one token with distribution q.
 
-Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$ (`Plan.pmf`). It is exact if
-y, averaged over the drafts, is distributed as q. Its acceptance is the probability that y is among the drafts
-(`Plan.acceptance`), and higher is better:
+Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$
+(`Plan.pmf`). It is exact if y, averaged over the drafts, is distributed as q. Its acceptance is the
+probability that y is among the drafts (`Plan.acceptance`), and higher is better:
 
 $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y), \qquad
 \alpha = P(y = x_i \text{ for some } i).$$
 
-A plan is a file with three functions, registered in `spectr_jax.transport`. Nothing here knows a model or a tree.
+A plan is a file with three functions, registered in `spectr_jax.transport`. Nothing here knows a
+model or a tree.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ class Choice(NamedTuple):
 
     Attributes:
       token: [] int32, distributed as q.
-      accepted: [] bool, whether it is one of the valid drafts (also when a draw from the residual hits one by chance).
+      accepted: [] bool, whether it is one of the valid drafts (also when a draw from the residual
+        hits one by chance).
     """
 
     token: IntScalar
@@ -48,15 +50,18 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A transport plan with its options bound. Equal plans hash alike, so that jit compiles each once.
+    """A transport plan with its options bound. Equal plans hash alike, so that jit compiles each
+    once.
 
     Attributes:
       name: as registered.
       options: sorted (name, value) pairs.
       functions: the plan's `select`, `pmf` and `acceptance`, before options.
-      drafts: how the k drafts must be drawn from p: "iid"; "without_replacement"; "race", the same with a key that `select`
-        shall be given too; or "greedy" (the k - 1 likeliest tokens and one draw from the rest).
-      winner: `winner(key, p, q, drafts, valid)`, the plan's `win` (`transport/winner.py`); None if it names no winner.
+      drafts: how the k drafts must be drawn from p: "iid"; "without_replacement"; "race", the same
+        with a key that `select` shall be given too; or "greedy" (the k - 1 likeliest tokens and one
+        draw from the rest).
+      winner: `winner(key, p, q, drafts, valid)`, the plan's `win` (`transport/winner.py`); None if
+        it names no winner.
     """
 
     name: str
@@ -70,8 +75,9 @@ class Plan:
     ) -> Choice:
         """Chooses a token with distribution q.
 
-        Jittable and vmappable. The number of drafts is the sum of `valid`, which may be traced. A token with q = 0 is never
-        chosen. Outside jit, bad arguments raise. Under jit their values are not known:
+        Jittable and vmappable. The number of drafts is the sum of `valid`, which may be traced. A
+        token with q = 0 is never chosen. Outside jit, bad arguments raise. Under jit their values
+        are not known:
 
         - With no valid draft the token is drawn from q.
         - A draft with p = 0 or outside the vocabulary is not valid.
@@ -114,10 +120,12 @@ class Plan:
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
     def pmf(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactProbs:
-        """Returns the exact distribution [V] of the token given the drafts, in float64; averaged over drafts it is q.
+        """Returns the exact distribution [V] of the token given the drafts, in float64; averaged
+        over drafts it is q.
 
         Raises:
-          UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too large for the plan.
+          UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too
+            large for the plan.
         """
         p, q = checks.check_distributions(p, q)
         return self.functions[1](
@@ -166,7 +174,8 @@ def select_by_pmf(
 ) -> Choice:
     """Draws a token from `pmf(p, q, drafts)`, which the host computes; consumes `key`.
 
-    This is the `select` of plans for analysis, for small vocabularies and tests: each choice is a callback to the host.
+    This is the `select` of plans for analysis, for small vocabularies and tests: each choice is a
+    callback to the host.
     """
 
     def on_host(
@@ -185,14 +194,15 @@ def select_by_pmf(
 
 
 def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
-    """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative sum; consumes `key`.
+    """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative
+    sum; consumes `key`.
 
-    It takes one uniform per token, where the Gumbel trick needs V. The sum is inverted in two stages, for a block of tokens
-    and for a token in it, so that nothing of size V is scanned. A token of weight 0 is never drawn, whatever the rounding,
-    unless all are 0: then it is the last.
+    It takes one uniform per token, where the Gumbel trick needs V. The sum is inverted in two
+    stages, for a block of tokens and for a token in it, so that nothing of size V is scanned. A
+    token of weight 0 is never drawn, whatever the rounding, unless all are 0: then it is the last.
 
-    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the block, to 1e-7 of the
-    mass, and the nine bits that are left of its 32 refine the place in it.
+    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the
+    block, to 1e-7 of the mass, and the nine bits that are left of its 32 refine the place in it.
     """
     V = weights.shape[-1]
     width = math.isqrt(V - 1) + 1
@@ -213,7 +223,8 @@ def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[
 def _invert(
     cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar
 ) -> IntScalar:
-    """Returns the first index of positive weight whose cumulative sum exceeds `level`, or the last such index."""
+    """Returns the first index of positive weight whose cumulative sum exceeds `level`, or the last
+    such index."""
     positive = weights > 0
     reached = positive & (cumulative > level)
     last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
@@ -229,5 +240,6 @@ def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "...
 
 
 def or_else(weights: Probs, fallback: Probs) -> Probs:
-    """Returns `weights` [V] if any is positive, else `fallback`, the limit of a residual 0/0 that only rounding reaches."""
+    """Returns `weights` [V] if any is positive, else `fallback`, the limit of a residual 0/0 that
+    only rounding reaches."""
     return jnp.where(jnp.any(weights > 0), weights, fallback)

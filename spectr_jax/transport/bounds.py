@@ -14,7 +14,8 @@ LARGEST = 5_000_000
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> float:
-    """Returns TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section 4).
+    """Returns TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section
+    4).
 
     Args:
       p, q: [V] distributions.
@@ -27,7 +28,8 @@ def total_variation(p: ArrayLike, q: ArrayLike) -> float:
 
 
 def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-    """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, in O(V log V) (see `otm`).
+    """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, in O(V log V)
+    (see `otm`).
 
     Args:
       p, q: [V] distributions of drafts and target.
@@ -41,7 +43,8 @@ def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
 
 
 def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
-    """Returns sum p q / (p + q), a lower bound on the acceptance of one exponential race (ERSD, Lemma 3.1).
+    """Returns sum p q / (p + q), a lower bound on the acceptance of one exponential race (ERSD,
+    Lemma 3.1).
 
     Args:
       p, q: [V] distributions.
@@ -55,26 +58,28 @@ def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
 
 
 def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-    r"""Returns the bound on alpha_k of SpecTr's Theorem 1, minimised over all subsets Omega_0, for small vocabularies.
+    r"""Returns the bound on alpha_k of SpecTr's Theorem 1, minimised over all subsets Omega_0, for
+    small vocabularies.
 
-    $$\alpha_k \le \min_{\Omega_0} \left[\sum_{y \in \Omega_0} \min\left(q(y), 1 - (1 - p(y))^k\right) +
-    \sum_{x_1, \dots, x_k} \min\left(\prod_i p(x_i), \sum_{y \in S \setminus \Omega_0} q(y)\right)\right],
-    \quad S \text{ the set of } x_1, \dots, x_k$$
+    $$\alpha_k \le \min_{\Omega_0} \left[\sum_{y \in \Omega_0} \min\left(q(y), 1 - (1 -
+    p(y))^k\right) + \sum_{x_1, \dots, x_k} \min\left(\prod_i p(x_i), \sum_{y \in S \setminus
+    \Omega_0} q(y)\right)\right], \quad S \text{ the set of } x_1, \dots, x_k$$
 
     Args:
       p, q: [V] distributions of drafts and target.
       k: drafts, at least 1.
 
     Raises:
-      UserError: there are too many subsets and drafts, one is no distribution, they differ in size, or k is no number of
-        drafts.
+      UserError: there are too many subsets and drafts, one is no distribution, they differ in size,
+        or k is no number of drafts.
     """
     p, q = checks.check_distributions(p, q)
     k, V = checks.check_number(k), len(p)
     terms = 2.0**V * math.comb(V + k - 1, k) if V < 1000 else math.inf
     if terms > LARGEST:
         raise UserError(
-            f"Theorem 1's bound for {V} tokens and k={k} has {terms:,.0f} terms, more than {LARGEST:,}; "
+            f"Theorem 1's bound for {V} tokens and k={k} has {terms:,.0f} terms, more than "
+            f"{LARGEST:,}; "
             "lower V or k, or use `optimal_acceptance`, which is exact"
         )
     tuples = list(itertools.combinations_with_replacement(range(V), k))

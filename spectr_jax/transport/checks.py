@@ -11,7 +11,8 @@ from spectr_jax.transport.types import ExactProbs
 from spectr_jax.utils.errors import UserError
 
 TOLERANCE = 1e-3
-"""How far the sum of a distribution may be from 1; float32 sums over large vocabularies are that rough."""
+"""How far the sum of a distribution may be from 1; float32 sums over large vocabularies are that
+rough."""
 
 
 def known(*arrays: object) -> bool:
@@ -20,7 +21,8 @@ def known(*arrays: object) -> bool:
 
 
 def check_distributions(p: ArrayLike, q: ArrayLike) -> tuple[ExactProbs, ExactProbs]:
-    """Returns p [V] and q [V] in float64, normalised; raises `UserError` unless both are distributions on one vocabulary."""
+    """Returns p [V] and q [V] in float64, normalised; raises `UserError` unless both are
+    distributions on one vocabulary."""
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for name, pmf in (("p", p), ("q", q)):
         if pmf.ndim != 1 or not len(pmf):
@@ -47,7 +49,8 @@ def check_number(k: int | float) -> int:
 
 
 def check_whole(drafts: ArrayLike | Sequence[int]) -> None:
-    """Raises `UserError` unless drafts that are not arrays of JAX are whole numbers within int32."""
+    """Raises `UserError` unless drafts that are not arrays of JAX are whole numbers within
+    int32."""
     if isinstance(drafts, jax.Array) or (
         isinstance(drafts, Sequence) and any(isinstance(each, jax.Array) for each in drafts)
     ):
@@ -62,7 +65,8 @@ def check_whole(drafts: ArrayLike | Sequence[int]) -> None:
 def check_drafts(
     p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str
 ) -> tuple[int, ...]:
-    """Returns the drafts as a tuple; raises `UserError` if there are none or if they cannot come from p by `rule`."""
+    """Returns the drafts as a tuple; raises `UserError` if there are none or if they cannot come
+    from p by `rule`."""
     check_whole(drafts)
     drafts = tuple(int(draft) for draft in drafts)
     if not drafts:
@@ -82,6 +86,7 @@ def check_drafts(
         and min(p[list(drafts[:-1])]) < max(np.delete(p, drafts[:-1]), default=0)
     ):
         raise UserError(
-            f"drafts {drafts[:-1]} are not the {len(drafts) - 1} likeliest tokens of p; draft greedily"
+            f"drafts {drafts[:-1]} are not the {len(drafts) - 1} likeliest tokens of p; draft "
+            "greedily"
         )
     return drafts

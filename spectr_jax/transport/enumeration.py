@@ -1,4 +1,5 @@
-"""All drafts of a small problem, and what a plan does with them: the reference that every plan is tested against."""
+"""All drafts of a small problem, and what a plan does with them: the reference that every plan is
+tested against."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,8 @@ from spectr_jax.transport.types import ExactProbs
 
 
 def draft_tuples(p: ExactProbs, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yields each sequence of k drafts that `rule` can draw from p [V], and its probability; shorter if the support is.
+    """Yields each sequence of k drafts that `rule` can draw from p [V], and its probability;
+    shorter if the support is.
 
     Args:
       p: [V] float64.
@@ -35,7 +37,8 @@ def draft_tuples(p: ExactProbs, k: int, rule: str) -> Iterator[tuple[tuple[int, 
 
 
 def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:
-    """Returns the probability that distinct `drafts` are drawn from p [V] without replacement, in this order."""
+    """Returns the probability that distinct `drafts` are drawn from p [V] without replacement, in
+    this order."""
     rest, probability = p.copy(), 1.0
     for draft in drafts:
         probability *= (
@@ -46,7 +49,8 @@ def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:
 
 
 def emitted_pmf(plan: Plan, p: ExactProbs, q: ExactProbs, k: int) -> tuple[ExactProbs, float]:
-    """Returns the distribution [V] of the plan's token over all drafts, and the probability that it is among them."""
+    """Returns the distribution [V] of the plan's token over all drafts, and the probability that it
+    is among them."""
     emitted, accepted = np.zeros(len(q)), 0.0
     for drafts, probability in draft_tuples(np.asarray(p, float), k, plan.drafts):
         pmf = plan.pmf(p, q, drafts)

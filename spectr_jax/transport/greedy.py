@@ -1,8 +1,8 @@
 r"""Greedy drafts, and the plan that is optimal for them (Hu et al., 2025, arXiv 2502.18779).
 
-The first k - 1 drafts are the likeliest tokens of p, the set H; the last is drawn from p', which is p without them,
-renormalised. Only the last is random, and a token of H is always among the drafts; so the optimum is Algorithm 1 with p' as
-the draft distribution, and
+The first k - 1 drafts are the likeliest tokens of p, the set H; the last is drawn from p', which is
+p without them, renormalised. Only the last is random, and a token of H is always among the drafts;
+so the optimum is Algorithm 1 with p' as the draft distribution, and
 
 $$\alpha = q(H) + \sum_x \min(p'(x), q(x)).$$
 """

@@ -1,17 +1,19 @@
-r"""Sequential plans with a constant and a subset a draft, and their iterative improvement (SpecTr++, Ahn et al., 2023).
+r"""Sequential plans with a constant and a subset a draft, and their iterative improvement (SpecTr++,
+Ahn et al., 2023).
 
-Algorithm 1 accepts draft i with probability a_i, 1 outside the subset Omega_i and alpha_i q / p_i inside. Given the
-subsets, the best alphas solve the linear program (LP_k) of Theorem 2, where u_i is the probability that the first i drafts
-are rejected and u_0 = 1:
+Algorithm 1 accepts draft i with probability a_i, 1 outside the subset Omega_i and alpha_i q / p_i
+inside. Given the subsets, the best alphas solve the linear program (LP_k) of Theorem 2, where u_i
+is the probability that the first i drafts are rejected and u_0 = 1:
 
-$$\min_{\alpha} u_k \quad \text{with} \quad u_i = u_{i-1} \left(1 - \sum_x p_i(x) a_i(x)\right), \quad
-\sum_i u_{i-1} p_i(x) a_i(x) \le q(x) \text{ for all } x.$$
+$$\min_{\alpha} u_k \quad \text{with} \quad u_i = u_{i-1} \left(1 - \sum_x p_i(x) a_i(x)\right),
+\quad \sum_i u_{i-1} p_i(x) a_i(x) \le q(x) \text{ for all } x.$$
 
-Algorithm 2, iOPT, shrinks the subsets in turn.
-This is the general form of Appendix B: every draft may have its own distribution, in float64 and with SciPy's HiGHS. It is
-for analysis, and the oracle for what `spectr_plus_plus` solves on the device.
+Algorithm 2, iOPT, shrinks the subsets in turn. This is the general form of Appendix B: every draft
+may have its own distribution, in float64 and with SciPy's HiGHS. It is for analysis, and the oracle
+for what `spectr_plus_plus` solves on the device.
 
-The paper excludes empty subsets with u_i = u_(i-1); everything is accepted there, so u_i = 0, and that is used here.
+The paper excludes empty subsets with u_i = u_(i-1); everything is accepted there, so u_i = 0, and
+that is used here.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -42,7 +44,8 @@ class Stages(NamedTuple):
 
 
 def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None = None) -> Stages:
-    """Runs Algorithm 2: alternates between the best alphas and smaller subsets until nothing changes (Theorem 3).
+    """Runs Algorithm 2: alternates between the best alphas and smaller subsets until nothing
+    changes (Theorem 3).
 
     Args:
       ps: [k, V] distribution of each draft.
@@ -61,9 +64,11 @@ def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None
 
 
 def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
-    """Returns the subsets that SpecTr++ starts from (Definition 3), [k, V] bool: {p_i >= alpha q}, alpha that of K-SEQ.
+    """Returns the subsets that SpecTr++ starts from (Definition 3), [k, V] bool: {p_i >= alpha q},
+    alpha that of K-SEQ.
 
-    For drafts of different distributions alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where they are the same.
+    For drafts of different distributions alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where
+    they are the same.
     """
     low, high = 0.0, 1.0
     for _ in range(100):
@@ -75,7 +80,8 @@ def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
 
 
 def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.ndarray, " k"]:
-    """Returns the alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in u_i = P(the first i drafts are rejected)."""
+    """Returns the alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in u_i = P(the first i drafts
+    are rejected)."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
 
     k = len(ps)
@@ -137,7 +143,8 @@ def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) 
 
 
 def acceptance(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
-    """Returns the probability that Algorithm 1's token is a draft: one passes, or the residual hits a rejected one."""
+    """Returns the probability that Algorithm 1's token is a draft: one passes, or the residual hits
+    a rejected one."""
     accepted, rejected, residual = _masses(ps, q, stages)
     none = np.prod(rejected)
     none_without = np.prod(np.maximum(rejected[:, None] - (ps - accepted), 0), axis=0)
@@ -152,7 +159,8 @@ def accept_probability(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
 def _masses(
     ps: DraftProbs, q: ExactProbs, stages: Stages
 ) -> tuple[DraftProbs, Float[np.ndarray, " k"], ExactProbs]:
-    """Returns the accepted mass [k, V] of each draft, the probability [k] that it is rejected, and the residual [V]."""
+    """Returns the accepted mass [k, V] of each draft, the probability [k] that it is rejected, and
+    the residual [V]."""
     accepted = np.where(stages.subsets, np.minimum(ps, stages.alphas[:, None] * q), ps)
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)
     reached = np.cumprod(np.append(1.0, rejected))[:-1]

@@ -1,18 +1,20 @@
 r"""k-sequential selection, K-SEQ, at gamma* (SpecTr, Algorithm 2 and Theorem 2).
 
-Drafts are tried in turn, each accepted with probability min(1, q(x) / (gamma p(x))); if none is, the token is drawn
-from the residual distribution (5). The plan is valid for every gamma >= gamma*, where gamma* solves (6),
+Drafts are tried in turn, each accepted with probability min(1, q(x) / (gamma p(x))); if none is,
+the token is drawn from the residual distribution (5). The plan is valid for every gamma >= gamma*,
+where gamma* solves (6),
 
-$$1 - (1 - \beta)^k = \gamma \beta, \qquad \beta(\gamma) = \sum_x \min\left(p(x), \frac{q(x)}{\gamma}\right).$$
+$$1 - (1 - \beta)^k = \gamma \beta, \qquad \beta(\gamma) = \sum_x \min\left(p(x),
+\frac{q(x)}{\gamma}\right).$$
 
-Both sides divided by beta, the equation reads S_k = gamma; and so the residual, not normalised, and the probability that a
-draft passes its test are
+Both sides divided by beta, the equation reads S_k = gamma; and so the residual, not normalised, and
+the probability that a draft passes its test are
 
-$$S_k(\beta) = \sum_{i=0}^{k-1} (1 - \beta)^i, \qquad r(x) = q(x) - \min\left(p(x), \frac{q(x)}{\gamma}\right) S_k(\beta),
-\qquad p_{\mathrm{acc}} = 1 - (1 - \beta)^k.$$
+$$S_k(\beta) = \sum_{i=0}^{k-1} (1 - \beta)^i, \qquad r(x) = q(x) - \min\left(p(x),
+\frac{q(x)}{\gamma}\right) S_k(\beta), \qquad p_{\mathrm{acc}} = 1 - (1 - \beta)^k.$$
 
-Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last bit (Algorithm 1), and disjoint supports give
-gamma = k. `kseq_gamma` is the same plan at another gamma.
+Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last bit (Algorithm 1), and
+disjoint supports give gamma = k. `kseq_gamma` is the same plan at another gamma.
 """
 
 from collections.abc import Sequence
@@ -26,8 +28,9 @@ from spectr_jax.transport.base import Choice, draw, or_else
 from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 STEPS = 12
-"""Steps of Newton's method, each a pass over the vocabulary. On 1,500 pairs of many kinds, 10 left |f| < 4e-6 and 12 no
-more. With one dominant token and p close to q they left 2e-5 at k = 8 and 9e-4 at k = 64, which `sequential` corrects."""
+"""Steps of Newton's method, each a pass over the vocabulary. On 1,500 pairs of many kinds, 10 left
+|f| < 4e-6 and 12 no more. With one dominant token and p close to q they left 2e-5 at k = 8 and 9e-4
+at k = 64, which `sequential` corrects."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
@@ -41,12 +44,14 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance: p_acc of Theorem 2, and the chance that the residual hits a rejected draft."""
+    """Returns the exact acceptance: p_acc of Theorem 2, and the chance that the residual hits a
+    rejected draft."""
     return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
 
 
 def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes its test."""
+    """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes
+    its test."""
     p, q = np.asarray(p, float), np.asarray(q, float)
     return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
 
@@ -56,8 +61,8 @@ def sequential(
 ) -> Choice:
     """Runs SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
 
-    Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it, one coin of
-    probability gamma / S_k decides whether any draft may pass, which corrects this.
+    Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it,
+    one coin of probability gamma / S_k decides whether any draft may pass, which corrects this.
     """
     accept_key, residual_key = jax.random.split(key)
     uniforms = jax.random.uniform(accept_key, (len(drafts) + 1,), p.dtype)
@@ -94,10 +99,12 @@ def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) ->
 
 
 def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
-    """Returns gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma)) (Lemma 3).
+    """Returns gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma))
+    (Lemma 3).
 
-    Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and gamma*: each step moves an
-    end of the bracket there, and a step that would leave the bracket goes to its middle.
+    Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and
+    gamma*: each step moves an end of the bracket there, and a step that would leave the bracket
+    goes to its middle.
     """
 
     def step(

@@ -1,7 +1,8 @@
-"""K-SEQ at a given gamma (SpecTr, Algorithm 2): valid for every gamma >= gamma*, and less often accepting than at gamma*.
+"""K-SEQ at a given gamma (SpecTr, Algorithm 2): valid for every gamma >= gamma*, and less often
+accepting than at gamma*.
 
-By default gamma = k, which is valid for all p and q and needs no search. A gamma below gamma* has no valid plan; where
-one is given, gamma* is used.
+By default gamma = k, which is valid for all p and q and needs no search. A gamma below gamma* has
+no valid plan; where one is given, gamma* is used.
 """
 
 import numbers

@@ -1,7 +1,7 @@
 r"""Maximal coupling of one draft and the target (SpecTr, Algorithm 1; speculative decoding).
 
-The draft x is accepted with probability min(1, q(x) / p(x)), else the token is drawn from (q - p)+, normalised. No plan for
-one draft accepts more often:
+The draft x is accepted with probability min(1, q(x) / p(x)), else the token is drawn from (q - p)+,
+normalised. No plan for one draft accepts more often:
 
 $$\alpha = \sum_x \min(p(x), q(x)) = 1 - \mathrm{TV}(p, q).$$
 
@@ -37,6 +37,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns 1 - TV(p, q) from the first draft, and the chance that the residual hits one of the k - 1 others."""
+    """Returns 1 - TV(p, q) from the first draft, and the chance that the residual hits one of the k
+    - 1 others."""
     overlap = np.minimum(p, q).sum()
     return float(overlap + np.sum(np.maximum(q - p, 0) * (1 - (1 - p) ** (k - 1))))

@@ -2,7 +2,8 @@ r"""The naive plan: draw the token from q and see whether it is among the drafts
 
 $$\alpha = \sum_x q(x) \left(1 - (1 - p(x))^k\right)$$
 
-Repeated drafts do not help, and the token does not depend on the drafts: every other plan accepts more often.
+Repeated drafts do not help, and the token does not depend on the drafts: every other plan accepts
+more often.
 """
 
 import jax.numpy as jnp

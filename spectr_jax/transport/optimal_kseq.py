@@ -1,8 +1,9 @@
-"""The best sequential plan of SpecTr++'s form, over all sequences of subsets (SpecTr++, section 5, "optimal kSEQ").
+"""The best sequential plan of SpecTr++'s form, over all sequences of subsets (SpecTr++, section 5,
+"optimal kSEQ").
 
-The search is a branch and bound: one binary variable says whether a token is inside the subset of a stage, and given
-those the program is (LP_k). For vocabularies of up to 10 tokens and few drafts. Analysis only: SciPy's HiGHS on the host,
-in float64; `select` works through a callback, for tests.
+The search is a branch and bound: one binary variable says whether a token is inside the subset of a
+stage, and given those the program is (LP_k). For vocabularies of up to 10 tokens and few drafts.
+Analysis only: SciPy's HiGHS on the host, in float64; `select` works through a callback, for tests.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ LARGEST = 40
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. It searches on the host, so it is for tiny vocabularies."""
+    """Returns the choice of a token; see `Plan.select`. It searches on the host, so it is for tiny
+    vocabularies."""
     return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
@@ -52,7 +54,8 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
     p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     if len(p) * k > LARGEST:
         raise UserError(
-            f"the search over subsets of {len(p)} tokens for k={k} drafts has {len(p) * k} binary variables, more than "
+            f"the search over subsets of {len(p)} tokens for k={k} drafts has {len(p) * k} binary "
+            "variables, more than "
             f"{LARGEST}; lower V or k, or use plan 'spectr++'"
         )
     ps = np.tile(p, (k, 1))
@@ -64,7 +67,8 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
 
 
 def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, "k vocab"]:
-    """Returns the best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k, V] and inside z [k, V]."""
+    """Returns the best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k,
+    V] and inside z [k, V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse
 

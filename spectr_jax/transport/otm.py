@@ -1,31 +1,39 @@
-r"""Optimal transport with membership cost, OTM-k, solved exactly for k i.i.d. drafts (SpecTr, section 5, problem (3)).
+r"""Optimal transport with membership cost, OTM-k, solved exactly for k i.i.d. drafts (SpecTr,
+section 5, problem (3)).
 
-SpecTr solves OTM-k by a linear program of V^(k+1) variables (`otm_lp`). For i.i.d. drafts the optimum has a closed form:
-if every draft falls in a set H, only tokens of H can be accepted, and they absorb at most q(H); so the rejection
-probability is at least p(H)^k - q(H) for each H, and by max-flow min-cut the largest of these is attained,
+SpecTr solves OTM-k by a linear program of V^(k+1) variables (`otm_lp`). For i.i.d. drafts the
+optimum has a closed form: if every draft falls in a set H, only tokens of H can be accepted, and
+they absorb at most q(H); so the rejection probability is at least p(H)^k - q(H) for each H, and by
+max-flow min-cut the largest of these is attained,
 
 $$\alpha_k(p, q) = 1 - D, \qquad D = \max\left(0, \ \max_j \left[P_j^k - Q_j\right]\right),$$
 
-with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in that order (the optimum: also Hu et al.,
-2025, arXiv 2502.18779; other plans that attain it: Thomas and Pal, 2025, arXiv 2511.15898). The plan:
+with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in that order (the
+optimum: also Hu et al., 2025, arXiv 2502.18779; other plans that attain it: Thomas and Pal, 2025,
+arXiv 2511.15898). The plan:
 
-1. The winner among the drafts has distribution g = p rho, rho = clip(r, low, high). With j the maximiser of D, low is set
-   for the first of these equations and high for the second, and the third follows:
-   $$\sum_{i \le j} g_i = P_j^k, \qquad \sum_{i > j} g_i = 1 - P_j^k, \qquad \sum_i \min(g_i, q_i) = \alpha_k.$$
-2. The tokens are cells of a priority, ascending in r. If each draft kept its own cell and the highest cell won, cell c
-   would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p phi. Its prefix sums are >= 0, so cells of surplus
-   (h > 0) are matched with later cells of deficit, first in first out by mass. A draft draws its partner cell uniformly by
-   mass in its own stretch of the matching, and moves there with probability (rho - phi) / (phi_partner - phi), which is
-   <= 1 because rho ascends. Partners exchange equal masses, so a draft's cell is still distributed as p, but token j now
-   wins with mass g_j.
-3. The draft in the highest cell wins, ties broken uniformly, and the winner y goes through Algorithm 1 as a single draft
-   with distribution g: accepted with probability min(1, q(y) / g(y)), else a draw from (q - g)+.
+1. The winner among the drafts has distribution g = p rho, rho = clip(r, low, high). With j the
+   maximiser of D, low is set for the first of these equations and high for the second, and the
+   third follows:
+   $$\sum_{i \le j} g_i = P_j^k, \qquad \sum_{i > j} g_i = 1 - P_j^k, \qquad \sum_i \min(g_i, q_i) =
+   \alpha_k.$$
+2. The tokens are cells of a priority, ascending in r. If each draft kept its own cell and the
+   highest cell won, cell c would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p phi.
+   Its prefix sums are >= 0, so cells of surplus (h > 0) are matched with later cells of deficit,
+   first in first out by mass. A draft draws its partner cell uniformly by mass in its own stretch
+   of the matching, and moves there with probability (rho - phi) / (phi_partner - phi), which is <=
+   1 because rho ascends. Partners exchange equal masses, so a draft's cell is still distributed as
+   p, but token j now wins with mass g_j.
+3. The draft in the highest cell wins, ties broken uniformly, and the winner y goes through
+   Algorithm 1 as a single draft with distribution g: accepted with probability min(1, q(y) / g(y)),
+   else a draw from (q - g)+.
 
-With one draft g = p, and this is Algorithm 1. `pmf` and `acceptance` sort; so does `select` for small vocabularies. For
-large ones it sorts nothing: tokens whose ratios agree to six bits share a cell, O(V + cells). It is just as exact, since
-tokens of a cell may move with different probabilities; only in the few cells in which rho meets low, high or phi must
-they share one rho, which costs 1e-6 of the acceptance (mean over 72 cases with V = 1,024 and 8,192; at most 3e-5;
-1e-3 was seen where q is within 1 % of p everywhere).
+With one draft g = p, and this is Algorithm 1. `pmf` and `acceptance` sort; so does `select` for
+small vocabularies. For large ones it sorts nothing: tokens whose ratios agree to six bits share a
+cell, O(V + cells). It is just as exact, since tokens of a cell may move with different
+probabilities; only in the few cells in which rho meets low, high or phi must they share one rho,
+which costs 1e-6 of the acceptance (mean over 72 cases with V = 1,024 and 8,192; at most 3e-5; 1e-3
+was seen where q is within 1 % of p everywhere).
 """
 
 import functools
@@ -44,7 +52,8 @@ from spectr_jax.transport.winner import Winner, highest_wins, select_winner, win
 SORTED = 256
 """Vocabularies up to this size are sorted, and each token is a cell."""
 BITS, OCTAVES = 6, 16
-"""Otherwise a cell is 2^-6 of an octave of the ratio, and the lowest and the highest reach to 0 and infinity."""
+"""Otherwise a cell is 2^-6 of an octave of the ratio, and the lowest and the highest reach to 0 and
+infinity."""
 MOST = 64
 """Drafts that `acceptance` is made for under jit."""
 
@@ -124,8 +133,8 @@ def acceptance(
 ) -> Float[AnyArray, ""]:
     """Returns alpha_k = 1 - D, the largest acceptance of all plans; see `Plan.acceptance`.
 
-    Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at most `MOST`, and a little
-    rounded by cells at large V.
+    Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at
+    most `MOST`, and a little rounded by cells at large V.
     """
     cells = cells_of(p, q, MOST) if isinstance(p, jax.Array) else exact_cells(p, q)
     alpha = 1 - winner_pmf(cells.p, cells.q, k).rejection
@@ -133,7 +142,8 @@ def acceptance(
 
 
 def winner_pmf(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Number) -> WinnerPmf:
-    """Returns step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q / p, and k >= 1 drafts.
+    """Returns step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q /
+    p, and k >= 1 drafts.
 
     Written once, for float64 NumPy and for JAX.
     """
@@ -159,7 +169,8 @@ def _levels(
 ) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""], Float[AnyArray, ""]]:
     """Returns the levels between which rho is clipped, and the least rejection probability D.
 
-    Sums of the head and of the tail are kept apart, since a difference of one from 1 loses what is small.
+    Sums of the head and of the tail are kept apart, since a difference of one from 1 loses what is
+    small.
     """
     head_q = cumulative(xp, q)
     tail_p, tail_q = (xp.maximum(cumulative(xp, x[::-1])[::-1] - x, 0) for x in (p, q))
@@ -170,16 +181,19 @@ def _levels(
     rejection = xp.maximum(excess[at], 0)
     in_head = (index <= at) & (head_p > 0) & (rejection > 0)
     in_tail = (index >= at) & (tail_p > 0) & (rejection > 0)
-    # Each level is where its clipped sum is right; as a function of the number of clipped cells it is extreme there.
+    # Each level is where its clipped sum is right; as a function of the number of clipped cells it
+    # is extreme there.
     low = xp.min(xp.where(in_head, (rejection + head_q) / xp.where(in_head, head_p, 1), xp.inf))
     high = xp.max(xp.where(in_tail, (tail_q - rejection) / xp.where(in_tail, tail_p, 1), -xp.inf))
-    # Nothing to clip: no ratio that counts exceeds k. And low <= 1 <= high <= k, which a tail of rounding errors may break.
+    # Nothing to clip: no ratio that counts exceeds k. And low <= 1 <= high <= k, which a tail of
+    # rounding errors may break.
     low = xp.where(rejection > 0, xp.minimum(low, 1), 0)
     return low, xp.clip(xp.where(xp.any(in_tail), high, k), 1, k), rejection
 
 
 def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
-    """Returns rho [C] of the cells whose tokens share it; -1 for a cell on one side of low, high and phi."""
+    """Returns rho [C] of the cells whose tokens share it; -1 for a cell on one side of low, high
+    and phi."""
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
     return jnp.where(own, -1, winner.rho)
@@ -202,7 +216,8 @@ def winning_draft(
     winner: WinnerPmf,
     rho: Probs,
 ) -> IntScalar:
-    """Returns the index of the winning draft, whose token is distributed as p * rho (steps 2 and 3); consumes `key`."""
+    """Returns the index of the winning draft, whose token is distributed as p * rho (steps 2 and
+    3); consumes `key`."""
     level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
     final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
     final = jnp.where(valid, final, -1)
@@ -263,7 +278,8 @@ def _sorted_cells(p: Probs, q: Probs) -> Cells:
 
 
 def _ratio_cells(p: Probs, q: Probs, most: int) -> Cells:
-    """Returns cells by the leading bits of the ratio, which order as ratios do. Ratios above `most` are clipped anyway."""
+    """Returns cells by the leading bits of the ratio, which order as ratios do. Ratios above `most`
+    are clipped anyway."""
     highest = jnp.float32(1 << (most - 1).bit_length())
     first = _bits(highest) - (OCTAVES << BITS)
     count = (OCTAVES << BITS) + 1
@@ -285,8 +301,8 @@ def _masses(
 ) -> Float[Array, "2 {count}"]:
     """Returns the masses [2, count] of the cells.
 
-    Adding more than a thousand equal masses one by one loses precision in float32. So they are added in parts, and scaled
-    to the right sum.
+    Adding more than a thousand equal masses one by one loses precision in float32. So they are
+    added in parts, and scaled to the right sum.
     """
     parts = -(-len(p) // 1024)
     part = jnp.arange(len(p), dtype=jnp.int32) % parts
@@ -309,7 +325,8 @@ def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:
 def _exact(
     p: ExactProbs, q: ExactProbs, k: int | float
 ) -> tuple[Cells, WinnerPmf, Float[np.ndarray, "cells cells"]]:
-    """Returns the cells, the winner's pmf, and the pmf [C, C] of a draft's cell after its move, by its own cell."""
+    """Returns the cells, the winner's pmf, and the pmf [C, C] of a draft's cell after its move, by
+    its own cell."""
     cells = exact_cells(p, q)
     winner = winner_pmf(cells.p, cells.q, k)
     surplus = cells.p * (winner.rho - winner.phi)
@@ -327,7 +344,8 @@ def _exact(
 
 
 def cumulative(xp: ModuleType, x: Float[AnyArray, "*rows n"]) -> Float[AnyArray, "*rows n"]:
-    """Returns the cumulative sum along the last axis; JAX takes two stages for long rows, since its scans are slow."""
+    """Returns the cumulative sum along the last axis; JAX takes two stages for long rows, since its
+    scans are slow."""
     width, n = 64, x.shape[-1]
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)

@@ -1,7 +1,8 @@
 r"""OTM-k by linear programming, the oracle for `otm` (SpecTr, section 5, problem (4)).
 
-The cost of a coupling depends on the drafts only through the set S of their tokens, and only accepted mass needs a
-variable, the flow f from S to one of its tokens. What flows nowhere is rejected:
+The cost of a coupling depends on the drafts only through the set S of their tokens, and only
+accepted mass needs a variable, the flow f from S to one of its tokens. What flows nowhere is
+rejected:
 
 $$\alpha_k = \max_{f \ge 0} \sum_S \sum_{y \in S} f(S, y) \quad \text{with} \quad
 \sum_{y \in S} f(S, y) \le P(S), \quad \sum_{S \ni y} f(S, y) \le q(y).$$
@@ -24,7 +25,8 @@ LARGEST = 1_000_000
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. The host solves the program, so it is for small vocabularies."""
+    """Returns the choice of a token; see `Plan.select`. The host solves the program, so it is for
+    small vocabularies."""
     return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
@@ -41,7 +43,8 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the value of the program; see `Plan.acceptance`. A residual that could hit a draft would raise it.
+    """Returns the value of the program; see `Plan.acceptance`. A residual that could hit a draft
+    would raise it.
 
     Raises:
       UserError: the program would be too large.
@@ -67,7 +70,8 @@ def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
 def _solve(
     p_bytes: bytes, q_bytes: bytes, k: int
 ) -> tuple[float, dict[frozenset[int], ExactProbs], ExactProbs]:
-    """Returns the largest acceptance, the accepted part [V] of the token's pmf for each set, and the residual [V]."""
+    """Returns the largest acceptance, the accepted part [V] of the token's pmf for each set, and
+    the residual [V]."""
     import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
     import scipy.sparse
 
@@ -76,7 +80,8 @@ def _solve(
     size = sum(m * math.comb(support, m) for m in range(1, min(k, support) + 1))
     if size > LARGEST:
         raise UserError(
-            f"the linear program of OTM-k for {support} drafted tokens and k={k} has {size:,} flow variables, more than "
+            f"the linear program of OTM-k for {support} drafted tokens and k={k} has {size:,} flow "
+            "variables, more than "
             f"{LARGEST:,}; use plan 'otm', which has the same acceptance, or fewer tokens or drafts"
         )
     sets = set_probabilities(p, k)

@@ -1,8 +1,8 @@
 r"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023).
 
-The first draft goes through Algorithm 1; if it is rejected, so does the next, with the residual distribution in place
-of q, and
-so on. With $q_1 = q$ and N for normalising, draft i is accepted with probability
+The first draft goes through Algorithm 1; if it is rejected, so does the next, with the residual
+distribution in place of q, and so on. With $q_1 = q$ and N for normalising, draft i is accepted
+with probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p(x_i)}\right), \qquad q_{i+1} = N (q_i - p)_+.$$
 """
@@ -37,7 +37,8 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`. A rejected draft has no residual to be hit by."""
+    """Returns the exact acceptance; see `Plan.acceptance`. A rejected draft has no residual to be
+    hit by."""
     none, left = 1.0, q
     for _ in range(k):
         none *= 1 - np.minimum(p, left).sum()
@@ -53,8 +54,8 @@ def reject_in_turn(
     valid: Valid,
     next_pmf: Callable[[Probs, IntScalar], Probs],
 ) -> Choice:
-    """Runs recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of the next draft; consumes
-    `key`."""
+    """Runs recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of
+    the next draft; consumes `key`."""
     accept_key, residual_key = jax.random.split(key)
 
     def attempt(
@@ -62,7 +63,8 @@ def reject_in_turn(
     ) -> tuple[tuple[Probs, Probs, IntScalar], None]:
         pmf, left, chosen = carry
         draft, usable, uniform = this
-        # Normalised first: a product of what little is left and of another mass may be 0 in float32.
+        # Normalised first: a product of what little is left and of another mass may be 0 in
+        # float32.
         given, wanted = pmf / jnp.sum(pmf), left / jnp.sum(left)
         accepted = usable & (uniform * given[draft] < wanted[draft])
         rest = or_else(jnp.maximum(wanted - given, 0), left)
@@ -84,7 +86,8 @@ def pmf_in_turn(
     drafts: Sequence[int],
     next_pmf: Callable[[ExactProbs, int], ExactProbs],
 ) -> ExactProbs:
-    """Returns the distribution [V] of recursive rejection given the drafts, in float64; `next_pmf(p, draft)` is a pmf."""
+    """Returns the distribution [V] of recursive rejection given the drafts, in float64;
+    `next_pmf(p, draft)` is a pmf."""
     result, none_before, left = np.zeros(len(p)), 1.0, q
     for draft in drafts:
         accept = min(1.0, left[draft] / p[draft])

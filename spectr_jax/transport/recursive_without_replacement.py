@@ -1,7 +1,9 @@
-r"""Recursive rejection of drafts without replacement (Yang et al., 2024; Jeon et al., 2024; GSD, ERSD's Algorithm 4).
+r"""Recursive rejection of drafts without replacement (Yang et al., 2024; Jeon et al., 2024; GSD,
+ERSD's Algorithm 4).
 
-As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and tested against that:
-with $p_1 = p$, $q_1 = q$ and N for normalising, draft i is accepted with probability
+As `recursive`, but each draft is drawn from p without the drafts before it, renormalised, and
+tested against that: with $p_1 = p$, $q_1 = q$ and N for normalising, draft i is accepted with
+probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p_i(x_i)}\right), \qquad q_{i+1} = N (q_i - p_i)_+, \qquad
 p_{i+1}(x) = \frac{p_i(x)}{1 - p_i(x_i)} \text{ for } x \ne x_i.$$
@@ -21,7 +23,8 @@ LARGEST = 10_000_000
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Drafts are in the order in which they were drawn."""
+    """Returns the choice of a token; see `Plan.select`. Drafts are in the order in which they were
+    drawn."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p.at[draft].set(0))
 
 
@@ -31,7 +34,8 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`. It enumerates k - 1 drafts, so it is for small vocabularies.
+    """Returns the exact acceptance; see `Plan.acceptance`. It enumerates k - 1 drafts, so it is for
+    small vocabularies.
 
     Raises:
       UserError: too many of them.
@@ -39,7 +43,8 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     support = int(np.sum(p > 0))
     if float(support) ** (min(k, support) - 1) > LARGEST:
         raise UserError(
-            f"the exact acceptance of k={k} drafts without replacement goes through V^(k-1) = {support}^{k - 1} sequences, "
+            f"the exact acceptance of k={k} drafts without replacement goes through V^(k-1) = "
+            f"{support}^{k - 1} sequences, "
             f"more than {LARGEST:,}; lower V or k, or measure it with `select`"
         )
     return _acceptance(p, q, k)

@@ -1,7 +1,9 @@
-"""A dense simplex method for tiny linear programs, inside jit and vmap: what SpecTr++ solves at each node.
+"""A dense simplex method for tiny linear programs, inside jit and vmap: what SpecTr++ solves at
+each node.
 
-JAX has no linear programming, and a host call a node would cost more than the program. For a few variables and a few
-dozen constraints a tableau of floats and one rank-one update a pivot is all there is to do.
+JAX has no linear programming, and a host call a node would cost more than the program. For a few
+variables and a few dozen constraints a tableau of floats and one rank-one update a pivot is all
+there is to do.
 """
 
 from typing import Any, TypeAlias
@@ -31,9 +33,9 @@ def maximise(
 ) -> Float[Array, " n"]:
     """Returns the x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
-    Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the limit on steps ends
-    it early.
-    On ill-conditioned programs in float32 rounding may be large: callers that need a feasible x check it.
+    Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the
+    limit on steps ends it early. On ill-conditioned programs in float32 rounding may be large:
+    callers that need a feasible x check it.
 
     Args:
       gain: [n]
@@ -41,7 +43,8 @@ def maximise(
       bounds: [m], at least 0.
     """
     m, n = rows.shape
-    # Dictionary form: each row a basic variable in terms of the others; the last row is the gain, the last column values.
+    # Dictionary form: each row a basic variable in terms of the others; the last row is the gain,
+    # the last column values.
     table = jnp.block([[rows, bounds[:, None]], [-gain[None, :], jnp.zeros((1, 1), rows.dtype)]])
     small = tolerance(rows.dtype)  # A pivot on less would be one on rounding errors.
 

@@ -1,4 +1,5 @@
-"""SpecTr+ (Ahn et al., 2023, Definition 4): one iteration of Algorithm 2, K-SEQ's subset with the best alphas for it."""
+"""SpecTr+ (Ahn et al., 2023, Definition 4): one iteration of Algorithm 2, K-SEQ's subset with the
+best alphas for it."""
 
 from jaxtyping import PRNGKeyArray
 

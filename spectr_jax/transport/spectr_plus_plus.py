@@ -1,18 +1,23 @@
-r"""SpecTr++ (Ahn et al., 2023): a sequential plan with a constant and a subset of its own for each draft (Definition 4).
+r"""SpecTr++ (Ahn et al., 2023): a sequential plan with a constant and a subset of its own for each
+draft (Definition 4).
 
-Drafts are tried in turn. Draft i is accepted with a probability a_i that is 1 outside its subset Omega_i = {p > tau_i q}:
+Drafts are tried in turn. Draft i is accepted with a probability a_i that is 1 outside its subset
+Omega_i = {p > tau_i q}:
 
-$$a_i(x) = \alpha_i \frac{q(x)}{p(x)} \text{ for } x \in \Omega_i, \qquad a_i(x) = 1 \text{ for } x \notin \Omega_i.$$
+$$a_i(x) = \alpha_i \frac{q(x)}{p(x)} \text{ for } x \in \Omega_i, \qquad a_i(x) = 1 \text{ for } x
+\notin \Omega_i.$$
 
-K-SEQ is the case of equal alpha = 1 / gamma*. From its subsets, Algorithm 2 takes turns: the best alphas for the subsets by
-the linear program (LP_k), then smaller subsets, until nothing changes.
+K-SEQ is the case of equal alpha = 1 / gamma*. From its subsets, Algorithm 2 takes turns: the best
+alphas for the subsets by the linear program (LP_k), then smaller subsets, until nothing changes.
 
-Each subset is a threshold tau_i on s = p / q, so a token's constraint depends on s alone, and tightens with s as long as
-s passes no threshold: of the V constraints of (LP_k) at most k + 1 count, those of the largest s below each threshold and
-of the tokens above all. The program then has k variables and about 3 k rows, and is solved inside jit (`simplex`). In
-y_i = alpha_i u_(i-1), with u_i = P(the first i drafts are rejected) linear in y, the last alphas are a feasible start.
+Each subset is a threshold tau_i on s = p / q, so a token's constraint depends on s alone, and
+tightens with s as long as s passes no threshold: of the V constraints of (LP_k) at most k + 1
+count, those of the largest s below each threshold and of the tokens above all. The program then has
+k variables and about 3 k rows, and is solved inside jit (`simplex`). In y_i = alpha_i u_(i-1), with
+u_i = P(the first i drafts are rejected) linear in y, the last alphas are a feasible start.
 
-`pmf` and `acceptance` run the same program in float64. `iopt` has the general form, a distribution for each draft, by HiGHS.
+`pmf` and `acceptance` run the same program in float64. `iopt` has the general form, a distribution
+for each draft, by HiGHS.
 """
 
 import functools
@@ -152,7 +157,8 @@ _jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
 
 
 class _Program(NamedTuple):
-    """The program (LP_k) in y_i = alpha_i u_(i-1): least `slope[-1] @ y` where `rows @ y <= bounds` and y >= 0.
+    """The program (LP_k) in y_i = alpha_i u_(i-1): least `slope[-1] @ y` where `rows @ y <= bounds`
+    and y >= 0.
 
     Attributes:
       inside_p: [K] mass of p in each subset; 1 for a stage that is not used.
@@ -189,7 +195,8 @@ def _program(
         affine.append((inside_p[i] * affine[i]).at[i].add(-inside_q[i]))
     slope, constant = jnp.stack(affine)[:, :K], jnp.stack(affine)[:, K]
 
-    # Filled part of a token of the given ratio: y where it is inside, ratio * u_(i-1) where it is not.
+    # Filled part of a token of the given ratio: y where it is inside, ratio * u_(i-1) where it is
+    # not.
     out = (nearest[:, None] <= stages.thresholds) * nearest[:, None]
     fill = jnp.where(out > 0, 0, 1) + product(out, slope[:-1])
     above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
@@ -217,7 +224,8 @@ def _best_alphas(
         jnp.concatenate([room, start]),
     )
     y = jnp.maximum(start + change[: len(start)] - change[len(start) :], 0)
-    # Rounding may lead the simplex astray: the start is feasible, and stays where the end is not, or is worse.
+    # Rounding may lead the simplex astray: the start is feasible, and stays where the end is not,
+    # or is worse.
     bounds = jnp.maximum(program.bounds, product(rows, start)) + simplex.tolerance(p.dtype)
     improved = jnp.all(product(rows, y) <= bounds) & (
         product(slope[-1], y) <= product(slope[-1], start)

@@ -1,4 +1,5 @@
-"""The types of arrays: `Probs` and `Drafts` of JAX, concrete or traced, and `ExactProbs` of NumPy in float64."""
+"""The types of arrays: `Probs` and `Drafts` of JAX, concrete or traced, and `ExactProbs` of NumPy
+in float64."""
 
 from typing import Any, TypeAlias
 

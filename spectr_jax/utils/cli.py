@@ -1,4 +1,5 @@
-"""What the entry points share: flags, help, and errors of the user (one line on stderr, exit status 2)."""
+"""What the entry points share: flags, help, and errors of the user (one line on stderr, exit status
+2)."""
 
 import contextlib
 import functools
@@ -53,7 +54,8 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around what an entry point imports before its flags are parsed: a package that is not installed is one line too."""
+    """Around what an entry point imports before its flags are parsed: a package that is not
+    installed is one line too."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -73,16 +75,19 @@ def define_process_flags() -> None:
     flags.DEFINE_bool(
         "distributed",
         False,
-        "Take coordinator, processes and process_id from the environment (TPU pods, Slurm, Open MPI).",
+        "Take coordinator, processes and process_id from the environment (TPU pods, Slurm, Open "
+        "MPI).",
     )
 
 
 def define_import_flag() -> None:
-    """The flag of a program that names methods or models, for those of the user's own; `run` imports what it names."""
+    """The flag of a program that names methods or models, for those of the user's own; `run`
+    imports what it names."""
     flags.DEFINE_multi_string(
         "import",
         [],
-        "Modules to import first, a.b,c, such as one that registers a method or a loader; may be given several times.",
+        "Modules to import first, a.b,c, such as one that registers a method or a loader; may be "
+        "given several times.",
     )
 
 
@@ -107,11 +112,14 @@ def _import_modules() -> None:
 
 
 def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> None:
-    """Parses the flags and runs `main`; an error of the user's is one line, without a traceback (`errors.explain`).
+    """Parses the flags and runs `main`; an error of the user's is one line, without a traceback
+    (`errors.explain`).
 
     Args:
-      main: takes nothing; raises `UserError` for bad input, `Interrupted` once a stopped run is saved.
-      output: the flag that names the folder to write to, if any; it is checked before anything takes long.
+      main: takes nothing; raises `UserError` for bad input, `Interrupted` once a stopped run is
+        saved.
+      output: the flag that names the folder to write to, if any; it is checked before anything
+        takes long.
     """
 
     def guarded(_):
@@ -204,7 +212,8 @@ def _process_flags() -> dict | None:
 
 
 def _check_output(flag: flags.FlagHolder) -> None:
-    """Raises `UserError` unless there is such a folder that can be written to, or it can be made."""
+    """Raises `UserError` unless there is such a folder that can be written to, or it can be
+    made."""
     if not flag.value:
         raise UserError(f"--{flag.name} is empty; name a folder")
     path = expanded(flag.value)
@@ -215,12 +224,14 @@ def _check_output(flag: flags.FlagHolder) -> None:
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
-            f"--{flag.name}={flag.value}: {str(nearest)!r} cannot be written to; choose another folder"
+            f"--{flag.name}={flag.value}: {str(nearest)!r} cannot be written to; choose another "
+            "folder"
         )
 
 
 def _keep_programs() -> None:
-    """Keeps compiled programs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    """Keeps compiled programs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache
+    folder."""
     import jax
 
     if jax.config.values["jax_compilation_cache_dir"] is None:
@@ -243,7 +254,8 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
             flags.FLAGS.config, "keys"
         ):  # Raises here if the file could not be loaded.
             raise UserError(
-                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax/config.py"
+                f"get_config() returns {flags.FLAGS.config!r}; return a config of "
+                "spectr_jax/config.py"
             )
         return left
     except SystemExit as error:

@@ -12,7 +12,8 @@ from spectr_jax.utils.errors import UserError, unknown
 def check_fields(
     config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict, prefix: str = ""
 ) -> None:
-    """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of another type."""
+    """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of
+    another type."""
     for name in config:
         if name not in defaults:
             raise unknown("config field", prefix + name, [prefix + known for known in defaults])
@@ -25,7 +26,8 @@ def check_fields(
         if isinstance(default, ml_collections.ConfigDict):
             if not isinstance(value, ml_collections.ConfigDict):
                 raise UserError(
-                    f"config field {prefix + name!r} is {value!r}; it must hold {', '.join(default)}"
+                    f"config field {prefix + name!r} is {value!r}; it must hold "
+                    f"{', '.join(default)}"
                 )
             check_fields(value, default, f"{prefix}{name}.")
         elif not _same_kind(value, default):
@@ -38,7 +40,8 @@ def check_fields(
 
 
 def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
-    """Raises `UserError` unless each named field (`a.b` for one inside) is at least 1; tuples are checked by entry."""
+    """Raises `UserError` unless each named field (`a.b` for one inside) is at least 1; tuples are
+    checked by entry."""
     for name in names:
         value: Any = config
         for part in name.split("."):

@@ -59,10 +59,10 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
 def explain(error: BaseException, output: str | None = None) -> str | None:
     """Returns the line that tells the user what to do; None if the error is a bug of ours.
 
-    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not find, a package of an extra
-    that is not installed, and what a file system says of a path, of rights or of a full disk. A file that is not there is
-    the user's only in the folder `output`, which somebody may have removed: all other files are looked for before they are
-    read.
+    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not
+    find, a package of an extra that is not installed, and what a file system says of a path, of
+    rights or of a full disk. A file that is not there is the user's only in the folder `output`,
+    which somebody may have removed: all other files are looked for before they are read.
     """
     if isinstance(error, UserError):
         return str(error)
@@ -89,7 +89,8 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
 
 
 def check_device() -> None:
-    """Raises `UserError` if JAX_PLATFORMS names a device that JAX does not find: of some, JAX only asserts that they are."""
+    """Raises `UserError` if JAX_PLATFORMS names a device that JAX does not find: of some, JAX only
+    asserts that they are."""
     import jax
 
     platforms = jax.config.values["jax_platforms"]
@@ -100,7 +101,8 @@ def check_device() -> None:
     except (AssertionError, RuntimeError) as error:
         reason = next(iter(str(error).splitlines()), "")[:200] or "no plugin for it is installed"
         raise UserError(
-            f"JAX_PLATFORMS={platforms}: JAX does not find this device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
+            f"JAX_PLATFORMS={platforms}: JAX does not find this device ({reason}); unset "
+            "JAX_PLATFORMS, or set it to cpu"
         ) from error
 
 

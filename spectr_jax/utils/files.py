@@ -27,7 +27,8 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-    """Around the writing of a file: an error that names no file, such as that of a full disk, gets its path."""
+    """Around the writing of a file: an error that names no file, such as that of a full disk, gets
+    its path."""
     try:
         yield
     except OSError as error:
@@ -61,12 +62,14 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def check_fetched(path: pathlib.Path) -> None:
-    """Raises `UserError` for a pointer of Git LFS, which lies in a clone where a large file was not fetched."""
+    """Raises `UserError` for a pointer of Git LFS, which lies in a clone where a large file was not
+    fetched."""
     with path.open("rb") as opened:
         pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
     if pointer:
         raise UserError(
-            f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull' in its folder"
+            f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull' in "
+            "its folder"
         )
 
 

@@ -19,28 +19,33 @@ def connect(
     """Joins this process to the others; call it before JAX is used.
 
     Args:
-      coordinator: HOST:PORT of process 0; None to ask the environment (TPU pods, Slurm, Open MPI), as for the others.
+      coordinator: HOST:PORT of process 0; None to ask the environment (TPU pods, Slurm, Open MPI),
+        as for the others.
       processes: how many there are.
       process: the index of this one.
 
     Raises:
-      UserError: the values do not fit together, nothing was found in the environment, or nobody answers.
+      UserError: the values do not fit together, nothing was found in the environment, or nobody
+        answers.
     """
     given = {"coordinator": coordinator, "processes": processes, "process_id": process}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
         raise UserError(
-            f"--{missing[0]} is missing; give --coordinator, --processes and --process_id together, or none"
+            f"--{missing[0]} is missing; give --coordinator, --processes and --process_id "
+            "together, or none"
         )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise UserError(
-            f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as host0:1234"
+            f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as "
+            "host0:1234"
         )
     if processes is not None and processes < 1:
         raise UserError(f"--processes={processes} is less than 1; give how many there are")
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(
-            f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} has its own"
+            f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} "
+            "has its own"
         )
     try:
         jax.distributed.initialize(
@@ -51,7 +56,8 @@ def connect(
             f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
         )
         raise UserError(
-            f"no other processes were found {where} ({str(error).splitlines()[0]}); start all of them, with --coordinator, "
+            f"no other processes were found {where} ({str(error).splitlines()[0]}); start all of "
+            "them, with --coordinator, "
             "--processes and --process_id where the environment does not tell"
         ) from error
 
@@ -62,7 +68,8 @@ def is_first() -> bool:
 
 
 def own_share(count: int) -> slice:
-    """This process's part of `count` things that are dealt out evenly, such as the rows of a batch."""
+    """This process's part of `count` things that are dealt out evenly, such as the rows of a
+    batch."""
     share = count // jax.process_count()
     return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
@@ -87,7 +94,8 @@ def wait_for_all(what: str) -> None:
 
 
 def fetch(tree: Any) -> Any:
-    """Returns the arrays of a pytree as whole NumPy arrays, gathered from all devices; each process must call this."""
+    """Returns the arrays of a pytree as whole NumPy arrays, gathered from all devices; each process
+    must call this."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,4 +1,5 @@
-"""The heap of the C library, which a training on a CPU otherwise gives back to the system and takes again at each step."""
+"""The heap of the C library, which a training on a CPU otherwise gives back to the system and takes
+again at each step."""
 
 import ctypes
 import importlib.metadata
@@ -12,10 +13,12 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep large freed blocks for the next allocation; call it before JAX is used, whose threads hold heaps.
+    """Makes glibc keep large freed blocks for the next allocation; call it before JAX is used,
+    whose threads hold heaps.
 
-    Without it the system fills each step's arrays with zeros anew. Does nothing where JAX has an accelerator to look for,
-    where the C library is another, or where the environment has such settings of its own (GLIBC_TUNABLES, MALLOC_*).
+    Without it the system fills each step's arrays with zeros anew. Does nothing where JAX has an
+    accelerator to look for, where the C library is another, or where the environment has such
+    settings of its own (GLIBC_TUNABLES, MALLOC_*).
 
     Returns:
       Whether it was done.
@@ -25,13 +28,15 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         return False
-    # One heap for all threads (others are limited in size), no block outside it, and its end never given back.
+    # One heap for all threads (others are limited in size), no block outside it, and its end never
+    # given back.
     settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
     return all(library.mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
 
 
 def _accelerator_expected() -> bool:
-    """Returns whether a plugin for one is installed; JAX itself cannot be asked before its threads exist."""
+    """Returns whether a plugin for one is installed; JAX itself cannot be asked before its threads
+    exist."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(plugins) or any(
         importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu")

@@ -1,4 +1,5 @@
-"""Where arrays live: one mesh with axes `data` and `fsdp`, on one device or many, on one host or many."""
+"""Where arrays live: one mesh with axes `data` and `fsdp`, on one device or many, on one host or
+many."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ ROWS = PartitionSpec(AXES)
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """Returns all devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of the parameters.
+    """Returns all devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of
+    the parameters.
 
     Raises:
       UserError: `fsdp` does not divide their number.
@@ -28,8 +30,8 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
-    """Returns the rule for parameters and optimizer state: the largest axis that `fsdp` divides is split, the rest
-    replicated."""
+    """Returns the rule for parameters and optimizer state: the largest axis that `fsdp` divides is
+    split, the rest replicated."""
     fsdp = mesh.shape["fsdp"]
 
     def rule(leaf):

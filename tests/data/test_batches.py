@@ -81,8 +81,9 @@ def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
     "streams", [1, *(pytest.param(streams, marks=pytest.mark.slow) for streams in (3, 4))]
 )
 def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
-    """Of each stream: wherever its rows end with a packed batch, each sentence of its share was seen n or n + 1 times, in
-    another order each time, although the pipeline starts anew every 17 batches."""
+    """Of each stream: wherever its rows end with a packed batch, each sentence of its share was
+    seen n or n + 1 times, in another order each time, although the pipeline starts anew every 17
+    batches."""
     numbers = {
         tokenizer.decode(tokenizer.encode(sentence)): index
         for index, sentence in enumerate(sentences)

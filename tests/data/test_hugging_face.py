@@ -112,7 +112,8 @@ def test_pieces_look_as_in_the_text(ours, written):
 
 
 def test_strings_to_prompts_and_back(ours, byte_pairs):
-    """In both kinds: BOS first and behind the shorter ones; what is behind a length is not part of a text."""
+    """In both kinds: BOS first and behind the shorter ones; what is behind a length is not part of
+    a text."""
     for tokenizer in (ours, HuggingFaceTokenizer(read_tokenizer(byte_pairs / "new"), 0, 5)):
         texts = ["Sentence 7 of many", "again", ""]
         tokens, lengths = tokenizer.prompts(texts)
@@ -153,7 +154,8 @@ def _special(tokens=("<|end|>", "<|user|>", "<|stop|>")):
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     """Its template, with a system message, conditions, BOS and the beginning of the answer."""
     template = (
-        "{{ bos_token }}{% for message in messages %}\n    {% if loop.first and message.role != 'system' %}<|user|>system"
+        "{{ bos_token }}{% for message in messages %}\n    "
+        "{% if loop.first and message.role != 'system' %}<|user|>system"
         "{% endif %}{{ '<|user|>' + message['role'] + '\\n' + message['content'] | trim + '<|stop|>' }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|user|>assistant{% endif %}"
     )
@@ -184,7 +186,8 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
 
 
 def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
-    """Of several tokens that end a sequence, the one that tokenizer_config.json names, and no BOS that it does not have."""
+    """Of several tokens that end a sequence, the one that tokenizer_config.json names, and no BOS
+    that it does not have."""
     names = {
         "bos_token": {"content": "<|user|>", "lstrip": False},
         "eos_token": "<|stop|>",
@@ -285,7 +288,8 @@ def test_what_templates_use_beside_messages(template):
         ("{{ messages[3].content }}", "refuses these messages (list object has no element 3)"),
         (
             "{% if %}",
-            "cannot be read (Expected an expression, got 'end of statement block'); decode without chat",
+            "cannot be read (Expected an expression, got 'end of statement block'); decode "
+            "without chat",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""LM1B as a user prepares it: `scripts/prepare_lm1b.sh` on an archive of the official layout, with TFDS's own builder."""
+"""LM1B as a user prepares it: `scripts/prepare_lm1b.sh` on an archive of the official layout, with
+TFDS's own builder."""
 
 import pathlib
 import subprocess
@@ -34,7 +35,8 @@ FILES = {  # As in the release, whose training file 0 became the held-out ones.
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The folder that the archive unpacks to: 4,000 sentences, some of them twice, some with bytes beyond ASCII."""
+    """The folder that the archive unpacks to: 4,000 sentences, some of them twice, some with bytes
+    beyond ASCII."""
     folder = tmp_path_factory.mktemp("release") / TOP
     rng = np.random.default_rng(0)
     words = ["draft", "target", "token", "law", "plan", "naïve", "東京", "U.S."]
@@ -51,7 +53,8 @@ def release(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(release, tmp_path_factory):
-    """A TFDS folder that the script filled; it finds the archive where TFDS keeps what it has downloaded."""
+    """A TFDS folder that the script filled; it finds the archive where TFDS keeps what it has
+    downloaded."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.download import resource
 

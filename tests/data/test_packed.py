@@ -1,4 +1,5 @@
-"""A corpus that was packed before trains as the text that it was made from does, and bad ones are refused."""
+"""A corpus that was packed before trains as the text that it was made from does, and bad ones are
+refused."""
 
 import contextlib
 import itertools
@@ -92,7 +93,8 @@ def test_a_place_of_any_process_is_found_again(corpus, tmp_path):
 
 
 def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
-    """A stream's share of the batch in one call: what is done row by row costs as much as a step of a small model."""
+    """A stream's share of the batch in one call: what is done row by row costs as much as a step of
+    a small model."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     counts = []
@@ -112,7 +114,8 @@ def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
 
 
 def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
-    """Whose own shuffle, row by row, runs of before had: their places, numbers of rows, mean the same."""
+    """Whose own shuffle, row by row, runs of before had: their places, numbers of rows, mean the
+    same."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")

@@ -119,7 +119,8 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
 
 
 def test_whose_labels_they_are(teacher, sentences, tmp_path):
-    """An index without shards does not bind, one of an older version can be read, and teachers are told apart."""
+    """An index without shards does not bind, one of an older version can be read, and teachers are
+    told apart."""
     about = {
         "vocabulary": teacher.tokenizer.vocabulary,
         "vocab_size": teacher.model.vocab_size,

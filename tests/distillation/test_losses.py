@@ -27,7 +27,8 @@ def place(p, q, target=0):
 
 
 def merged(p, q):
-    """p, and q without the labels that the student does not score, of the labels that it does and of the rest as one."""
+    """p, and q without the labels that the student does not score, of the labels that it does and
+    of the rest as one."""
     labelled = np.arange(V) < KNOWN
     named, lacking = labelled & (p > 0), labelled & (p == 0)
     q = np.where(lacking, 0, q) / q[~lacking].sum()
@@ -71,7 +72,8 @@ def test_the_optimum_of_the_labels_is_no_more_than_that_of_all(seed):
 
 @pytest.mark.parametrize("lacking", [0.9, 0.9997, 0.9999])
 def test_where_a_student_lacks_nearly_all(lacking):
-    """Labels are rounded to float16; a student that is the teacher on what it scores has lost nothing."""
+    """Labels are rounded to float16; a student that is the teacher on what it scores has lost
+    nothing."""
     kept = np.array([0.75, 0.25])
     q = np.concatenate([np.array([0.6, 0.4]) * lacking, (1 - lacking) * kept]).astype(np.float64)
     log_p = jnp.asarray([-np.inf, -np.inf, *np.log(kept)], jnp.float32)
@@ -113,7 +115,8 @@ def test_a_vocabulary_smaller_than_the_labels(kept):
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
 def test_each_is_least_where_the_student_is_the_teacher(name):
-    """Gradient steps on a student's logits reach its teacher's distribution, and an acceptance of 1."""
+    """Gradient steps on a student's logits reach its teacher's distribution, and an acceptance of
+    1."""
     _, q = distributions(1)
     q = np.append(q[: KNOWN - 1], q[KNOWN - 1 :].sum())  # All labelled.
     log_q = jnp.asarray(np.log(q), jnp.float32)

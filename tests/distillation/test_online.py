@@ -1,4 +1,5 @@
-"""A student whose teacher labels text in each step: the labels are those of `label`, and a run resumes bit-equal."""
+"""A student whose teacher labels text in each step: the labels are those of `label`, and a run
+resumes bit-equal."""
 
 import dataclasses
 
@@ -141,7 +142,8 @@ def test_training_labels_every_token_that_the_head_scores(config, teacher):
 
 
 def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
-    """Levels of a student of several layers' features are those of a student of one layer that is given their sum."""
+    """Levels of a student of several layers' features are those of a student of one layer that is
+    given their sum."""
     made = lessons(config(), teacher)
     batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)

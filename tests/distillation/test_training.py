@@ -1,4 +1,5 @@
-"""A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft for its teacher."""
+"""A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft
+for its teacher."""
 
 import dataclasses
 import functools
@@ -115,8 +116,8 @@ def scores(workdir):
 
 @pytest.mark.slow
 def test_scores_are_those_of_whole_distributions(config, folder, teacher):
-    """alpha_1 and alpha_4 from the labels of held-out rows equal those of the two models' own distributions, where a draft
-    is asked for."""
+    """alpha_1 and alpha_4 from the labels of held-out rows equal those of the two models' own
+    distributions, where a draft is asked for."""
     for path in (folder / "heldout").glob("*.npy"):
         rows = np.load(path)
         likeliest = rows["log_probabilities"][..., 0]
@@ -245,7 +246,8 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
 
 
 def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
-    """On the teacher's features up to where drafts begin, and from there on its own; packed rows, one at a time."""
+    """On the teacher's features up to where drafts begin, and from there on its own; packed rows,
+    one at a time."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -291,7 +293,8 @@ def test_what_counts_at_each_level(config, folder, teacher):
 
 
 def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
-    """The gradients of a batch in bfloat16 are those in float32, rounded: the cache that `levels` fills passes them on."""
+    """The gradients of a batch in bfloat16 are those in float32, rounded: the cache that `levels`
+    fills passes them on."""
     batch = labels.batch_of(labels.open_labels(str(folder / "train")).take(np.arange(3)))
 
     def gradient(dtype):

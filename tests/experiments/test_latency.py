@@ -1,4 +1,5 @@
-"""Tables 1 and 3, the phases and the profile: whole at toy size, its parts where the answer is known."""
+"""Tables 1 and 3, the phases and the profile: whole at toy size, its parts where the answer is
+known."""
 
 import contextlib
 import json
@@ -46,8 +47,8 @@ def _stopping(function, calls, at):
 
 @pytest.mark.slow
 def test_the_tables_are_written(toy, tmp_path, monkeypatch):
-    """Although it is stopped in the third of four turns, and at the profile, and goes on; each thing that was measured until
-    then is said to have taken an hour."""
+    """Although it is stopped in the third of four turns, and at the profile, and goes on; each
+    thing that was measured until then is said to have taken an hour."""
     made, calls, phases, profiles = [], [], [], []
     make = _stopping(latency.call_runs, made, 0)
     monkeypatch.setattr(latency, "call_runs", lambda *args: _stopping(make(*args), calls, 6))

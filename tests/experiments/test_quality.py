@@ -37,7 +37,8 @@ def _config(toy, **changes):
 
 
 def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
-    """Although it is stopped at the second of three, and goes on; the first is said to have taken an hour."""
+    """Although it is stopped at the second of three, and goes on; the first is said to have taken
+    an hour."""
     scores, begun = quality._scores, []
 
     def stopped(sentences, batch_size, contender, dtype):
@@ -91,7 +92,8 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with a small Llama of random weights and byte pairs; no BOS is added, and `<|endoftext|>` is not its BOS."""
+    """A folder with a small Llama of random weights and byte pairs; no BOS is added, and
+    `<|endoftext|>` is not its BOS."""
     folder = tmp_path_factory.mktemp("llama")
     pairs = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -118,7 +120,8 @@ def llama(tmp_path_factory):
 
 @pytest.mark.slow
 def test_another_programs_model_beside_ours(toy, llama, tmp_path):
-    """On the sentences that fit both, with what stands before and after them; of each, nats by hand."""
+    """On the sentences that fit both, with what stands before and after them; of each, nats by
+    hand."""
     fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]
     too_long = [
         "x" * 24,
@@ -171,7 +174,8 @@ def test_another_programs_model_beside_ours(toy, llama, tmp_path):
 
 
 def test_what_stands_before_and_after_a_sentence(toy, llama, tmp_path):
-    """A newline and the separator, or BOS where it is added; ours in another program's files is as it is in ours."""
+    """A newline and the separator, or BOS where it is added; ours in another program's files is as
+    it is in ours."""
     ours = load(str(toy.folder / "target")).tokenizer
     save_tokenizer(tmp_path, ours, 32)
     written = HuggingFaceTokenizer(read_tokenizer(tmp_path), BOS, (EOS, 3))

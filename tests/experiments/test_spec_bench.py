@@ -1,4 +1,5 @@
-"""Spec-Bench on questions of our own and small models: the protocol's arithmetic, what resumes, and what is refused."""
+"""Spec-Bench on questions of our own and small models: the protocol's arithmetic, what resumes, and
+what is refused."""
 
 import json
 
@@ -66,7 +67,8 @@ def config(models, tmp_path, monkeypatch):
 
 
 def test_the_table_is_that_of_the_conversations(config, models, tmp_path, monkeypatch):
-    """Although it is stopped at the third question, and goes on. A clock of ours makes each answer take a second."""
+    """Although it is stopped at the third question, and goes on. A clock of ours makes each answer
+    take a second."""
     clock, converse, asked = iter(range(10_000)), spec_bench.converse, []
     monkeypatch.setattr(spec_bench.time, "perf_counter", lambda: next(clock))
 

@@ -1,4 +1,5 @@
-"""The comparison of methods at equal numbers of drafted tokens: whole at toy size, its parts where the answer is known."""
+"""The comparison of methods at equal numbers of drafted tokens: whole at toy size, its parts where
+the answer is known."""
 
 import itertools
 import json
@@ -98,7 +99,8 @@ def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
 
 
 def test_every_method_is_compared():
-    """A method that is added to the library belongs in the config; those without a draft model are not compared."""
+    """A method that is added to the library belongs in the config; those without a draft model are
+    not compared."""
     assert {name for name in METHODS if get_method(name).needs_draft} == {*trees_config().methods}
 
 

@@ -1,4 +1,5 @@
-"""Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests of the tables."""
+"""Models by name: random weights, and GPT-2 folders. Our own trained ones are loaded in the tests
+of the tables."""
 
 import fnmatch
 import importlib.metadata
@@ -203,7 +204,8 @@ def test_ours_and_its_gpt2_export_are_one_vocabulary(toy, tmp_path):
 
 
 def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
-    """Hugging Face's library finds in its cache what it has fetched; without network, and without that, one line says so."""
+    """Hugging Face's library finds in its cache what it has fetched; without network, and without
+    that, one line says so."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="no folder 'someone/small', and the hub gave none"):
@@ -244,7 +246,8 @@ def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypa
 
 
 def test_a_model_in_another_place(tmp_path):
-    """What lies in the folder that was named, or beside the file, is meant, and not an embedded model."""
+    """What lies in the folder that was named, or beside the file, is meant, and not an embedded
+    model."""
     (tmp_path / "draft_6m.safetensors").write_text("")
     for name in ("", "draft_7m"):
         with pytest.raises(UserError, match=f"did you mean '{tmp_path}/draft_6m'"):
@@ -264,7 +267,8 @@ def test_a_model_in_another_place(tmp_path):
         ),
         (
             "nowhere",
-            r"no model at 'nowhere'; give random:NAME, .*hf:NAME, gguf:NAME, smollm2, a .* file or .*6m",
+            r"no model at 'nowhere'; give random:NAME, .*hf:NAME, gguf:NAME, smollm2, a .* file "
+            r"or .*6m",
         ),
     ],
 )

@@ -83,7 +83,8 @@ def test_a_narrow_cache_of_a_batch_stays_narrow():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_is_written_has_gradients(dtype, batch):
-    """Students that see features learn through rows that they wrote; what was overwritten has none."""
+    """Students that see features learn through rows that they wrote; what was overwritten has
+    none."""
     starts, weights = jnp.arange(batch), jnp.arange(1.0, 1 + batch * 10).reshape(batch, 5, 2)
 
     def loss(buffer, rows):

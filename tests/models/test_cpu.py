@@ -1,4 +1,5 @@
-"""The CPU kernels: their values, that rows do not influence each other, and what happens where they cannot be used."""
+"""The CPU kernels: their values, that rows do not influence each other, and what happens where they
+cannot be used."""
 
 import os
 import subprocess
@@ -19,7 +20,8 @@ from spectr_jax.models.layers.norms import LayerNorm, RMSNorm
 
 pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
-"""Inputs and outputs: of our models, odd ones whose rows are not aligned, and one that fills several segments."""
+"""Inputs and outputs: of our models, odd ones whose rows are not aligned, and one that fills
+several segments."""
 
 
 @pytest.fixture(params=range(cpu.library().spectr_jax_levels() if cpu.kernels() else 1))

@@ -27,7 +27,8 @@ SHAPES = {
 
 
 def random_model(config: LlamaConfig, seed: int = 0) -> Llama:
-    """A model whose biases and scales are random too, and whose head is sharp enough to tell tokens apart."""
+    """A model whose biases and scales are random too, and whose head is sharp enough to tell tokens
+    apart."""
     model = Llama(config, rngs=nnx.Rngs(seed))
     rng = np.random.default_rng(seed)
 
@@ -52,7 +53,8 @@ def logits(model, tokens) -> np.ndarray:
 
 
 def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
-    """Logits [N, V] of one sequence in float64, head by head and token by token, from the papers."""
+    """Logits [N, V] of one sequence in float64, head by head and token by token, from the
+    papers."""
     config = model.config
 
     def array(leaf):

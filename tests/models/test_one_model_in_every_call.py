@@ -1,5 +1,6 @@
-"""An int8 model is one model in every call shape: its logits do not depend on the width of a call, so greedy decoding equals
-the baseline, token for token. With the CPU kernels, the bits are equal."""
+"""An int8 model is one model in every call shape: its logits do not depend on the width of a call,
+so greedy decoding equals the baseline, token for token. With the CPU kernels, the bits are equal.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -137,7 +138,8 @@ for width in (9, 36):
 
 @pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 def test_nor_in_a_process_whose_programs_are_optimized():
-    """XLA's norms differ between widths only with its own options, which tests/conftest.py replaces."""
+    """XLA's norms differ between widths only with its own options, which tests/conftest.py
+    replaces."""
     theirs = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC")
     environment = {name: value for name, value in os.environ.items() if name not in theirs}
     program = [sys.executable, "-c", PROGRAM, str(pathlib.Path(__file__).parent)]

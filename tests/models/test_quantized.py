@@ -1,4 +1,5 @@
-"""Eight-bit products: what they compute, and that decoding with them is as exact as with any model."""
+"""Eight-bit products: what they compute, and that decoding with them is as exact as with any
+model."""
 
 import dataclasses
 

@@ -59,7 +59,8 @@ def test_parameter_counts(name, millions):
 
 
 def test_no_token_sees_the_future(model):
-    """By gradient: the logits at i do not move with the embedding at j > i, and do with every j <= i."""
+    """By gradient: the logits at i do not move with the embedding at j > i, and do with every j <=
+    i."""
     N = 7
     graphdef, state = nnx.split(model)
 
@@ -144,7 +145,8 @@ def test_sinusoids():
 
 
 def test_bfloat16_rounds_the_factors_of_products_only():
-    """Its logits are those of float32 up to the rounding of factors, and a lone row's are a row's of two."""
+    """Its logits are those of float32 up to the rounding of factors, and a lone row's are a row's
+    of two."""
     shape = dataclasses.replace(SHAPE, width=64, mlp=256)
     wide, narrow = (
         Transformer(dataclasses.replace(shape, dtype=dtype), rngs=nnx.Rngs(0)) for dtype in DTYPES
@@ -162,7 +164,8 @@ def test_bfloat16_rounds_the_factors_of_products_only():
     "change", [{}, {"dtype": "bfloat16"}, {"attention_bias": True, "learned_positions": True}]
 )
 def test_models_of_one_shape_have_equal_graphdefs(change):
-    """The key of a program: with functions of their own in their layers, each would be compiled for anew."""
+    """The key of a program: with functions of their own in their layers, each would be compiled for
+    anew."""
     shape = dataclasses.replace(SHAPE, layers=1, **change)
     models = [Transformer(shape, rngs=nnx.Rngs(seed)) for seed in range(2)]
     for first, second in (
@@ -187,7 +190,8 @@ def test_a_second_model_of_a_shape_compiles_nothing(count_compilations):
 
 
 def test_embeddings_in_bfloat16_are_added_in_float32():
-    """Behind a block that adds nothing is the sum of the two embeddings of GPT-2, whose parameters are bfloat16 too."""
+    """Behind a block that adds nothing is the sum of the two embeddings of GPT-2, whose parameters
+    are bfloat16 too."""
     shape = dataclasses.replace(
         SHAPE, layers=1, dtype="bfloat16", attention_bias=True, learned_positions=True
     )

@@ -86,7 +86,8 @@ def test_parameters_of_another_shape(path):
 
 
 def test_int8_in_parts(tmp_path):
-    """Within half a step of each row's scale, and products in int8 are then of the stored integers themselves."""
+    """Within half a step of each row's scale, and products in int8 are then of the stored integers
+    themselves."""
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     files = save_weights(tmp_path / "model", model, b"pieces", {}, dtype="int8", part_bytes=2_000)
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -128,7 +129,8 @@ def test_no_file_is_larger_than_asked(tmp_path, dtype):
 
 
 def test_parts_of_two_exports_are_not_one_model(tmp_path):
-    """Which a run that was killed between them leaves. Those of before, without a digest, can be read."""
+    """Which a run that was killed between them leaves. Those of before, without a digest, can be
+    read."""
     options = {"part_bytes": 3_000}
     for seed in (0, 1):
         (tmp_path / str(seed)).mkdir()

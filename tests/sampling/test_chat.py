@@ -51,7 +51,8 @@ def session():
 
 
 def test_an_answer_is_what_generate_emits(session):
-    """Characters of several bytes are shown once they are whole, or at the end; what is shown is the text of the answer."""
+    """Characters of several bytes are shown once they are whole, or at the end; what is shown is
+    the text of the answer."""
     tokenizer = session.target.tokenizer
     for seed in range(4):
         shown: list = []
@@ -74,7 +75,8 @@ def test_an_answer_is_what_generate_emits(session):
         assert made.whole == tokenizer.ends(new[-1])
         line = terminal.answered("speculative", made)
         assert line.startswith(
-            f"speculative: {len(new)} tokens in {made.calls} calls, {len(new) / made.calls:.2f} a call; "
+            f"speculative: {len(new)} tokens in {made.calls} calls, {len(new) / made.calls:.2f} a "
+            "call; "
         )
         assert line.endswith("cut off by --max_new_tokens") != made.whole
 
@@ -95,7 +97,8 @@ def test_what_a_chat_refuses(session):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_messages_are_encoded_once(session, monkeypatch, alone):
-    """A prompt of a list is a conversation of its own; those of stdin follow on what was answered."""
+    """A prompt of a list is a conversation of its own; those of stdin follow on what was
+    answered."""
     said = {"role": "assistant", "content": "So."}
     turns = [{"role": "user", "content": text} for text in ("Why?", "Why not?")]
     conversations = [turns[:1], turns[1:]] if alone else [turns[:1], [turns[0], said, turns[1]]]

@@ -271,7 +271,8 @@ def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
 
 
 def test_the_command(toy, tmp_path):
-    """As a user gives it: prompts from a file, both texts side by side, the page; no colours where nobody sees them."""
+    """As a user gives it: prompts from a file, both texts side by side, the page; no colours where
+    nobody sees them."""
     (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")
     flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html"}
     models = {

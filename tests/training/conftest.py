@@ -1,4 +1,5 @@
-"""A small corpus whose sentences end in their numbers, and runs on it: in this process, or as a user starts them."""
+"""A small corpus whose sentences end in their numbers, and runs on it: in this process, or as a
+user starts them."""
 
 import functools
 import json
@@ -44,7 +45,8 @@ def _programs(mesh, steps, *fields):
 
 @pytest.fixture(autouse=True)
 def _little_but_training(request, monkeypatch):
-    """Runs of one shape in one process share their programs, and draw no curves: both take half of a run's time."""
+    """Runs of one shape in one process share their programs, and draw no curves: both take half of
+    a run's time."""
     if request.node.get_closest_marker("own_programs"):
         return
 

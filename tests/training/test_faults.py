@@ -29,7 +29,8 @@ def _largest(folder):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, losses, tmp_path):
-    """kill -9 at some step: then the losses and the parameters of a run in one go, to the last bit."""
+    """kill -9 at some step: then the losses and the parameters of a run in one go, to the last
+    bit."""
     changes = {"steps": 60, "checkpoint_every": 10, "eval_every": 30}
     whole = train(config(**changes), tmp_path / "whole")
     process = start(tmp_path / "killed", **changes)
@@ -60,7 +61,8 @@ def test_an_interrupted_run_saves(start, wait_for_step, losses, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
-    """As `timeout` sends SIGTERM to a run and then to its group. A second Ctrl-C later ends it at once."""
+    """As `timeout` sends SIGTERM to a run and then to its group. A second Ctrl-C later ends it at
+    once."""
     clock = [100.0]
     monkeypatch.setattr("spectr_jax.training.interruption.time.monotonic", lambda: clock[0])
     with Interruption() as interruption:
@@ -152,7 +154,8 @@ def test_a_half_written_checkpoint_is_none(config, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk(config, command, losses, tmp_path):
-    """No file can grow above 60 kB: the checkpoint fails, the one before is whole; with room the run goes on."""
+    """No file can grow above 60 kB: the checkpoint fails, the one before is whole; with room the
+    run goes on."""
     changes = {"model.width": 64, "steps": 4}
     train(config(**changes), tmp_path)
     before = losses(tmp_path)
@@ -191,7 +194,8 @@ def test_out_of_memory(config, tmp_path, monkeypatch):
 
 
 def test_a_shard_that_is_gone(config, corpus, tmp_path, array_records):
-    """Told before the run starts; while it runs, the sentence is named, and the last checkpoint is there."""
+    """Told before the run starts; while it runs, the sentence is named, and the last checkpoint is
+    there."""
     files = array_records(tmp_path, (corpus / "train.txt").read_text().splitlines(), shards=2)
     changes = {
         "data.train": "tfds:lm1b:train",

@@ -127,7 +127,8 @@ def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
 
 @pytest.mark.slow
 def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
-    """A learning rate that ruins the model late: the best is an early one, and can be loaded by name."""
+    """A learning rate that ruins the model late: the best is an early one, and can be loaded by
+    name."""
     changes = {
         "steps": 60,
         "eval_every": 5,

@@ -149,8 +149,9 @@ def _two(start, workdir, **changes):
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tmp_path):
-    """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves both; when one is killed the
-    other ends by itself, and one process goes on alone: all that is still one run."""
+    """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves
+    both; when one is killed the other ends by itself, and one process goes on alone: all that is
+    still one run."""
     workdir = tmp_path / "run"
     processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
     wait_for_step(
@@ -184,7 +185,8 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
 
 @pytest.mark.slow
 def test_decoding_spreads_over_devices_and_processes(one, corpus):
-    """The same texts on one device, on eight, and on two processes of four; the models come from workdirs."""
+    """The same texts on one device, on eight, and on two processes of four; the models come from
+    workdirs."""
     command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
     port = f"localhost:{_free_port()}"
     runs = [(1, []), (8, []), (4, [port, "0"]), (4, [port, "1"])]

@@ -35,7 +35,8 @@ def test_draw_of_nothing_is_in_the_vocabulary(size):
 
 
 def test_all_bits_of_the_uniform_count(monkeypatch):
-    """Behind a token of weight 1 there are four of 2^-25, and one step of a float32 uniform is 2^-23."""
+    """Behind a token of weight 1 there are four of 2^-25, and one step of a float32 uniform is
+    2^-23."""
     weights = np.zeros(16, np.float32)
     weights[0], weights[4:8] = 1, 2.0**-25
     last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)

@@ -1,4 +1,5 @@
-"""The exact plan against the linear program, the order of the plans, bounds, and the figures that the papers give."""
+"""The exact plan against the linear program, the order of the plans, bounds, and the figures that
+the papers give."""
 
 import functools
 import itertools
@@ -38,7 +39,8 @@ def _pass_probability(p, q, k, iterations):
 
 @pytest.mark.parametrize("part", range(4))
 def test_order_of_the_plans_on_200_random_pairs(part):
-    """LP = exact = closed form >= SpecTr++ >= SpecTr+ >= K-SEQ >= (1 - 1/e) LP, by transport cost and by membership."""
+    """LP = exact = closed form >= SpecTr++ >= SpecTr+ >= K-SEQ >= (1 - 1/e) LP, by transport cost
+    and by membership."""
     for p, q, k in itertools.islice(_random_pairs(200), part, None, 4):
         best = transport.get("otm_lp").acceptance(p, q, k)
         assert transport.get("otm").acceptance(p, q, k) == pytest.approx(best, abs=TOLERANCE)
@@ -62,7 +64,8 @@ def test_order_of_the_plans_on_200_random_pairs(part):
 
 @pytest.mark.parametrize("part", range(2))
 def test_the_program_on_the_device_is_lp_k(part):
-    """SpecTr+ and SpecTr++ by `simplex` with k + 1 token constraints, and by HiGHS with all of them (Theorem 2)."""
+    """SpecTr+ and SpecTr++ by `simplex` with k + 1 token constraints, and by HiGHS with all of them
+    (Theorem 2)."""
     for p, q, k in itertools.islice(_random_pairs(120), part, None, 2):
         ps = np.tile(p, (k, 1))
         start = iopt.saturated_subsets(ps, q)
@@ -73,7 +76,8 @@ def test_the_program_on_the_device_is_lp_k(part):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_iopt_with_a_pmf_for_each_draft(seed):
-    """SpecTr++, Appendix B: drafts of different distributions, by enumeration; better after every iteration (Theorem 3)."""
+    """SpecTr++, Appendix B: drafts of different distributions, by enumeration; better after every
+    iteration (Theorem 3)."""
     rng = np.random.default_rng(seed)
     ps, q = rng.dirichlet(np.ones(5), 3), rng.dirichlet(np.ones(5))
     reached = []
@@ -112,7 +116,8 @@ def test_optimal_kseq_is_the_best_of_all_subsets(seed):
 def _simulate(key, select, p, q, k, draws):
     def one(key):
         draft_key, select_key = jax.random.split(key)
-        # Not `Plan.select`: to it k depends on the drafts, and then nothing is shared between the draws.
+        # Not `Plan.select`: to it k depends on the drafts, and then nothing is shared between the
+        # draws.
         return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
 
     choices = jax.lax.map(
@@ -122,7 +127,8 @@ def _simulate(key, select, p, q, k, draws):
 
 
 def _assert_pmf_is(counts, q):
-    """Chi-square of the counts against q; tokens that are expected less than five times are pooled."""
+    """Chi-square of the counts against q; tokens that are expected less than five times are
+    pooled."""
     expected = q / q.sum() * counts.sum()
     rare = expected < 5
     expected, counts = (np.append(x[~rare], x[rare].sum()) for x in (expected, counts))
@@ -144,7 +150,8 @@ def _noisy_zipf(V, seed):
 
 @pytest.mark.parametrize("name", ["otm", "kseq", "spectr++"])
 def test_float32_select_at_vocabulary_8192(name):
-    """The sampler's path: the distribution is q, and the acceptance the exact one within four standard errors."""
+    """The sampler's path: the distribution is q, and the acceptance the exact one within four
+    standard errors."""
     p, q = _noisy_zipf(8192, 0)
     k, chunk = 4, 2_000
     chunks = 500 if name == "otm" else 100
@@ -165,7 +172,8 @@ def test_float32_select_at_vocabulary_8192(name):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bits", [0, 6])
 def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
-    """Without a sort: even with cells of a whole octave the pmf is q; with six bits the acceptance is the optimum."""
+    """Without a sort: even with cells of a whole octave the pmf is q; with six bits the acceptance
+    is the optimum."""
     monkeypatch.setattr(otm, "SORTED", 0)
     monkeypatch.setattr(otm, "BITS", bits)
     rng = np.random.default_rng(seed)
@@ -229,7 +237,8 @@ def test_uniform_pmfs(r, k):
 
 
 def test_the_three_token_example():
-    """p = (.6, .3, .1), q = (.4, .5, .1) with one draft: A is accepted with 2/3, B always, and a rejection emits B."""
+    """p = (.6, .3, .1), q = (.4, .5, .1) with one draft: A is accepted with 2/3, B always, and a
+    rejection emits B."""
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.4, 0.5, 0.1])
     for name in ("maximal", "kseq", "otm", "spectr++", "recursive"):
         plan = transport.get(name)
@@ -260,7 +269,8 @@ def test_optimal_acceptance_tends_to_what_the_drafts_can_show():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
-    """ERSD, Lemma 3.1, with the exact first-token acceptance: by enumeration, and in closed form."""
+    """ERSD, Lemma 3.1, with the exact first-token acceptance: by enumeration, and in closed
+    form."""
     plan = transport.get("race")
     for p, q, _ in itertools.islice(_random_pairs(200), part, None, 2):
         _, accepted = emitted_pmf(plan, p, q, 1)
@@ -276,7 +286,8 @@ def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
 
 
 def test_acceptance_by_child_index_of_a_race():
-    """ERSD, eq. (3): R sums to 1 over all tokens that the draft can propose, and is what `select` does."""
+    """ERSD, eq. (3): R sums to 1 over all tokens that the draft can propose, and is what `select`
+    does."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
     R = race.index_pmf(p, q, 6)
@@ -299,7 +310,8 @@ def test_acceptance_by_child_index_of_a_race():
 
 
 def test_clocks_of_rare_tokens_are_fine_enough():
-    """Tokens below 1e-7 win by clocks near 2^-24, the step of the usual uniforms: these must not be multiples of it."""
+    """Tokens below 1e-7 win by clocks near 2^-24, the step of the usual uniforms: these must not be
+    multiples of it."""
     clocks = np.exp(-np.asarray(race.scores(jax.random.key(0), jnp.ones(1 << 23)), np.float64))
     steps = clocks[clocks < 64 * 2.0**-24] * 2**24
     assert 10 < len(steps) < 70  # 2^23 clocks, of which 2^-18 are that small.

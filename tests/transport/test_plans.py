@@ -30,7 +30,8 @@ PLANS = {
     "race": {},
 }
 
-# The tests of a plan run in one process, and share its compiled programs; so do those of spectr+ and spectr++.
+# The tests of a plan run in one process, and share its compiled programs; so do those of spectr+
+# and spectr++.
 cases = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS],

@@ -35,7 +35,8 @@ def _spread(rng, main, rest, concentration):
 
 
 def test_otm_finds_partners_without_a_loop():
-    """Of which a GPU would start each step anew, and those that NumPy finds. Uniforms at 0 and 1 end a stretch."""
+    """Of which a GPU would start each step anew, and those that NumPy finds. Uniforms at 0 and 1
+    end a stretch."""
     p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
     cells = otm.cells_of(p, q, 8)
     winner = otm.winner_pmf(cells.p, cells.q, 8)
@@ -60,7 +61,8 @@ def test_otm_finds_partners_without_a_loop():
 @optimized
 @pytest.mark.parametrize("seed", [0, 7])
 def test_otm_moves_no_draft_without_a_partner(seed):
-    """With 61 drafts nearly all masses of phi vanish, and rounding leaves surplus that no deficit takes."""
+    """With 61 drafts nearly all masses of phi vanish, and rounding leaves surplus that no deficit
+    takes."""
     p, q = (_spread(np.random.default_rng(seed), main, 299, 30.0) for main in (1e-2, 1e-7))
     assert (
         _emitted(transport.get("otm").select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
@@ -71,7 +73,8 @@ def test_otm_moves_no_draft_without_a_partner(seed):
 @pytest.mark.xdist_group("simplex")  # One program.
 @pytest.mark.parametrize("seed", [941, 1872, 665])
 def test_spectr_plus_plus_never_overfills_a_token(seed):
-    """Distributions that differ much: in float32 the simplex method ends beside its program, by up to 0.03 of the mass."""
+    """Distributions that differ much: in float32 the simplex method ends beside its program, by up
+    to 0.03 of the mass."""
     p, q = np.exp(4 * np.random.default_rng(seed).normal(size=(2, 20)))
     p, q = p / p.sum(), q / q.sum()
     counts = _emitted(transport.get("spectr++").select, jnp.float32(p), jnp.float32(q), 8, 40_000)

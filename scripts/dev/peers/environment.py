@@ -1,4 +1,5 @@
-"""Environments of other software beside ours, and the workers that run in them: a JSON request a line, an answer a line."""
+"""Environments of other software beside ours, and the workers that run in them: a JSON request a
+line, an answer a line."""
 
 import json
 import pathlib
@@ -11,7 +12,8 @@ from spectr_jax.utils.files import write_whole
 
 
 def made(folder: pathlib.Path, requirements: tuple[str, ...]) -> str:
-    """The interpreter of the virtual environment `folder`, which is made if it is not there with these requirements.
+    """The interpreter of the virtual environment `folder`, which is made if it is not there with
+    these requirements.
 
     Raises:
       UserError: it could not be made.
@@ -35,7 +37,8 @@ def made(folder: pathlib.Path, requirements: tuple[str, ...]) -> str:
         for command in ([sys.executable, "-m", "venv", str(folder)], install):
             if subprocess.run(command).returncode:
                 raise UserError(
-                    f"{folder.name} could not be made (see above); make one and name its interpreter"
+                    f"{folder.name} could not be made (see above); make one and name its "
+                    "interpreter"
                 )
         write_whole(stamp, wanted)
     return python

@@ -1,4 +1,5 @@
-"""llama.cpp, built once from the source that llama-cpp-python carries, with its programs and what reads its library."""
+"""llama.cpp, built once from the source that llama-cpp-python carries, with its programs and what
+reads its library."""
 
 import importlib.metadata
 import os
@@ -56,7 +57,8 @@ class Built(NamedTuple):
 
 
 def smollm2_file() -> str:
-    """The GGUF file of the package that `load("smollm2")` reads; raises `UserError` if it is not installed."""
+    """The GGUF file of the package that `load("smollm2")` reads; raises `UserError` if it is not
+    installed."""
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -116,5 +118,6 @@ def _run(command: list[str], folder: pathlib.Path) -> None:
         raise UserError(f"{command[0]} does not run ({error}); install it") from error
     if done.returncode:
         raise UserError(
-            f"{' '.join(command[:6])} ... failed: {(done.stdout + done.stderr)[-400:]}; mend what it says"
+            f"{' '.join(command[:6])} ... failed: {(done.stdout + done.stderr)[-400:]}; mend what "
+            "it says"
         )

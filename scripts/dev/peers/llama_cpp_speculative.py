@@ -1,6 +1,8 @@
-"""Whether llama.cpp's two speculative programs keep the target's distribution: a chi-square test of their first two tokens.
+"""Whether llama.cpp's two speculative programs keep the target's distribution: a chi-square test of
+their first two tokens.
 
-Each run is a process with its own seed. The distribution comes from the logits of the same file, read through its library.
+Each run is a process with its own seed. The distribution comes from the logits of the same file,
+read through its library.
 """
 
 import collections
@@ -23,7 +25,8 @@ DRAFTS = {"the target itself": "F32", "the target without ten layers": "pruned"}
 
 
 def pmf(worker: subprocess.Popen, files: Built, tokenizer: Any) -> dict[str, float]:
-    """The probability of each text of the first two tokens at temperature 1, with the top 4 of each kept."""
+    """The probability of each text of the first two tokens at temperature 1, with the top 4 of each
+    kept."""
     ask(worker, op="load", file=files.files["F32"], threads=1)
     prompt, made = tokenizer.encode(PROMPT), {}
     with tempfile.TemporaryDirectory() as here:

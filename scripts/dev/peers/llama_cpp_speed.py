@@ -1,4 +1,5 @@
-"""The speed stage of compare_llama_cpp.py: one sequence, token by token, ours, llama.cpp and transformers in turns."""
+"""The speed stage of compare_llama_cpp.py: one sequence, token by token, ours, llama.cpp and
+transformers in turns."""
 
 import json
 import os
@@ -31,7 +32,8 @@ Runs = dict[str, Callable[[int], float]]
 def our_run(
     target: Trained, draft: Trained | None, method: Method, new_tokens: int
 ) -> Callable[[int], float]:
-    """Generation at temperature 1, as a user calls it; the call on the prompt is part of its time."""
+    """Generation at temperature 1, as a user calls it; the call on the prompt is part of its
+    time."""
     text = (EMBEDDED / "prompts.txt").read_text().replace("\n", " ")
     prompt = np.array([target.tokenizer.encode(text)[:PROMPT_TOKENS]])
     models = freeze(target.model), freeze(draft.model) if draft else None
@@ -47,7 +49,8 @@ def our_run(
 
 
 def our_runs(draft_name: str, new_tokens: int) -> tuple[Runs, Trained]:
-    """The baseline in each precision, and `block` with chains of one and two in the first; and the target in float32."""
+    """The baseline in each precision, and `block` with chains of one and two in the first; and the
+    target in float32."""
     runs: Runs = {}
     target, (draft,) = load_pair(SMOLLM2, (draft_name,), "int8")
     for length in (1, 2):
@@ -104,7 +107,8 @@ def transformers_run(
 def compare_speed(
     files: Built, peers_python: str, draft: str, rounds: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Tokens per second in every round, which has an order of its own; the first round warms up and is left out."""
+    """Tokens per second in every round, which has an order of its own; the first round warms up and
+    is left out."""
     threads, load_before = os.cpu_count() or 1, os.getloadavg()[0]
     runs, exact = our_runs(draft, new_tokens)
     runs |= {

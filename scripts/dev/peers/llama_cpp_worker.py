@@ -1,12 +1,15 @@
-"""Runs llama.cpp on the CPU through llama-cpp-python, for compare_llama_cpp.py: a JSON request a line, an answer a line.
+"""Runs llama.cpp on the CPU through llama-cpp-python, for compare_llama_cpp.py: a JSON request a
+line, an answer a line.
 
-Nothing of spectr_jax is imported. Keys and values are cached in float32, attention is the plain one.
+Nothing of spectr_jax is imported. Keys and values are cached in float32, attention is the plain
+one.
 
-    {"op": "load", "file": file, "threads": 1}               -> {}
-    {"op": "tokens", "texts": [...]}                         -> {"tokens": [[...]]}, special tokens in texts read as such
-    {"op": "greedy", "prompts": [[...]], "new_tokens": 24}   -> {"tokens": [[...]]}, the continuations
-    {"op": "logits", "tokens": [...], "out": file}           -> {}, and float32 [N, V] in the .npy file
-    {"op": "nats", "rows": [[...]]}                          -> {"nats": [...]}, of all tokens but the first of each row
+    {"op": "load", "file": file, "threads": 1}               -> {} {"op": "tokens", "texts": [...]}
+    -> {"tokens": [[...]]}, special tokens in texts read as such {"op": "greedy", "prompts":
+    [[...]], "new_tokens": 24}   -> {"tokens": [[...]]}, the continuations {"op": "logits",
+    "tokens": [...], "out": file}           -> {}, and float32 [N, V] in the .npy file {"op":
+    "nats", "rows": [[...]]}                          -> {"nats": [...]}, of all tokens but the
+    first of each row
 """
 
 import json
@@ -48,7 +51,8 @@ def tokens(texts: list[str]) -> dict:
 
 
 def greedy(prompts: list[list[int]], new_tokens: int) -> dict:
-    """The likeliest continuation of each prompt, token by token through the cache; it ends nowhere."""
+    """The likeliest continuation of each prompt, token by token through the cache; it ends
+    nowhere."""
     model, made = MODELS[0], []
     for prompt in prompts:
         model.reset()
@@ -67,7 +71,8 @@ def logits(tokens: list[int], out: str) -> dict:
 
 
 def nats(rows: list[list[int]]) -> dict:
-    """The sum over a row of -log p of each token but the first, given those before it; in float64."""
+    """The sum over a row of -log p of each token but the first, given those before it; in
+    float64."""
     sums = []
     for row in rows:
         given = scores(row)[:-1].astype(np.float64)

@@ -1,12 +1,14 @@
-"""The Llama family in Hugging Face transformers, for compare_architectures.py and compare_llama_cpp.py: JSON lines.
+"""The Llama family in Hugging Face transformers, for compare_architectures.py and
+compare_llama_cpp.py: JSON lines.
 
 Runs in an environment of its own, of torch and transformers; nothing of spectr_jax is imported.
 
-    {"op": "versions"}                                                 -> {"torch": version, "transformers": version}
-    {"op": "make", "name": "qwen3", "folder": folder, "seed": 0}        -> {}
-    {"op": "logits", "folder": folder, "tokens": [[...]], "out": file}  -> {}, and float32 [B, N, V] in the .npy file
-    {"op": "load", "folder": folder}                                   -> {}
-    {"op": "generate", "prompt_tokens": 8, "new_tokens": 64, "threads": 2, "seed": 0} -> {"seconds": ...}
+    {"op": "versions"}                                                 -> {"torch": version,
+    "transformers": version} {"op": "make", "name": "qwen3", "folder": folder, "seed": 0}        ->
+    {} {"op": "logits", "folder": folder, "tokens": [[...]], "out": file}  -> {}, and float32 [B, N,
+    V] in the .npy file {"op": "load", "folder": folder}                                   -> {}
+    {"op": "generate", "prompt_tokens": 8, "new_tokens": 64, "threads": 2, "seed": 0} -> {"seconds":
+    ...}
 """
 
 import json
@@ -67,7 +69,8 @@ def versions() -> dict:
 
 
 def make(name: str, folder: str, seed: int) -> dict:
-    """Writes a model with `save_pretrained`; all parameters are random, since norms of ones and biases of 0 hide errors."""
+    """Writes a model with `save_pretrained`; all parameters are random, since norms of ones and
+    biases of 0 hide errors."""
     kind, changes = MODELS[name]
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES | changes))
@@ -98,7 +101,8 @@ def load(folder: str) -> dict:
 
 
 def generate(prompt_tokens: int, new_tokens: int, threads: int, seed: int) -> dict:
-    """Samples a sequence of random tokens on at temperature 1, whatever ends it; `seconds` are those of `generate` alone."""
+    """Samples a sequence of random tokens on at temperature 1, whatever ends it; `seconds` are
+    those of `generate` alone."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     whole = {

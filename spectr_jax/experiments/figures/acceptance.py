@@ -1,7 +1,7 @@
 """Figures of the papers on acceptance: SpecTr 1, 2, 3, 5 and SpecTr++ 1, 2.
 
-Curves are exact, in float64; points are measured by running the plans' `select`. A new figure is a function that returns a
-`Figure`, and a line in `FIGURES`.
+Curves are exact, in float64; points are measured by running the plans' `select`. A new figure is a
+function that returns a `Figure`, and a line in `FIGURES`.
 """
 
 import dataclasses
@@ -80,7 +80,8 @@ def run(settings: Settings, names: tuple[str, ...], workdir: pathlib.Path) -> di
 
 
 def spectr_1(settings: Settings) -> Figure:
-    """SpecTr, Figure 1: from U(d) to U(d / r), where K-SEQ is optimal too (Appendices B.2 and D.1)."""
+    """SpecTr, Figure 1: from U(d) to U(d / r), where K-SEQ is optimal too (Appendices B.2 and
+    D.1)."""
     d, ks = 120, range(1, 21)
     series = []
     for r in (2, 3, 5, 10, 20):
@@ -138,7 +139,8 @@ def spectr_3(settings: Settings) -> Figure:
 
 
 def spectr_5(settings: Settings) -> Figure:
-    """SpecTr, Figure 5 (Appendix D.2): conditionals of real models, cut to the union of their ten likeliest tokens."""
+    """SpecTr, Figure 5 (Appendix D.2): conditionals of real models, cut to the union of their ten
+    likeliest tokens."""
     target, (draft,) = load_pair(settings.target, (settings.draft,), "float32")
     full = [_next_token_pmf(trained, settings.prompt) for trained in (draft, target)]
     support = np.union1d(*(np.argsort(-pmf)[:10] for pmf in full))
@@ -161,14 +163,16 @@ def spectr_5(settings: Settings) -> Figure:
     program = [transport.get("otm_lp").acceptance(p, q, k) for k in small]
     series.append(Series("OTM-k, linear program", small, program, [0.0] * len(small), marker="s"))
     caption = (
-        f"Acceptance with compressed conditional distributions after “{settings.prompt}”: {draft.name} drafts for "
+        f"Acceptance with compressed conditional distributions after “{settings.prompt}”: "
+        f"{draft.name} drafts for "
         f"{target.name}, {len(support)} tokens in the union of the two top tens."
     )
     return Figure("SpecTr, Figure 5", caption, "number of drafts k", ("acceptance",), series)
 
 
 def spectr_plus_plus(settings: Settings, vocabulary: int, number: int) -> Figure:
-    """SpecTr++, Figures 1 and 2 (section 5): random pairs of distributions; mean acceptance, and worst ratio to OTM."""
+    """SpecTr++, Figures 1 and 2 (section 5): random pairs of distributions; mean acceptance, and
+    worst ratio to OTM."""
     rng = np.random.default_rng(settings.seed)
     pmfs = rng.random((settings.pairs, 2, vocabulary))
     pmfs /= pmfs.sum(axis=2, keepdims=True)
@@ -218,8 +222,9 @@ def _measured(
     like: str,
     most: int = 0,
 ) -> Series:
-    """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or on average over
-    pairs [n, 2, V]. Series of one `most`, which is the largest of `ks` if not given, share a program."""
+    """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or
+    on average over pairs [n, 2, V]. Series of one `most`, which is the largest of `ks` if not
+    given, share a program."""
     pmfs = pmfs.reshape(-1, *pmfs.shape[-2:])
     draws = -(-settings.draws // len(pmfs))
     shares = []
@@ -256,7 +261,8 @@ def _next_token_pmf(trained: Trained, prompt: str) -> np.ndarray:
     length = tokens.shape[1]
     if length > trained.model.context:
         raise UserError(
-            f"the prompt has {length} tokens and {trained.name!r} a context of {trained.model.context}; cut it"
+            f"the prompt has {length} tokens and {trained.name!r} a context of "
+            f"{trained.model.context}; cut it"
         )
     logits = _logits(freeze(trained.model), tokens)
     return np.asarray(jax.nn.softmax(logits[0, -1]), np.float64)

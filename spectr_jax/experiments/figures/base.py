@@ -45,7 +45,8 @@ class Figure:
 
 
 def write(figure: Figure, path: pathlib.Path, **about: Any) -> None:
-    """Writes the curves and points to PATH.json, with `about` and the provenance, and the picture to PATH.png."""
+    """Writes the curves and points to PATH.json, with `about` and the provenance, and the picture
+    to PATH.png."""
     shown = dataclasses.asdict(figure)
     for series in shown["series"]:
         series["x"] = list(series["x"])

@@ -10,7 +10,8 @@ from spectr_jax.utils.files import naming
 
 
 def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
-    """Returns the tree in lines, a node each, indented by depth; `labels` [N + 1] by node instead of numbers."""
+    """Returns the tree in lines, a node each, indented by depth; `labels` [N + 1] by node instead
+    of numbers."""
     labels = labels or [str(node) for node in range(tree.size + 1)]
     lines = [labels[0]]
 
@@ -26,8 +27,8 @@ def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
 
 
 def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Returns where each node goes from top to bottom, so that no edges cross: leaves a row each, others amid their
-    children.
+    """Returns where each node goes from top to bottom, so that no edges cross: leaves a row each,
+    others amid their children.
 
     Args:
       paths: of all nodes in any order, as in `Tree.path`; the root's is empty.

@@ -1,4 +1,5 @@
-"""ERSD, Figures 3 and 4: tokens per call and the acceptance of each further node, in theory and measured, with bounds."""
+"""ERSD, Figures 3 and 4: tokens per call and the acceptance of each further node, in theory and
+measured, with bounds."""
 
 import dataclasses
 import pathlib
@@ -43,13 +44,16 @@ def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
         )
         theorem = [tunstall.theorem_4_1(R, vocab_size, size) for size in (1, sizes[-1])]
         notes.append(
-            f"{name.upper()}: H[R] = {tunstall.entropy(R):.2f} bits, Theorem 4.1 (off the scale) {theorem[0]:.1f} at N = 1 "
+            f"{name.upper()}: H[R] = {tunstall.entropy(R):.2f} bits, Theorem 4.1 (off the scale) "
+            f"{theorem[0]:.1f} at N = 1 "
             f"and {theorem[1]:.1f} at {sizes[-1]}"
         )
     low, high = tunstall.channel_bounds(acceptance.kl)
     caption = (
-        "Expected number of tokens a call against the number of drafted tokens: theory (curves) from the acceptance by "
-        f"child index of batch runs, and measured (points). {'; '.join(notes)}; KL = {low:.2f} bits, so that eqs. (6) and "
+        "Expected number of tokens a call against the number of drafted tokens: theory (curves) "
+        "from the acceptance by "
+        f"child index of batch runs, and measured (points). {'; '.join(notes)}; KL = {low:.2f} "
+        "bits, so that eqs. (6) and "
         f"(8) bound H[R] of ERSD at each node by {low:.2f} and {high:.2f} on average."
     )
     ylabels = tuple(f"tokens a call, {name.upper()}" for name in acceptance.R)
@@ -93,7 +97,8 @@ def _theory(nodes, R) -> np.ndarray:
 
 
 def _measured(values: np.ndarray, like: str, panel: int, least: float = 0.0) -> Series:
-    """Points of at least `least` at N = 1, 2, 3, 4, 6, 8, 12, ...; the error is that of the mean over seeds."""
+    """Points of at least `least` at N = 1, 2, 3, 4, 6, 8, 12, ...; the error is that of the mean
+    over seeds."""
     size, mean = values.shape[1], values.mean(axis=0)
     grid = sorted({n for power in range(8) for n in (2**power, 3 * 2**power) if n <= size})
     at = [n for n in grid if mean[n - 1] >= least]

@@ -1,4 +1,5 @@
-"""A model folder as Hugging Face's libraries write it: config.json, and safetensors in one file or in parts."""
+"""A model folder as Hugging Face's libraries write it: config.json, and safetensors in one file or
+in parts."""
 
 import json
 import pathlib
@@ -28,7 +29,8 @@ class Place(NamedTuple):
 
 
 class Folder:
-    """The tensors of a folder by name, each read when it is asked for, without the library's map of the whole file."""
+    """The tensors of a folder by name, each read when it is asked for, without the library's map of
+    the whole file."""
 
     def __init__(self, path: pathlib.Path):
         """Finds the files; raises `UserError` if they are not there, or cannot be read."""
@@ -47,12 +49,13 @@ class Folder:
         self._unread.update(self._places)
 
     def check_all_read(self, unused: str) -> None:
-        """Raises `UserError` for a tensor that was not read and whose name does not match the pattern `unused`: a model that
-        has it is another than config.json says."""
+        """Raises `UserError` for a tensor that was not read and whose name does not match the
+        pattern `unused`: a model that has it is another than config.json says."""
         left = sorted(name for name in self._unread if not re.fullmatch(unused, name))
         if left:
             raise UserError(
-                f"{str(self.path)!r} has {left[0]}, which its config.json does not mention ({len(left)} such tensors); fix "
+                f"{str(self.path)!r} has {left[0]}, which its config.json does not mention "
+                f"({len(left)} such tensors); fix "
                 "its config.json, or give another model"
             )
 
@@ -61,13 +64,15 @@ class Folder:
             return [WEIGHTS]
         if not (self.path / INDEX).exists():
             raise UserError(
-                f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., safe_serialization=True)"
+                f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., "
+                "safe_serialization=True)"
             )
         index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise UserError(
-                f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch it again"
+                f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch "
+                "it again"
             )
         return sorted(set(names.values()))
 
@@ -103,7 +108,8 @@ class Folder:
 
 
 def _places(file: pathlib.Path) -> dict[str, Place]:
-    """Returns where each tensor of a safetensors file is; raises what the library raises for one that is damaged."""
+    """Returns where each tensor of a safetensors file is; raises what the library raises for one
+    that is damaged."""
     check_fetched(file)
     with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -118,7 +124,8 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
 
 
 def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
-    """Returns what config.json gives, with or without what is null; raises `UserError` if it is not there or damaged."""
+    """Returns what config.json gives, with or without what is null; raises `UserError` if it is not
+    there or damaged."""
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -127,13 +134,15 @@ def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
         ) from error
     if not isinstance(given, dict):
         raise UserError(
-            f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or fetch it again"
+            f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or "
+            "fetch it again"
         )
     return {name: value for name, value in given.items() if nulls or value is not None}
 
 
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Writes config.json and model.safetensors, each whole or not at all; `folder` is made if it is not there."""
+    """Writes config.json and model.safetensors, each whole or not at all; `folder` is made if it is
+    not there."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(
         folder / WEIGHTS, tensors, {"format": "pt"}
@@ -142,7 +151,8 @@ def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.nda
 
 
 def check_sizes(folder: pathlib.Path, config: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raises `UserError` for a size that is no positive integer; what is missing is found when it is read."""
+    """Raises `UserError` for a size that is no positive integer; what is missing is found when it
+    is read."""
     for name in names:
         if (size := config.get(name)) is not None and (type(size) is not int or size < 1):
             refuse(folder, config, name, "a positive integer")

@@ -1,4 +1,5 @@
-"""GGUF files, as llama.cpp reads them: models of the Llama family, with any quantisation that the library `gguf` knows."""
+"""GGUF files, as llama.cpp reads them: models of the Llama family, with any quantisation that the
+library `gguf` knows."""
 
 import math
 import pathlib
@@ -56,7 +57,8 @@ NUMBERS = {
 
 
 class _Reader(gguf.GGUFReader):
-    """With views that are plain arrays: a vocabulary has 150,000, and those of memory maps take three times as long."""
+    """With views that are plain arrays: a vocabulary has 150,000, and those of memory maps take
+    three times as long."""
 
     @property
     def data(self) -> Any:
@@ -92,7 +94,8 @@ class GGUF:
             return default if field is None else field.contents()
         except (ValueError, IndexError) as error:  # UnicodeDecodeError among them.
             raise UserError(
-                f"{str(self.path)!r} has a damaged {name!r} in its metadata ({error}); fetch it again"
+                f"{str(self.path)!r} has a damaged {name!r} in its metadata ({error}); fetch it "
+                "again"
             ) from error
 
     def need(self, name: str) -> Any:
@@ -102,7 +105,8 @@ class GGUF:
         return self.get(name)
 
     def tensor(self, name: str) -> np.ndarray:
-        """Returns a tensor in float32; raises KeyError if there is none, `UserError` if it cannot be dequantised."""
+        """Returns a tensor in float32; raises KeyError if there is none, `UserError` if it cannot
+        be dequantised."""
         found = self.tensors[name]
         try:  # Not from the reader's map of the file, whose pages would stay in memory beside the model.
             stored = np.fromfile(
@@ -114,7 +118,8 @@ class GGUF:
         except (NotImplementedError, ValueError) as error:
             kind = found.tensor_type.name
             raise UserError(
-                f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give another"
+                f"{str(self.path)!r} has {name} in {kind}, which is not read ({error}); give "
+                "another"
             ) from error
 
 
@@ -174,7 +179,8 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     for name in SIZES:
         if type(size := get(name, 1)) is not int or size < 1:
             raise UserError(
-                f"{str(file.path)!r} has {kind}.{name}={size!r:.40}, not one positive integer; give another model"
+                f"{str(file.path)!r} has {kind}.{name}={size!r:.40}, not one positive integer; "
+                "give another model"
             )
     context = need("context_length")
     window = get("attention.sliding_window", context)
@@ -185,19 +191,22 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
     ):
         if not understood:
             raise UserError(
-                f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give another model"
+                f"{str(file.path)!r} has {kind}.{name}={get(name)!r}, which is not read; give "
+                "another model"
             )
     for name, least in NUMBERS.items():
         if type(number := get(name, 1)) not in (int, float) or not least <= number < math.inf:
             raise UserError(
-                f"{str(file.path)!r} has {kind}.{name}={number!r:.40}, not a number from {least} on; give another model"
+                f"{str(file.path)!r} has {kind}.{name}={number!r:.40}, not a number from {least} "
+                "on; give another model"
             )
     heads, width = need("attention.head_count"), need("embedding_length")
     head_width = get("attention.key_length", width // heads)
     if get("rope.dimension_count", head_width) != head_width:
         turned = get("rope.dimension_count")
         raise UserError(
-            f"{str(file.path)!r} turns {turned} of {head_width} channels of a head; give another model"
+            f"{str(file.path)!r} turns {turned} of {head_width} channels of a head; give another "
+            "model"
         )
     return LlamaConfig(
         layers=need("block_count"),
@@ -219,8 +228,8 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
 
 
 def _divisors(file: GGUF, kind: str, head_width: int) -> tuple[float, ...]:
-    """Returns those of the tensor, times the factor of a linear stretch; that is what a factor means unless its type is
-    `none`."""
+    """Returns those of the tensor, times the factor of a linear stretch; that is what a factor
+    means unless its type is `none`."""
     factor = (
         file.get(f"{kind}.rope.scaling.factor", file.get(f"{kind}.rope.scale_linear", 0.0)) or 1.0
     )
@@ -232,7 +241,7 @@ def _divisors(file: GGUF, kind: str, head_width: int) -> tuple[float, ...]:
 
 
 def _in_halves(part: np.ndarray, head_width: int) -> np.ndarray:
-    """Returns the rows of each head of a kernel [outputs, inputs] or bias, whose rotary pairs llama.cpp keeps side by
-    side."""
+    """Returns the rows of each head of a kernel [outputs, inputs] or bias, whose rotary pairs
+    llama.cpp keeps side by side."""
     pairs = part.reshape(-1, head_width // 2, 2, *part.shape[1:])
     return pairs.swapaxes(1, 2).reshape(part.shape)

@@ -1,7 +1,9 @@
-"""GPT-2 checkpoints in Hugging Face's layout: those of its family are read, and our decoders are written as such.
+"""GPT-2 checkpoints in Hugging Face's layout: those of its family are read, and our decoders are
+written as such.
 
-A decoder of the ladder differs from a GPT-2 in three things. Its sinusoidal positions become an embedding, attention
-gets biases of zero, and the bias of its head, which GPT-2 lacks, becomes one more channel per head (`_with_bias_channel`).
+A decoder of the ladder differs from a GPT-2 in three things. Its sinusoidal positions become an
+embedding, attention gets biases of zero, and the bias of its head, which GPT-2 lacks, becomes one
+more channel per head (`_with_bias_channel`).
 """
 
 import math
@@ -54,7 +56,8 @@ OURS_TO_THEIRS = {
 }
 
 UNUSED = r"lm_head\.weight|.*\.attn\.(masked_)?bias"
-"""Tensors that may be there unread: a head that is tied, and the masks that older versions of transformers saved."""
+"""Tensors that may be there unread: a head that is tied, and the masks that older versions of
+transformers saved."""
 
 Tensors = dict[str, np.ndarray]
 
@@ -86,13 +89,15 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
         tensors = Folder(folder)
         if not config["tie_word_embeddings"] and "lm_head.weight" not in tensors:
             raise UserError(
-                f"{str(folder)!r} has tie_word_embeddings=False and no 'lm_head.weight'; fetch it again with its head"
+                f"{str(folder)!r} has tie_word_embeddings=False and no 'lm_head.weight'; fetch it "
+                "again with its head"
             )
         arrays = dict(_ours(shape, tensors, tied=config["tie_word_embeddings"]))
         tensors.check_all_read(UNUSED)
     except KeyError as error:
         raise UserError(
-            f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it again"
+            f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it "
+            "again"
         ) from error
     except UserError:
         raise
@@ -107,11 +112,13 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
 def save_gpt2(
     folder: pathlib.Path, model: Transformer, bos: int | None = None, eos: int | None = None
 ) -> None:
-    """Writes a GPT-2 checkpoint in float32, config.json and model.safetensors, each whole or not at all.
+    """Writes a GPT-2 checkpoint in float32, config.json and model.safetensors, each whole or not at
+    all.
 
     Args:
       folder: made if it is not there.
-      model: what to write; with a head bias that is not zero the checkpoint is a channel a head wider than the model.
+      model: what to write; with a head bias that is not zero the checkpoint is a channel a head
+        wider than the model.
       bos: id of BOS, for the config.
       eos: id of EOS, for the config.
     """
@@ -122,21 +129,23 @@ def save_gpt2(
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns a GPT-2's config.json with its defaults; raises `UserError` if it is not there, damaged, or of another
-    family."""
+    """Returns a GPT-2's config.json with its defaults; raises `UserError` if it is not there,
+    damaged, or of another family."""
     given = read_json(folder)
     config = {**DEFAULTS, **given}
     for name, known in EXPECTED.items():
         if config.get(name) not in known:
             raise UserError(
-                f"{str(folder)!r} has {name}={config.get(name)!r}; only models of GPT-2's family with {known[0]!r} are read"
+                f"{str(folder)!r} has {name}={config.get(name)!r}; only models of GPT-2's family "
+                f"with {known[0]!r} are read"
             )
     _check_fields(folder, config)
     return config
 
 
 def _check_fields(folder: pathlib.Path, config: dict[str, Any]) -> None:
-    """Raises `UserError` for a value that is not of its field's kind; what is missing is found when it is read."""
+    """Raises `UserError` for a value that is not of its field's kind; what is missing is found when
+    it is read."""
 
     check_sizes(folder, config, SIZES)
     epsilon = config["layer_norm_epsilon"]
@@ -170,7 +179,8 @@ def gpt2_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def gpt2_tensors(model: Transformer) -> Tensors:
-    """Returns float32 tensors by Hugging Face's names, and `lm_head.bias`, which GPT-2 does not have."""
+    """Returns float32 tensors by Hugging Face's names, and `lm_head.bias`, which GPT-2 does not
+    have."""
     config = model.config
     positions = (
         model.positions[...]
@@ -196,7 +206,8 @@ def gpt2_tensors(model: Transformer) -> Tensors:
 
 
 def _weight_and_bias(block: nnx.Module, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tensors of a Conv1D of Hugging Face: its weight is [in, out], as ours is, and it always has a bias."""
+    """Returns the tensors of a Conv1D of Hugging Face: its weight is [in, out], as ours is, and it
+    always has a bias."""
     part = getattr(block, name)
     weight = _float32((part.scale if name.startswith("norm") else part.kernel)[...])
     return weight, np.zeros(weight.shape[-1], np.float32) if part.bias is None else _float32(
@@ -209,10 +220,11 @@ def _with_bias_channel(
 ) -> tuple[dict[str, Any], Tensors]:
     """Returns the same decoder, wider by a channel a head, with `bias` [V] in its head.
 
-    The last norm holds the first new channel at 1, and the head's weights from there are the bias; all other parts read and
-    write nothing there. The old channels are kept at a mean of 0, which norms take off anyway, so that the new ones change
-    nothing but the number that a norm divides by: its epsilon and its scale take account of that. Queries take account of
-    the wider head, by whose root GPT-2 divides.
+    The last norm holds the first new channel at 1, and the head's weights from there are the bias;
+    all other parts read and write nothing there. The old channels are kept at a mean of 0, which
+    norms take off anyway, so that the new ones change nothing but the number that a norm divides
+    by: its epsilon and its scale take account of that. Queries take account of the wider head, by
+    whose root GPT-2 divides.
     """
     E, H = config["n_embd"], config["n_head"]
     wide, ratio = E + H, E / (E + H)

@@ -1,4 +1,5 @@
-"""The Llama family in Hugging Face's layout: models of it are read, and ours are written as such."""
+"""The Llama family in Hugging Face's layout: models of it are read, and ours are written as
+such."""
 
 import math
 import pathlib
@@ -28,7 +29,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-"""What transformers takes for a field that a config.json leaves out, unlike one that it has as null."""
+"""What transformers takes for a field that a config.json leaves out, unlike one that it has as
+null."""
 NEEDED = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps"),
@@ -52,11 +54,13 @@ NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-"""Parts of a model by Hugging Face's names; those of a layer have their `model.layers.LAYER.` before them."""
+"""Parts of a model by Hugging Face's names; those of a layer have their `model.layers.LAYER.`
+before them."""
 
 
 UNUSED = r"lm_head\.weight|.*\.rotary_emb\.inv_freq"
-"""Tensors that may be there and are not read: a head that is tied, and what older versions of transformers saved."""
+"""Tensors that may be there and are not read: a head that is tied, and what older versions of
+transformers saved."""
 
 
 def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
@@ -86,7 +90,8 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
 def save_llama(
     folder: pathlib.Path, model: Llama, bos: int | None = None, eos: int | list[int] | None = None
 ) -> None:
-    """Writes a model of the family in float32, config.json and model.safetensors, each whole or not at all.
+    """Writes a model of the family in float32, config.json and model.safetensors, each whole or not
+    at all.
 
     Args:
       folder: made if it is not there.
@@ -100,7 +105,8 @@ def save_llama(
     config = model.config
     if config.embed_rank or config.head_tokens or config.features:
         raise UserError(
-            "a draft with embed_rank, head_tokens or features has no such layout; keep it in ours (save_weights)"
+            "a draft with embed_rank, head_tokens or features has no such layout; keep it in ours "
+            "(save_weights)"
         )
     if (
         config.rope_divisors
@@ -108,7 +114,8 @@ def save_llama(
         or isinstance(model.blocks[0].qkv, Int8Linear)
     ):
         raise UserError(
-            "a model with rope_divisors, biases beside norms, or int8 products has no such layout; give another"
+            "a model with rope_divisors, biases beside norms, or int8 products has no such layout; "
+            "give another"
         )
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     written = {
@@ -197,8 +204,8 @@ def llama_config(folder: pathlib.Path, dtype: str) -> LlamaConfig:
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the config.json of a model of the family; raises `UserError` if it is of another, damaged, or lacks
-    something."""
+    """Returns the config.json of a model of the family; raises `UserError` if it is of another,
+    damaged, or lacks something."""
     given = read_json(folder, nulls=True)
     given = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
     given = {name: value for name, value in given.items() if value is not None}
@@ -249,7 +256,8 @@ def _renamed(scaling: dict[str, Any]) -> dict[str, Any]:
 def _rotary(
     folder: pathlib.Path, given: dict[str, Any], head_width: int
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns the base of the rotary positions and their divisors; newer files have both in `rope_parameters`."""
+    """Returns the base of the rotary positions and their divisors; newer files have both in
+    `rope_parameters`."""
     field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     scaling = given.get(field, {})
     if not isinstance(scaling, dict):
@@ -259,7 +267,8 @@ def _rotary(
         scaling.get(name) != value for name, value in _renamed(other).items()
     ):
         raise UserError(
-            f"{str(folder)!r} has rope_scaling={other} beside other rope_parameters; keep one in its config.json"
+            f"{str(folder)!r} has rope_scaling={other} beside other rope_parameters; keep one in "
+            "its config.json"
         )
     if "factor" in scaling and "rope_type" not in scaling:
         refuse(folder, given, field, "one that names its rope_type")

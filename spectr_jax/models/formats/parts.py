@@ -1,7 +1,8 @@
 """A Llama filled part by part: what the readers of its checkpoints share.
 
-Parts have Hugging Face's order: kernels are [outputs, inputs], and rotary pairs are a channel of the first half of a head
-and the same one of the second. Each goes into its place, in the model's dtype, before the next is read.
+Parts have Hugging Face's order: kernels are [outputs, inputs], and rotary pairs are a channel of
+the first half of a head and the same one of the second. Each goes into its place, in the model's
+dtype, before the next is read.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.utils.errors import UserError
 
 Part = Callable[[str], np.ndarray]
-"""Reads a part by its name below, a part of a layer as `LAYER.NAME`; raises KeyError where there is none."""
+"""Reads a part by its name below, a part of a layer as `LAYER.NAME`; raises KeyError where there is
+none."""
 
 
 def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
@@ -25,9 +27,11 @@ def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
 
     Args:
       config: its shape and dtype.
-      part: reads `embed` [V, E], `norm` [E], `head` [V, E] and in each layer `q`, `k`, `v`, `out`, `gate`, `up`, `down`,
-        `norm_attention`, `norm_mlp`; where the shape has them `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
-      int8: with int8 products, as by `quantize`, without a float32 model in memory first; needs a config of float32.
+      part: reads `embed` [V, E], `norm` [E], `head` [V, E] and in each layer `q`, `k`, `v`, `out`,
+        `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; where the shape has them `q_bias`,
+        `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      int8: with int8 products, as by `quantize`, without a float32 model in memory first; needs a
+        config of float32.
       source: named in errors.
 
     Raises:
@@ -51,11 +55,13 @@ def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
 
 
 def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> None:
-    """Raises `UserError` for an array of another shape than the configuration's, which may have no such part."""
+    """Raises `UserError` for an array of another shape than the configuration's, which may have no
+    such part."""
     if array.shape != expected:
         given = "none" if expected is None else list(expected)
         raise UserError(
-            f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; fetch both anew"
+            f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; "
+            "fetch both anew"
         )
 
 

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al., 2023), in the form that is fast where it runs.
 
-Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and value heads, G = H / K, D head width.
+Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and value heads, G = H / K,
+D head width.
 """
 
 import functools
@@ -17,7 +18,8 @@ from spectr_jax.models.layers import cpu
 def attention(
     q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array
 ) -> jax.Array:
-    """Returns float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads, in order.
+    """Returns float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads,
+    in order.
 
     Every new token sees at least one slot.
     """
@@ -26,7 +28,8 @@ def attention(
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if cpu.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    # One kernel of cuDNN for three of XLA, where it takes these shapes; not the default, since no GPU has run it yet.
+    # One kernel of cuDNN for three of XLA, where it takes these shapes; not the default, since no
+    # GPU has run it yet.
     attend: Any = jax.nn.dot_product_attention
     if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
         attend = functools.partial(attend, implementation="cudnn")
@@ -34,13 +37,15 @@ def attention(
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
-    """Returns the mask of packed sequences: [B, N, N], a token sees itself and the tokens before it in its own segment."""
+    """Returns the mask of packed sequences: [B, N, N], a token sees itself and the tokens before it
+    in its own segment."""
     N = segments_BxN.shape[-1]
     return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
 
 
 def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
-    """Heads before tokens in memory: XLA's products by head then take half as long, in both directions."""
+    """Heads before tokens in memory: XLA's products by head then take half as long, in both
+    directions."""
     (B, N, H, D), K = q_BxNxHxD.shape, k_BxTxKxD.shape[2]
     q_BxKxGNxD = cpu.in_memory(
         q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)

@@ -11,7 +11,8 @@ from spectr_jax.models.layers import cpu
 
 
 class Linear(nnx.Linear):
-    """A linear layer: factors in `dtype`, sums in float32. A bfloat16 kernel of a float32 layer is widened in products."""
+    """A linear layer: factors in `dtype`, sums in float32. A bfloat16 kernel of a float32 layer is
+    widened in products."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Returns float32 [..., outputs] of `inputs` [..., I]."""
@@ -64,7 +65,8 @@ def dense_layer(
 
 
 def with_halved_kernels(model: nnx.Module) -> nnx.Module:
-    """Returns a copy that stores the float32 kernels of linear layers in bfloat16 where that changes no weight."""
+    """Returns a copy that stores the float32 kernels of linear layers in bfloat16 where that
+    changes no weight."""
     copy = nnx.clone(model)
     for _, module in nnx.iter_modules(copy):
         if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:

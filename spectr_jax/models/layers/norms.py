@@ -1,4 +1,5 @@
-"""Norms over the last axis, in float32: RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016)."""
+"""Norms over the last axis, in float32: RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et
+al., 2016)."""
 
 import functools
 

@@ -18,7 +18,8 @@ def test_entropy():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [1, 4, 16, 64])
 def test_no_tree_exceeds_its_bounds(seed, size):
-    """A vocabulary of 40 whose R is known in full; the lemma may only see the indices that the tree explores."""
+    """A vocabulary of 40 whose R is known in full; the lemma may only see the indices that the tree
+    explores."""
     R = np.sort(np.random.default_rng(seed).dirichlet(np.full(40, 0.3)))[::-1].tolist()
     tokens = expected_tokens(optimal_tree(R, size), R)
     theorem, lemma = tunstall.theorem_4_1(R, 40, size), tunstall.lemma_4_2(R, size, 40)
@@ -31,7 +32,8 @@ def test_no_tree_exceeds_its_bounds(seed, size):
 
 
 def test_the_lemma_by_hand():
-    """R = (1/2, 1/4, ...), N = 2: the tree is a chain, d = 1, m at least 1; (log2(1 + m) + log2(3)) / (1 + log2(m) / 2)."""
+    """R = (1/2, 1/4, ...), N = 2: the tree is a chain, d = 1, m at least 1; (log2(1 + m) + log2(3))
+    / (1 + log2(m) / 2)."""
     best = min((math.log2(1 + m) + math.log2(3)) / (1 + 0.5 * math.log2(m)) for m in range(1, 64))
     lemma = tunstall.lemma_4_2([0.5, 0.25, 0.125], 2, 64)
     assert (lemma.d, lemma.bound) == (1, pytest.approx(best))

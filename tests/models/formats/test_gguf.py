@@ -47,7 +47,8 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
 
 
 def write(path, model: Llama, kind: str, quantization=None, more=None, **changes) -> None:
-    """A GGUF as llama.cpp's converter writes it: with a byte-pair tokenizer, and rotary pairs side by side for `llama`."""
+    """A GGUF as llama.cpp's converter writes it: with a byte-pair tokenizer, and rotary pairs side
+    by side for `llama`."""
     config, arch = model.config, "llama" if kind == "tied" else kind
     tokenizer = json.loads(byte_pairs().to_str())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
@@ -301,7 +302,8 @@ def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "llama3", "qwen2"])
 def test_texts_are_split_as_the_name_says(pre):
-    """Digits: one at a time, all of a number, or up to three; the rest of a split is checked by joining it again."""
+    """Digits: one at a time, all of a number, or up to three; the rest of a split is checked by
+    joining it again."""
     read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
     split = read._tokenizer.pre_tokenizer.pre_tokenize_str
     numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
@@ -316,7 +318,8 @@ def test_texts_are_split_as_the_name_says(pre):
 
 
 def test_what_a_tokenizer_may_leave_out():
-    """BOS, and whether it is added, which Llama 3's files do not say although it is; as in llama.cpp."""
+    """BOS, and whether it is added, which Llama 3's files do not say although it is; as in
+    llama.cpp."""
     for pre, given, adds in (
         ("llama-bpe", None, True),
         ("llama-bpe", False, False),

@@ -52,7 +52,8 @@ def folder(model, tmp_path_factory):
 
 
 def random_gpt2(folder, vocab_size=29, prefix="transformer.", seed=0):
-    """Writes a GPT-2 as Hugging Face does: a tied head, positions that were learned, biases everywhere, and old masks."""
+    """Writes a GPT-2 as Hugging Face does: a tied head, positions that were learned, biases
+    everywhere, and old masks."""
     rng = np.random.default_rng(seed)
     E, F, T = 16, 64, 24
     shapes = {
@@ -197,7 +198,8 @@ def test_a_gpt2_in_parts(tmp_path):
 
 
 def test_a_gpt2_decodes_its_own_likeliest_tokens(tmp_path):
-    """Greedy, with a draft tree and a cache: every new token is the likeliest of Hugging Face's class."""
+    """Greedy, with a draft tree and a cache: every new token is the likeliest of Hugging Face's
+    class."""
     target, draft = (
         random_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft"))
     )

@@ -1,4 +1,5 @@
-"""Folders of the Llama family: read as they were written, whatever the parts and dtype, and refused with one line."""
+"""Folders of the Llama family: read as they were written, whatever the parts and dtype, and refused
+with one line."""
 
 import dataclasses
 import json
@@ -220,7 +221,8 @@ def test_what_is_not_understood_is_refused(folder, fields, message):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
-    """Absent, or null, which is not the same; the sizes of attention as transformers' own classes have them."""
+    """Absent, or null, which is not the same; the sizes of attention as transformers' own classes
+    have them."""
     fields = {
         "model_type": kind,
         "num_attention_heads": 32,

@@ -21,7 +21,8 @@ from spectr_jax.models.llama import LlamaConfig, abstract
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 MOST = 1.3
-"""Times the model's own size: it, a layer's parts on their way there, and what the allocator keeps."""
+"""Times the model's own size: it, a layer's parts on their way there, and what the allocator keeps.
+"""
 WIDTH, MLP, VOCABULARY = 256, 768, 300
 MEASURE = """
 import os, pathlib, sys

@@ -1,8 +1,10 @@
-"""Everything that only a CPU needs: kernels for calls on a few tokens, and memory layouts that XLA multiplies fast.
+"""Everything that only a CPU needs: kernels for calls on a few tokens, and memory layouts that XLA
+multiplies fast.
 
-Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them at every call; the kernels of
-`products.cc` read each weight once, as it lies in the model. They are an optional extension that `pip install` builds
-where there is a C++ compiler (`setup.py`). Without them, or with SPECTR_JAX_KERNELS=0 in the environment, XLA multiplies.
+Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them at every call;
+the kernels of `products.cc` read each weight once, as it lies in the model. They are an optional
+extension that `pip install` builds where there is a C++ compiler (`setup.py`). Without them, or
+with SPECTR_JAX_KERNELS=0 in the environment, XLA multiplies.
 """
 
 import ctypes
@@ -20,10 +22,12 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 FEW = 16
-"""The largest number of rows that kernels multiply with float weights; XLA's products are faster for more."""
+"""The largest number of rows that kernels multiply with float weights; XLA's products are faster
+for more."""
 MOST_QUERIES = 512
-"""The largest number of new tokens of a sequence whose attention is the kernel's, so that int8 models have the same bits in
-prompts and in calls on a few tokens. For float models XLA's is as fast or faster from some dozens of tokens on."""
+"""The largest number of new tokens of a sequence whose attention is the kernel's, so that int8
+models have the same bits in prompts and in calls on a few tokens. For float models XLA's is as fast
+or faster from some dozens of tokens on."""
 FLOATS = (jnp.float32, jnp.bfloat16)
 SWITCH = "SPECTR_JAX_KERNELS"
 FOLDER = pathlib.Path(__file__).parent
@@ -37,7 +41,8 @@ def on_cpu() -> bool:
 
 
 def kernels() -> bool:
-    """Returns whether the kernels are in use: JAX computes on one CPU device, and they were built for it.
+    """Returns whether the kernels are in use: JAX computes on one CPU device, and they were built
+    for it.
 
     Among several devices, XLA would gather what is sharded before each call of a kernel.
     """
@@ -51,7 +56,8 @@ def multiplied(*factors: jax.Array) -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the kernels, registered with XLA; None if they are switched off or cannot be loaded (one line on stderr)."""
+    """Returns the kernels, registered with XLA; None if they are switched off or cannot be loaded
+    (one line on stderr)."""
     if os.environ.get(SWITCH) == "0":
         return None
     built = FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -65,7 +71,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         print(
-            f"note: decoding without CPU kernels, which is slower ({reason}); {SWITCH}=0 hides this note",
+            f"note: decoding without CPU kernels, which is slower ({reason}); {SWITCH}=0 hides "
+            "this note",
             file=sys.stderr,
         )
         return None
@@ -85,7 +92,8 @@ def _call(
 def _as(
     plain: Callable[..., jax.Array],
 ) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
-    """Gives a kernel the shape errors of the function `plain` of the same arguments, and its derivatives in reverse mode."""
+    """Gives a kernel the shape errors of the function `plain` of the same arguments, and its
+    derivatives in reverse mode."""
 
     def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         @jax.custom_vjp
@@ -101,28 +109,32 @@ def _as(
 
 @_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
 def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and its scales [outputs].
+    """Returns float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and
+    its scales [outputs].
 
-    Activations are rounded to 16 bits, with a scale for each row. The bits of a row do not depend on the other rows.
+    Activations are rounded to 16 bits, with a scale for each row. The bits of a row do not depend
+    on the other rows.
     """
     return _call("int8_rows", (len(x), len(kernel)), x, kernel, scale)
 
 
 @_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
 def float_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [outputs, inputs]."""
+    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel
+    [outputs, inputs]."""
     return _call("float_rows", (len(x), len(kernel)), x, kernel)
 
 
 @_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
 def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel [inputs, outputs]."""
+    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel
+    [inputs, outputs]."""
     return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
 
 
 def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns the kernel of attention for a few new tokens, with the arguments, the result and the derivatives of
-    `plain`."""
+    """Returns the kernel of attention for a few new tokens, with the arguments, the result and the
+    derivatives of `plain`."""
 
     @_as(plain)
     def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
@@ -143,7 +155,8 @@ def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def norm(
     plain: Callable[..., jax.Array], *, centered: bool, epsilon: float
 ) -> Callable[..., jax.Array]:
-    """Returns the kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the derivatives of `plain`."""
+    """Returns the kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the
+    derivatives of `plain`."""
 
     @_as(plain)
     def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
@@ -159,7 +172,8 @@ def norm(
 def in_memory(x: jax.Array) -> jax.Array:
     """Returns `x` with its axes in memory in their order; on other devices, `x` as it is.
 
-    XLA leaves a transpose to the product that reads it, and multiplies transposed factors at half the speed on a CPU.
+    XLA leaves a transpose to the product that reads it, and multiplies transposed factors at half
+    the speed on a CPU.
     """
     if not on_cpu():
         return x
