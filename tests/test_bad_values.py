@@ -39,7 +39,7 @@ TABLE = random_table(0, 4)
         ({"max_new_tokens": None}, "max_new_tokens=None"),
         ({"max_new_tokens": 2**40}, "exceed the target's context"),
         ({"observe": 3}, "observe=3"),
-        ({"mesh": "cpu"}, "mesh='cpu': is not a mesh"),
+        ({"mesh": "cpu"}, "mesh='cpu'"),
         ({"policy": 1.0}, "policy=1.0: is not a Policy"),
         ({"draft_policy": {}}, "draft_policy={}: is not a Policy"),
         ({"target": "2m"}, "a str is no model"),

@@ -390,11 +390,7 @@ CASES = [
         "--seed=100000000000000000000",
         "flag --seed=100000000000000000000: 100000000000000000000 is not an integer in",
     ),
-    (
-        SAMPLE,
-        "--method=self_speculative --layers=4",
-        "layers=4",
-    ),
+    (SAMPLE, "--method=self_speculative --layers=4", "layers=4: must be less"),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
     (SELECT, "--rounds=0", "flag --rounds=0: 0 is not a positive integer"),

@@ -1,6 +1,7 @@
-"""Whole generations in one jitted call: draft, score, select, commit, until every sequence is done.
+"""Whole generations in one jitted call: draft, score, select and commit until all sequences end.
 
-`generate` checks its input and runs on any devices; `decode` is the pure function below it, for a `jax.jit` of your own.
+`generate` checks its arguments and runs on any devices. `decode` is the pure function below it, for
+your own `jax.jit`.
 
 Shape suffixes: B sequences, T tokens of a sequence.
 """
@@ -41,14 +42,14 @@ class Generation:
     """Generated sequences.
 
     Attributes:
-      tokens: [B, T] int32, prompt and continuation; 0 after the end. A last token of -1 says that the target had
-        no distribution there, as of logits that are NaN.
-      lengths: [B] int32, tokens of each sequence, prompt and EOS included.
-      target_calls: [B] int32, serial calls of the target for the continuation; the call on the prompt is not counted.
-      emitted_per_call: [B, height + 2] int32, how many calls emitted 0, 1, 2, ... tokens (what EOS or the limit cut off is
-        not counted).
-      observed: sums over calls of what `observe` returned, [B, ...] each.
-      logprobs: of the emitted tokens, two arrays [B, T] as `Logprobs` says; None unless they were asked for.
+      tokens: [B, T] int32, prompt and continuation; 0 after the end. A last token of -1 means that
+        the target had no distribution there (NaN logits).
+      lengths: [B] int32, the number of tokens of each sequence, prompt and EOS included.
+      target_calls: [B] int32, the number of target calls, without the call on the prompt.
+      emitted_per_call: [B, height + 2] int32, the number of calls that emitted 0, 1, 2, ... tokens.
+        Tokens after EOS, a stop sequence or the limit do not count.
+      observed: the outputs of `observe`, summed over calls, [B, ...] each.
+      logprobs: two arrays [B, T], see `Logprobs`; None unless requested.
     """
 
     tokens: Int[Array, "batch time"]
@@ -74,48 +75,50 @@ def generate(
     logprobs: bool = False,
     stop: StopSpec = None,
 ) -> Generation:
-    """Continues prompts with sequences of the target's distribution.
+    """Continues prompts with sequences that follow the target's distribution.
 
-    A sequence depends on its own key and prompt alone, never on the others in the batch. The second call of the same
-    shapes compiles nothing.
+    A sequence depends on its own key and prompt only, never on the rest of the batch. A second call
+    of the same shapes compiles nothing.
 
     Args:
-      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence `i` uses
-        `fold_in(key, i)`.
+      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence
+        `i` uses `fold_in(key, i)`.
       method: from `get_method`.
-      target: what `load` returns, an `nnx.Module` that follows `Model`, or `freeze` of one of these, which saves time where
-        it is decoded with often.
-      draft: likewise, with the target's vocabulary; `spectr_jax.loading.pairs.fitted` fits one to it whose added or padded tokens
-        differ. Past its context it drafts nothing. None for a method that needs no draft model.
-      prompts: [B, T] int32, BOS first, padded at the end, which is done here up to a multiple of `BUCKET`.
-        `tokenizer.prompts` makes them of strings.
+      target: the output of `load`, an `nnx.Module` that follows `Model`, or `freeze` of one of
+        these, which saves time over many calls.
+      draft: likewise, with the target's vocabulary; `spectr_jax.loading.pairs.fitted` fits a draft
+        whose added or padded tokens differ. It drafts nothing past its context. None for a method
+        that needs no draft model.
+      prompts: [B, T] int32, BOS first, padded at the end. `tokenizer.prompts` makes them from
+        strings.
       prompt_lengths: [B] int32, at least 1.
-      max_new_tokens: static limit of the continuation.
-      policy: temperature 1 by default.
-      observe: a function of one `Call`, for one sequence, whose returned arrays are summed over the calls. Static: give the
-        same function object each time.
-      mesh: from `sharding.make_mesh`; spreads the sequences over its devices, which then decode independently, with a copy
-        of the models each (`sharding.replicate` them once where there are many calls); B is a multiple of their number. The
-        sequences are the same without it. Several processes give the same arguments.
-      draft_policy: how the draft model's logits become the distributions that drafts are drawn from; `policy` by default.
-        Any is exact. Its EOS is not used.
-      logprobs: return the log-probabilities of the emitted tokens too, from the calls that verified them. Static.
-      stop: a text, several, or several sequences of tokens. A sequence ends with the token that completes the first of them
-        in what was added to the prompt (`stopping.before` cuts the text there). Texts need a target that `load` returned.
+      max_new_tokens: static; the limit of the continuation, in tokens.
+      policy: how logits become probabilities, and the EOS; temperature 1 by default.
+      observe: a function of one `Call`, for one sequence; its output arrays are summed over calls.
+        Static: pass the same function object each time.
+      mesh: from `sharding.make_mesh`; spreads the sequences over its devices, each with a copy of
+        the models (`sharding.replicate` them once before many calls). B must be a multiple of the
+        number of devices. The sequences are the same without a mesh. In a run of several processes,
+        all pass the same arguments.
+      draft_policy: the policy of the draft model, without its EOS; `policy` by default. The outputs
+        are exact with any.
+      logprobs: static; whether to return the log-probabilities of the emitted tokens.
+      stop: a string, several strings, or several token sequences. A sequence ends with the token
+        that completes the first of them in the continuation (`stopping.before` cuts the string
+        there). Strings need a target that `load` returned.
 
     Raises:
-      UserError: a prompt that does not fit, another vocabulary, a bad key, policy or mesh, a missing draft.
+      UserError: an argument is out of range, or does not fit the others.
     """
-    request = Request(
-        key, method, target, draft, prompts, prompt_lengths, max_new_tokens, policy, observe, mesh
-    )
+    rows = prompts, prompt_lengths
+    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, mesh)
     request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
     generation: Generation = _generate(*padded(checked(request), BUCKET))
     return generation
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
-    """Returns the program of the call `generate(*arguments, **options)`, lowered but not run."""
+    """Returns the lowered program of `generate(*arguments, **options)`, without running it."""
     return _generate.lower(*padded(checked(Request(*arguments, **options)), BUCKET))
 
 
@@ -137,25 +140,14 @@ def _generate(
     logprobs: bool,
     stop: Stop | None,
 ) -> Generation:
-    """Returns `decode` of all sequences, or on each device of its share of them."""
+    """Returns `decode` of all sequences; with a mesh, each device decodes its share."""
 
     def run(
         keys_B: Key[Array, " share"], own: tuple[Any, ...], same: tuple[Any, ...]
     ) -> Generation:
         (prompts, lengths, policy, draft_policy), (target, draft, stop) = own, same
-        models = method, target, draft
-        return decode(
-            keys_B,
-            *models,
-            prompts,
-            lengths,
-            max_new_tokens,
-            policy,
-            observe,
-            draft_policy,
-            logprobs,
-            stop,
-        )
+        options = max_new_tokens, policy, observe, draft_policy, logprobs, stop
+        return decode(keys_B, method, target, draft, prompts, lengths, *options)
 
     if mesh is not None:
         rows = sharding.ROWS
@@ -180,33 +172,34 @@ def decode(
     logprobs: bool = False,
     stop: Stop | None = None,
 ) -> Generation:
-    """Returns what `generate` does, as a pure function, to stand inside a `jax.jit` of your own.
+    """Returns the output of `generate`, as a pure function for your own `jax.jit`.
 
         @jax.jit
         def reward(key, target, draft, prompts, lengths):  # target, draft = freeze(...), freeze(...)
             out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2))
             return jnp.mean(out.lengths - lengths)
 
-    Nothing is checked here, no prompt is padded and nothing is moved to other devices: what `generate` refuses gives
-    nonsense. Each shape of prompts is a program of its own.
+    It checks nothing, pads no prompts and moves nothing to other devices: arguments that `generate`
+    refuses give undefined outputs. Each shape of prompts compiles its own program.
 
     Args:
-      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence `i` uses
-        `fold_in(key, i)`.
+      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence
+        `i` uses `fold_in(key, i)`.
       method: static.
-      target: from `freeze`. Let it be an argument of the jitted function: what a function closes over is compiled into it.
+      target: from `freeze`. Pass it to the jitted function: closed-over arrays become constants.
       draft: likewise; None for a method that needs none.
       prompts: [B, T] int32, padded at the end.
       prompt_lengths: [B] int32, from 1 to T.
-      max_new_tokens: static; with the longest prompt within the target's context.
-      policy: its numbers may be traced. What is left at its default costs nothing.
+      max_new_tokens: static; the longest prompt and this must fit the target's context.
+      policy: its numbers may be traced. Limits at their defaults cost nothing.
       observe: static.
-      draft_policy: as in `generate`; likewise.
+      draft_policy: as in `generate`; may be traced like `policy`.
       logprobs: static.
       stop: from `stopping.prepared`; traced.
 
     Returns:
-      Texts with tokens [B, T + max_new_tokens]: those of `generate` for the same key and prompts.
+      The `Generation` of `generate` for the same key and prompts; tokens are [B, T +
+      max_new_tokens].
     """
     keys_B, prompts_BxT = sequence_keys(key, len(prompts)), prompts
     policy = for_rows(policy or Policy(), len(prompts))
@@ -221,16 +214,8 @@ def decode(
         after, called = one_call(loop)
         return after._replace(observed=add_observed(loop, observe, called))
 
-    start = prefill(
-        method,
-        large,
-        small,
-        prompts_BxT,
-        prompt_lengths,
-        max_new_tokens,
-        logprobs,
-        stop is not None,
-    )
+    rows = prompts_BxT, prompt_lengths
+    start = prefill(method, large, small, *rows, max_new_tokens, logprobs, stop is not None)
     if observe is not None:
         none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
         start = start._replace(observed=none)

@@ -1,4 +1,4 @@
-"""The arguments of `generate` and `stream`, checked and padded before anything runs."""
+"""The arguments of `generate` and `stream`: checks and padding before anything runs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -21,13 +21,14 @@ AnyModel: TypeAlias = Model | Frozen | Loaded
 Observe: TypeAlias = Callable[[Call], Any]
 
 BUCKET = 16
-"""Prompts are padded to a multiple of so many tokens."""
+"""The padded length of prompts is a multiple of this."""
+
 LONG = 256
-"""Those that are longer than this, and those of `stream`, to a multiple of it."""
+"""The padded length of prompts of `stream`, and of longer prompts, is a multiple of this."""
 
 
 class Request(NamedTuple):
-    """The arguments of `generate`; once they are checked also those of `_generate`."""
+    """The arguments of `generate`; after `checked` and `padded`, those of `_generate`."""
 
     key: PRNGKeyArray | Key[Array, " batch"]
     method: Method
@@ -45,12 +46,13 @@ class Request(NamedTuple):
 
 
 def checked(request: Request) -> Request:
-    """Returns the request with its models frozen, and both policies given; raises `UserError` as `generate` does."""
-    method, mesh, policy = (
-        request.method,
-        request.mesh,
-        Policy() if request.policy is None else request.policy,
-    )
+    """Returns the request with models frozen and both policies given.
+
+    Raises:
+      UserError: as in `generate`.
+    """
+    method, mesh = request.method, request.mesh
+    policy = Policy() if request.policy is None else request.policy
     draft_policy = policy if request.draft_policy is None else request.draft_policy
     checks.check_method(method)
     checks.check_observe(request.observe)
@@ -61,9 +63,8 @@ def checked(request: Request) -> Request:
     models = freeze(request.target), freeze(request.draft) if drafts else None
     checks.check_request(method, *models, tokens, lengths, request.max_new_tokens)
     checks.check_key(request.key, len(tokens))
-    stop = stopping.prepared(
-        request.stop, getattr(request.target, "tokenizer", None), models[0].vocab_size
-    )
+    tokenizer = getattr(request.target, "tokenizer", None)
+    stop = stopping.prepared(request.stop, tokenizer, models[0].vocab_size)
     check_policy(policy, len(tokens))
     check_policy(draft_policy, len(tokens), "draft_")
     if mesh is not None:
@@ -81,37 +82,33 @@ def checked(request: Request) -> Request:
 
 
 def _check_mesh(mesh: Mesh, sequences: int) -> None:
-    """Raises `UserError` for a mesh with other axes than ours, or over which the sequences do not divide."""
+    """Raises `UserError` unless `mesh` comes from `make_mesh` and divides the sequences."""
+    hint = "give one from `sharding.make_mesh`"
     if not isinstance(mesh, Mesh):
-        raise UserError(f"mesh={mesh!r}: is not a mesh; give one of `sharding.make_mesh`, or None")
+        raise UserError(f"mesh={mesh!r}: must be a mesh or None; {hint}")
     if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
-        raise UserError(
-            f"mesh has axes {mesh.axis_names} of {mesh.axis_types}; give one of `sharding.make_mesh`"
-        )
+        raise UserError(f"mesh: has axes {mesh.axis_names} of types {mesh.axis_types}; {hint}")
     if sequences % mesh.size:
         raise UserError(
-            f"{sequences} prompts do not divide over {mesh.size} devices; give a multiple"
+            f"mesh: {sequences} prompts do not divide over {mesh.size} devices; give a multiple"
         )
 
 
 def padded(request: Request, bucket: int) -> Request:
-    """Returns the request with its prompts padded to a `padded_length`."""
+    """Returns the request with its prompts padded to their `padded_length`."""
     T = request.prompts.shape[1]
-    return request._replace(
-        prompts=np.pad(request.prompts, ((0, 0), (0, padded_length(T, bucket) - T)))
-    )
+    missing = padded_length(T, bucket) - T
+    return request._replace(prompts=np.pad(request.prompts, ((0, 0), (0, missing))))
 
 
 def padded_length(tokens: int, bucket: int = BUCKET) -> int:
-    """Returns the length that prompts of `tokens` tokens are padded to, so that one program serves many lengths."""
+    """Returns the padded length of prompts of `tokens` tokens; one program serves many lengths."""
     bucket = bucket if tokens <= LONG else LONG
     return -(-tokens // bucket) * bucket
 
 
 def sequence_keys(key: PRNGKeyArray | Key[Array, " batch"], sequences: int) -> Key[Array, " batch"]:
-    """Returns a key for each sequence."""
-    return (
-        jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(sequences))
-        if key.ndim == 0
-        else key
-    )
+    """Returns one key per sequence: `key` itself, or `fold_in(key, i)` if it is a single key."""
+    if key.ndim:
+        return key
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.arange(sequences))

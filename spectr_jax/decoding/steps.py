@@ -29,12 +29,12 @@ from spectr_jax.utils.errors import UserError
 
 
 class Step(NamedTuple):
-    """What one call of the target adds to a sequence.
+    """The tokens that one call of the target adds to a sequence.
 
     Attributes:
-      tokens: the new ones.
-      observed: what `observe` returned.
-      logprobs: of the new tokens, as `Logprobs` says; None unless they were asked for.
+      tokens: the new tokens.
+      observed: the output of `observe`.
+      logprobs: of the new tokens, see `Logprobs`; None unless requested.
     """
 
     tokens: list[int]
@@ -55,97 +55,68 @@ def stream(
     logprobs: bool = False,
     stop: StopSpec = None,
 ) -> Iterator[Step]:
-    """Continues one prompt and yields the tokens of each call of the target as they are there.
+    """Continues one prompt; yields the tokens of each call of the target as soon as it is done.
 
-        for step in stream(key, method, target, draft, tokenizer.prompt("The committee"), 64, Policy(eos=tokenizer.eos)):
+        prompt, policy = tokenizer.prompt("The committee"), Policy(eos=tokenizer.eos)
+        for step in stream(key, method, target, draft, prompt, 64, policy):
             print(tokenizer.decode(step.tokens))
 
-    Together they are those of `generate` for the prompt and the key. Prompts of up to `LONG` tokens share a program.
+    The tokens are those of `generate` for the same key and prompt. Prompts of up to `LONG` tokens
+    share a program. Arguments that are not listed are as in `generate`.
 
     Args:
       key: [] typed key; consumed.
-      method: as in `generate`, like the other arguments that are not here.
       prompt: [T] tokens.
-      observe: a function of one `Call`; what it returns comes with the call's tokens. Static.
-      logprobs: log-probabilities come with the call's tokens too. Static.
-      stop: as in `generate`.
+      observe: a function of one `Call`; each step has its output. Static.
+      logprobs: whether each step has the log-probabilities of its tokens. Static.
 
     Raises:
-      UserError: what `generate` refuses; at once, not at the first token.
+      UserError: as in `generate`; at once, not at the first step.
     """
     if getattr(key, "shape", ()) != ():
-        raise UserError(
-            f"key is {key.dtype}{list(key.shape)}; give one, such as jax.random.key(seed)"
-        )
+        given = f"{key.dtype}{list(key.shape)}"
+        raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
     tokens = checks.whole_numbers("prompt", prompt)
     rows = tokens[None], np.array([tokens.size])
-    request = Request(
-        key,
-        method,
-        target,
-        draft,
-        *rows,
-        max_new_tokens,
-        policy,
-        observe,
-        None,
-        draft_policy,
-        logprobs,
-        stop,
-    )
+    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
+    request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
     return _steps(padded(checked(request), LONG))
 
 
 def _steps(request: Request) -> Iterator[Step]:
     """Yields the tokens of each call of the target."""
-    (
-        key,
-        method,
-        target,
-        draft,
-        prompts,
-        lengths,
-        max_new_tokens,
-        policy,
-        observe,
-        _,
-        draft_policy,
-        logprobs,
-        stop,
-    ) = request
-    loop = _begin(
-        method, max_new_tokens, logprobs, stop is not None, target, draft, prompts, lengths
-    )
-    length, done, limits = int(lengths[0]), False, lengths + max_new_tokens
+    models = request.method, request.target, request.draft
+    rows = request.prompts, request.prompt_lengths
+    wanted = request.logprobs, request.stop is not None
+    loop = _begin(*models, *rows, request.max_new_tokens, *wanted)
+    limits = request.prompt_lengths + request.max_new_tokens
+    policies = request.policy, request.draft_policy
+    length, done = int(request.prompt_lengths[0]), False
     while not done:
         loop, new, observed, scores = _advance(
-            loop, key, method, target, draft, limits, policy, observe, draft_policy, stop
+            loop, request.key, *models, limits, *policies, request.observe, request.stop
         )
         new, scores, after, done = jax.device_get((new, scores, loop.lengths[0], loop.done[0]))
         added = slice(after - length)
-        yield Step(
-            new[added].tolist(),
-            observed,
-            scores and Logprobs(scores.policy[added], scores.model[added]),
-        )
+        logprobs = scores and Logprobs(scores.policy[added], scores.model[added])
+        yield Step(new[added].tolist(), observed, logprobs)
         length = after
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs", "stops"))
 def _begin(
     method: Method,
-    max_new_tokens: int,
-    logprobs: bool,
-    stops: bool,
     target: Frozen,
     draft: Frozen | None,
     prompts: Int[Array, "batch time"],
     lengths: Int[Array, " batch"],
+    max_new_tokens: int,
+    logprobs: bool,
+    stops: bool,
 ) -> Loop:
     """Returns the state before the first call."""
-    return prefill(
-        method, *merged(method, target, draft), prompts, lengths, max_new_tokens, logprobs, stops
-    )
+    models = merged(method, target, draft)
+    return prefill(method, *models, prompts, lengths, max_new_tokens, logprobs, stops)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "observe"), donate_argnames="loop")
@@ -157,22 +128,18 @@ def _advance(
     draft: Frozen | None,
     limits: Int[Array, " batch"],
     policy: Policy,
-    observe: Observe | None,
     draft_policy: Policy,
+    observe: Observe | None,
     stop: Stop | None,
 ) -> tuple[Loop, Int[Array, " steps"], Any, Logprobs | None]:
-    """Calls the target once; returns the state, the tokens from where it was, what is observed, and log-probabilities."""
-    models = merged(method, target, draft)
-    after, called = call(
-        loop, method, *models, sequence_keys(key, 1), limits, policy, draft_policy, stop
-    )
+    """Calls the target once; returns the state, the new tokens, `observed` and their logprobs."""
+    models, keys = merged(method, target, draft), sequence_keys(key, 1)
+    after, called = call(loop, method, *models, keys, limits, policy, draft_policy, stop)
 
     def new(rows: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(rows[0], loop.lengths[0], method.tree.height + 1)
 
-    observed = (
-        None
-        if observe is None
-        else jax.tree.map(lambda leaf: leaf[0], observe_call(observe, called))
-    )
+    observed = None
+    if observe is not None:
+        observed = jax.tree.map(lambda leaf: leaf[0], observe_call(observe, called))
     return after, new(after.tokens), observed, jax.tree.map(new, after.logprobs)
