@@ -1,4 +1,4 @@
-"""Acceptance at visited nodes, where it is known: one call of one level on table models."""
+"""Observed acceptance equals the exact acceptance on table models."""
 
 import jax
 import jax.numpy as jnp
@@ -13,47 +13,38 @@ from spectr_jax.models.table import TableModel, perturbed, random_table
 
 TABLE = random_table(0, 4)
 DRAFT = perturbed(TABLE, 1, 0.8)
-TEXTS, PROMPT = 20_000, (1, 2)
+ROWS, PROMPT = 20_000, (1, 2)
 
 
 def _both(call):
     return acceptance.observe_optimum(call) | acceptance.observe_accepted(call)
 
 
-def _observed(method, length, max_new_tokens, texts=TEXTS):
+def _observed(method, length, max_new_tokens, rows=ROWS):
     method = get_method(method, num_drafts=2, draft_length=length)
-    prompts, lengths = np.tile(PROMPT, (texts, 1)), np.full(texts, 2)
-    result = generate(
-        jax.random.key(0),
-        method,
-        TableModel(TABLE),
-        TableModel(DRAFT),
-        prompts,
-        lengths,
-        max_new_tokens,
-        observe=_both,
-    )
+    prompts = np.tile(PROMPT, (rows, 1)), np.full(rows, 2)
+    arguments = method, TableModel(TABLE), TableModel(DRAFT), *prompts, max_new_tokens
+    result = generate(jax.random.key(0), *arguments, observe=_both)
     return {name: float(np.sum(values)) for name, values in result.observed.items()}, result
 
 
 @pytest.mark.parametrize("method", ["spectr", "otm", "naive"])
-def test_one_node_a_text(method):
+def test_acceptance_of_one_level_is_exact(method):
     p, q = DRAFT[PROMPT], TABLE[PROMPT]
     seen, _ = _observed(method, 1, 1)
-    assert seen["nodes"] == TEXTS  # The bonus behind an accepted draft is no choice among drafts.
-    assert seen["optimum"] / TEXTS == pytest.approx(transport.optimal_acceptance(p, q, 2), abs=1e-5)
+    assert seen["nodes"] == ROWS  # A bonus token is not chosen among drafts.
+    assert seen["optimum"] / ROWS == pytest.approx(transport.optimal_acceptance(p, q, 2), abs=1e-5)
     exact = transport.get({"spectr": "kseq"}.get(method, method)).acceptance(p, q, 2)
     assert exact < 0.97
-    assert seen["accepted"] / TEXTS == pytest.approx(
-        exact, abs=4 * np.sqrt(exact * (1 - exact) / TEXTS)
-    )
+    error = np.sqrt(exact * (1 - exact) / ROWS)
+    assert seen["accepted"] / ROWS == pytest.approx(exact, abs=4 * error)
 
 
-def test_where_drafts_are_accepted():
-    """By level as `emitted` says, by place in the sequence as the calls began, and nothing behind EOS."""
+def test_acceptance_by_level_and_by_position():
+    """Counts agree with `emitted` and with the starts of calls; tokens after EOS do not count."""
     table, rows = random_table(3, 4), 500
-    models, eos = (TableModel(table), TableModel(perturbed(table, 1, 0.8))), 3
-    capacity = 2 + 12
+    models = TableModel(table), TableModel(perturbed(table, 1, 0.8))
+    eos, capacity = 3, 2 + 12
 
     def observe(call):
         seen = acceptance.observe_positions(capacity)(call)
@@ -63,39 +54,29 @@ def test_where_drafts_are_accepted():
         return seen | {"levels": levels & ~ended, "starts": start}
 
     method, prompts = get_method("speculative", draft_length=3), np.tile([1, 2], (rows, 1))
-    made = generate(
-        jax.random.key(0), method, *models, prompts, [2] * rows, 12, Policy(eos=eos), observe
-    )
+    arguments = method, *models, prompts, [2] * rows, 12, Policy(eos=eos)
+    made = generate(jax.random.key(0), *arguments, observe=observe)
     seen = {name: np.sum(values, axis=0) for name, values in made.observed.items()}
     np.testing.assert_array_equal(seen["accepted"], seen["levels"])
     np.testing.assert_array_equal(seen["accepted_at"], seen["starts"])
-    assert (
-        seen["calls"][2] == rows
-        and not seen["calls"][:2].any()
-        and seen["calls"].sum() == made.target_calls.sum()
-    )
-    assert (
-        seen["chosen_at"].sum() == seen["reached"].sum()
-        and seen["reached"][0] == made.target_calls.sum()
-    )
-    assert (seen["reached"][1:] <= seen["accepted"][:-1]).all() and (
-        seen["accepted"] < seen["reached"]
-    ).all()
+    calls = made.target_calls.sum()
+    assert seen["calls"][:3].tolist() == [0, 0, rows] and seen["calls"].sum() == calls
+    assert seen["chosen_at"].sum() == seen["reached"].sum() and seen["reached"][0] == calls
+    assert (seen["reached"][1:] <= seen["accepted"][:-1]).all()
+    assert (seen["accepted"] < seen["reached"]).all()
 
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_nodes_and_accepted_ones_add_up_over_calls():
-    """Without EOS, and up to the last call: a call of e tokens accepted e - 1, at e nodes or, with a bonus, e - 1."""
-    texts = 5_000
-    seen, result = _observed("otm", 3, 60, texts)
-    calls, tokens = int(np.sum(result.target_calls)), 60 * texts
-    assert (
-        tokens - calls <= seen["accepted"] <= tokens - calls + 3 * texts
-    )  # What the limit cut off was decided, too.
+def test_nodes_and_accepted_drafts_add_up_over_calls():
+    """A call of e tokens accepts e - 1 drafts, at e nodes, or at e - 1 nodes with a bonus token."""
+    rows = 5_000
+    seen, result = _observed("otm", 3, 60, rows)
+    calls, tokens = int(np.sum(result.target_calls)), 60 * rows
+    # Accepted drafts that the limit cuts off are counted, too.
+    assert tokens - calls <= seen["accepted"] <= tokens - calls + 3 * rows
     rejected = seen["nodes"] - seen["accepted"]
     bonuses = calls - rejected
     assert 0 < bonuses < calls and 0 < rejected < calls
-    assert seen["accepted"] / seen["nodes"] == pytest.approx(
-        seen["optimum"] / seen["nodes"], abs=0.005
-    )
+    accepted, optimum = seen["accepted"] / seen["nodes"], seen["optimum"] / seen["nodes"]
+    assert accepted == pytest.approx(optimum, abs=0.005)

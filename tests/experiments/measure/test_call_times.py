@@ -1,4 +1,4 @@
-"""Call times: measured where asked, interpolated between; no word about how long they are."""
+"""Times are measured for the given calls and interpolated between them; no speed is asserted."""
 
 import functools
 
@@ -29,7 +29,7 @@ def test_call_seconds(model):
     assert seconds(5) == pytest.approx((2 * seconds(3) + seconds(9)) / 3)
 
 
-def test_call_runs_goes_on_with_the_cache_it_gave_away(model):
+def test_call_runs_reuses_the_donated_cache(model):
     run = call_runs(model, 2, 3, context=8)
     assert run() > 0 and run() > 0
 
@@ -37,26 +37,23 @@ def test_call_runs_goes_on_with_the_cache_it_gave_away(model):
 @pytest.mark.slow
 def test_phases(model):
     method = get_method("otm_block", tree="2,1")
-    everything = functools.partial(phase_timers, method, model, model, 2, context=8, repeats=2)
-    draft = functools.partial(
-        phase_timers, method, model, model, 1, context=8, repeats=2, phases=("draft",)
-    )
+    timers = functools.partial(phase_timers, method, model, model, context=8, repeats=2)
+    everything = functools.partial(timers, batch=2)
+    draft = functools.partial(timers, batch=1, phases=("draft",))
     seconds = timed("phases", {"everything": everything, "draft": draft})
     assert set(seconds["everything"]) == {*PHASES, "call"} and set(seconds["draft"]) == {"draft"}
     assert all(value > 0 for value in (*seconds["everything"].values(), *seconds["draft"].values()))
 
 
-def test_timers_are_made_before_any_is_called():
+def test_all_timers_compile_before_one_measures():
     events = []
 
     def make(name: str):
         events.append(f"make {name}")
         return lambda: events.append(f"call {name}") or 1.0
 
-    assert timed("both", {name: functools.partial(make, name) for name in "ab"}) == {
-        "a": 1.0,
-        "b": 1.0,
-    }
+    seconds = timed("both", {name: functools.partial(make, name) for name in "ab"})
+    assert seconds == {"a": 1.0, "b": 1.0}
     assert sorted(events[:2]) == ["make a", "make b"] and events[2:] == ["call a", "call b"]
 
 
