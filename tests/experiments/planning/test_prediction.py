@@ -1,4 +1,4 @@
-"""Expected tokens of block verification, against enumeration and against what decoding does where all nodes are alike."""
+"""Predictions are compared with enumeration, and with decoding where all nodes are alike."""
 
 import itertools
 
@@ -17,33 +17,30 @@ from spectr_jax.utils.errors import UserError
 pytestmark = pytest.mark.xdist_group("prediction")  # The winners are counted once.
 # Ratios 1/2, 1 and 2: on the grid.
 P, Q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
-TEXTS = 4_000
+ROWS = 4_000
 
 
 def _everywhere(pmf):
-    """A model that has one distribution, so that all nodes are alike."""
-    return TableModel(np.broadcast_to(pmf, (len(pmf), len(pmf), len(pmf))))
+    """A model with one distribution for all contexts, so that all nodes are alike."""
+    return TableModel(np.broadcast_to(pmf, (len(pmf),) * 3))
 
 
 @pytest.fixture(scope="module")
 def winners():
     observe = observe_drafts((get_method("otm_block"), get_method("gbv_conditional")))
     observed = _decode(get_method("otm", tree=batch(4)), observe).observed
-    return {
-        name: shares(np.asarray(counts, float).sum(axis=0)) for name, counts in observed.items()
-    }
+    counts = {name: np.asarray(rows, float).sum(axis=0) for name, rows in observed.items()}
+    return {name: shares(total) for name, total in counts.items()}
 
 
 def _decode(method, observe=None):
-    prompts = np.ones((TEXTS, 1), np.int32)
-    models = _everywhere(Q), _everywhere(P)
-    return generate(
-        jax.random.key(0), method, *models, prompts, np.ones(TEXTS), 12, observe=observe
-    )
+    models, prompts = (_everywhere(Q), _everywhere(P)), np.ones((ROWS, 1), np.int32)
+    arguments = method, *models, prompts, np.ones(ROWS), 12
+    return generate(jax.random.key(0), *arguments, observe=observe)
 
 
 def _chain_winners():
-    """The table of one draft, exact."""
+    """The exact table of winners for one draft."""
     table = np.zeros((2, prediction.RATIOS, 2))
     table[0, 0, 0] = 1
     for p, q in zip(P, Q, strict=True):
@@ -54,20 +51,18 @@ def _chain_winners():
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_a_chain_is_the_sum_over_its_paths(length):
     exact = 1.0
-    for path in itertools.chain.from_iterable(
-        itertools.product(range(3), repeat=n) for n in range(1, length + 1)
-    ):
-        run = 1.0
-        for token in path:
-            run = min(1.0, run * Q[token] / P[token])
-        exact += np.prod(P[list(path)]) * run
-    assert prediction.block_predictor(_chain_winners())([1] * length) == pytest.approx(
-        exact, abs=1e-9
-    )
+    for depth in range(1, length + 1):
+        for path in itertools.product(range(3), repeat=depth):
+            run = 1.0
+            for token in path:
+                run = min(1.0, run * Q[token] / P[token])
+            exact += np.prod(P[list(path)]) * run
+    predicted = prediction.block_predictor(_chain_winners())([1] * length)
+    assert predicted == pytest.approx(exact, abs=1e-9)
 
 
 @pytest.mark.slow
-def test_what_is_seen_of_one_draft_is_its_pmf(winners):
+def test_observed_winners_of_one_draft_follow_its_distribution(winners):
     np.testing.assert_allclose(winners["otm_block"][1, :, :2], _chain_winners()[1], atol=0.01)
     np.testing.assert_allclose(winners["gbv_conditional"][1, :, :2], _chain_winners()[1], atol=0.01)
 
@@ -75,8 +70,8 @@ def test_what_is_seen_of_one_draft_is_its_pmf(winners):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["otm_block", "gbv_conditional"])
 @pytest.mark.parametrize("branching", [(2, 1, 1), (2, 2)])
-def test_trees_emit_what_is_predicted(winners, name, branching):
-    """Before the limit cuts what a call emits: by Wald's identity the mean over calls is that of one call."""
+def test_trees_emit_the_predicted_tokens(winners, name, branching):
+    """Emitted tokens are counted before the limit cuts them, so Wald's identity holds."""
     predicted = prediction.predictor(get_method(name), winners[name])(prefix_tree(*branching))
     tree = ",".join(map(str, branching))
     generation = _decode(get_method(name, tree=tree), _emitted)
@@ -89,41 +84,28 @@ def _emitted(call):
 
 
 @pytest.mark.slow
-def test_drafts_that_were_not_measured_are_refused(winners):
-    with pytest.raises(UserError, match="may have 8 live drafts, measured are 4"):
+def test_more_drafts_than_were_measured_are_refused(winners):
+    with pytest.raises(UserError, match=r"tree=\(4, 2\)"):
         prediction.block_predictor(winners["otm_block"])((4, 2))
 
 
-def test_what_predicts_a_method_follows_from_what_it_is():
-    """Its verifier, whatever its name."""
-    kinds = {name: prediction.statistic(get_method(name)) for name in METHODS}
-    unknown = {
-        "baseline",
-        "greedy_drafts",
-        "lookup",
-        "self_speculative",
-        "otm_layer",
-        "traversal",
-        "gbv",
-    }
-    assert {name for name, kind in kinds.items() if kind is None} == unknown
-    assert {name for name, kind in kinds.items() if kind == "winners"} == {
-        "block",
-        "otm_block",
-        "gbv_conditional",
-    }
-    assert {name for name, kind in kinds.items() if kind == "children"} == {"gsd", "ersd"}
+def test_the_statistic_follows_from_the_verifier():
+    named: dict = {}
+    for name in METHODS:
+        named.setdefault(prediction.statistic(get_method(name)), set()).add(name)
+    unknown = {"baseline", "greedy_drafts", "lookup", "self_speculative"}
+    assert named[None] == unknown | {"otm_layer", "traversal", "gbv"}
+    assert named["winners"] == {"block", "otm_block", "gbv_conditional"}
+    assert named["children"] == {"gsd", "ersd"}
     assert prediction.statistic(Method("other", batch(2), get_method("otm").verifier)) == "carriers"
 
 
 def test_predictors_of_known_tables():
     tree, halves = Tree((0, 0, 1)), np.array([0.5, 0.25])
-    assert prediction.predictor(get_method("gsd"), halves)(tree) == pytest.approx(
-        1 + 0.5 + 0.25 + 0.25
-    )
+    distinct = prediction.predictor(get_method("gsd"), halves)
+    assert distinct(tree) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
     carriers = np.array([[1, 0, 0], [0.4, 0.6, 0], [0.3, 0.7, 0]])
-    assert prediction.predictor(get_method("otm"), carriers)(prefix_tree(2, 1)) == pytest.approx(
-        1 + 0.7 * 1.6
-    )
-    with pytest.raises(UserError, match="is no prefix tree"):
-        prediction.predictor(get_method("otm"), carriers)(tree)
+    iid = prediction.predictor(get_method("otm"), carriers)
+    assert iid(prefix_tree(2, 1)) == pytest.approx(1 + 0.7 * 1.6)
+    with pytest.raises(UserError, match=r"parents=\(0, 0, 1\)"):
+        iid(tree)

@@ -1,4 +1,6 @@
-"""The best trees, against all trees; expected tokens, against simulation."""
+"""The best trees are compared with all trees, and expected tokens with a simulation."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -32,15 +34,13 @@ def _random_R(rng, children):
 def test_the_optimal_tree_is_the_best_of_all(size, height):
     rng = np.random.default_rng(size)
     trees = [tree for tree in _all_trees(size) if height is None or tree.height <= height]
-    assert (
-        height or len(trees) == [1, 2, 5, 14, 42, 132][size - 1]
-    )  # Catalan numbers: none is missing.
+    catalan = [1, 2, 5, 14, 42, 132]
+    assert height or len(trees) == catalan[size - 1]
     for _ in range(10):
         R = _random_R(rng, 6)
         best = max(tree_search.expected_tokens(tree, R) for tree in trees)
-        assert tree_search.expected_tokens(
-            tree_search.optimal_tree(R, size, height), R
-        ) == pytest.approx(best, abs=1e-12)
+        found = tree_search.optimal_tree(R, size, height)
+        assert tree_search.expected_tokens(found, R) == pytest.approx(best, abs=1e-12)
 
 
 def test_extreme_acceptance():
@@ -50,13 +50,12 @@ def test_extreme_acceptance():
 
 def test_expected_tokens_of_known_trees():
     assert tree_search.expected_tokens(chain(3), [0.5]) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-    assert tree_search.expected_tokens(prefix_tree(2, 1), [0.5, 0.25]) == pytest.approx(
-        1 + 0.75 * 1.5
-    )
+    halves = tree_search.expected_tokens(prefix_tree(2, 1), [0.5, 0.25])
+    assert halves == pytest.approx(1 + 0.75 * 1.5)
 
 
 def _carriers(most):
-    """Acceptance 1 - 0.4 k^-1, and a geometric number of drafts that carry the token."""
+    """Carriers with acceptance 1 - 0.4 / k and a geometric number of drafts with the token."""
     table = np.zeros((most + 1, most + 1))
     table[0, 0] = 1
     for k in range(1, most + 1):
@@ -89,59 +88,36 @@ def test_the_best_prefix_tree_is_the_best_of_all():
     for candidate in found:
         tree = prefix_tree(*candidate.branching)
         assert candidate.nodes == tree.size <= 14 and tree.height <= 3
-        assert candidate.tokens == pytest.approx(
-            tree_search.expected_tokens_iid(candidate.branching, carriers), abs=1e-12
-        )
+        expected = tree_search.expected_tokens_iid(candidate.branching, carriers)
+        assert candidate.tokens == pytest.approx(expected, abs=1e-12)
         assert tree_search.branching_of(tree) == candidate.branching
-    every = [
-        (a, b, c)
-        for a in range(1, 15)
-        for b in range(1, 15)
-        for c in range(1, 15)
-        if a + a * b + a * b * c <= 14
-    ]
-    assert {candidate.branching for candidate in found if len(candidate.branching) == 3} == set(
-        every
-    )
+    shapes = itertools.product(range(1, 15), repeat=3)
+    every = {(a, b, c) for a, b, c in shapes if a + a * b + a * b * c <= 14}
+    branchings = {candidate.branching for candidate in found}
+    assert {branching for branching in branchings if len(branching) == 3} == every
     tokens = [candidate.tokens for candidate in found]
     assert tokens == sorted(tokens, reverse=True)
 
 
 def test_descending():
-    assert tree_search.descending([0.3, 0.4, 0.1, 0.2, 0.05]) == pytest.approx(
-        [0.35, 0.35, 0.15, 0.15, 0.05]
-    )
+    pooled = tree_search.descending([0.3, 0.4, 0.1, 0.2, 0.05])
+    assert pooled == pytest.approx([0.35, 0.35, 0.15, 0.15, 0.05])
     assert tree_search.descending([0.3, 0.2]) == [0.3, 0.2]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: tree_search.optimal_tree([0.2, 0.3], 4),
-            r"R=\[0\.2, 0\.3\] does not descend within \[0, 1\]",
-        ),
-        (lambda: tree_search.optimal_tree([], 4), r"R=\[\] does not descend"),
-        (
-            lambda: tree_search.optimal_tree([0.5], 4, 2),
-            "no tree of 4 nodes has 1 children a node and height 2",
-        ),
+        (lambda: tree_search.optimal_tree([0.2, 0.3], 4), r"R=\[0\.2, 0\.3\]"),
+        (lambda: tree_search.optimal_tree([], 4), r"R=\[\]"),
+        (lambda: tree_search.optimal_tree([0.5], 4, 2), "size=4"),
         (lambda: tree_search.optimal_tree([0.5], 0), "size=0"),
-        (
-            lambda: tree_search.expected_tokens(batch(3), [0.5, 0.2]),
-            "R has 2 entries and some node 3 children",
-        ),
-        (
-            lambda: tree_search.best_prefix_trees(_carriers(4), 5, 2),
-            "carriers cover 4 drafts, fewer than the 5 nodes",
-        ),
-        (
-            lambda: tree_search.expected_tokens_iid((3, 2), _carriers(4)),
-            "may have 6 live drafts, measured are 4",
-        ),
-        (lambda: tree_search.branching_of(Tree((0, 0, 1))), "is no prefix tree"),
+        (lambda: tree_search.expected_tokens(batch(3), [0.5, 0.2]), r"R=\[0\.5, 0\.2\]"),
+        (lambda: tree_search.best_prefix_trees(_carriers(4), 5, 2), "size=5"),
+        (lambda: tree_search.expected_tokens_iid((3, 2), _carriers(4)), r"tree=\(3, 2\)"),
+        (lambda: tree_search.branching_of(Tree((0, 0, 1))), r"parents=\(0, 0, 1\)"),
     ],
 )
-def test_bad_input(call, message):
+def test_errors_name_the_bad_value(call, message):
     with pytest.raises(UserError, match=message):
         call()
