@@ -1,17 +1,14 @@
 """The ladder that two CPU cores can train on open text: the 2M, 6M and 20M models.
 
     export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-    python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/draft_20m
-    --config.data.train=FILES
+    python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/draft_20m --config.data.train=FILES
 
-The corpus of results/README.md, whose place here is the default, is not distributed: give text of
-yours, one sentence a line, as --config.data.train='my_text/train-*'
---config.data.heldout='my_text/heldout-*'. The recipe is `open_text_config`'s, for far less than one
-pass over a corpus of 86 M tokens: minutes for the 2M and 6M and three quarters of an hour for the
-20M on cores with bfloat16 products, one to four hours each on others. The weights in
-spectr_jax/embedded were trained on from such runs, in stretches of a cosine each, for 63 to 81 M
-tokens in all (results/notes/2026-11-embedded.md). The environment variable gives the heap huge
-pages, which saves time on Linux.
+The corpus of results/README.md, whose place here is the default, is not distributed: give text of yours, one sentence a
+line, as --config.data.train='my_text/train-*' --config.data.heldout='my_text/heldout-*'.
+The recipe is `open_text_config`'s, for far less than one pass over a corpus of 86 M tokens: minutes for the 2M and 6M and
+three quarters of an hour for the 20M on cores with bfloat16 products, one to four hours each on others. The weights in
+spectr_jax/embedded were trained on from such runs, in stretches of a cosine each, for 63 to 81 M tokens in all
+(results/notes/2026-11-embedded.md). The environment variable gives the heap huge pages, which saves time on Linux.
 """
 
 from spectr_jax.training.config import open_text_config

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=${1:-requirements.txt}
 [ -f "$wanted" ] || {
-  echo "error: there is no requirements file $wanted; give requirements.txt, requirements-dev.txt or requirements-docs.txt" >&2
+  echo "error: no requirements file $wanted; give requirements.txt, requirements-dev.txt or requirements-docs.txt" >&2
   exit 2
 }
 python=${PYTHON:-python3}

@@ -9,7 +9,7 @@ typed=""
 scripts/setup.sh requirements-dev.txt
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# mypy runs beside the tests, for alone it would leave cores idle; what it says comes last.
+# mypy runs in parallel with the tests because it uses one core; its output is printed last.
 types=$(mktemp)
 trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &

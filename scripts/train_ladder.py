@@ -178,7 +178,7 @@ def stage_flags(given: list[str]) -> Flags:
             parts = shlex.split(values)
         except ValueError as error:
             raise UserError(
-                f"--stage_flags={entry!r} cannot be read ({error}); mend its quotes"
+                f"--stage_flags={entry!r} cannot be read ({error}); fix its quotes"
             ) from error
         if not colon or not parts:
             raise UserError(
@@ -249,7 +249,7 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
             if names
         ]
         raise UserError(
-            f"{'; '.join(told)}; see the messages above, mend that, and give the same command again"
+            f"{'; '.join(told)}; see the messages above, fix that, and give the same command again"
         )
 
 

@@ -1,61 +1,38 @@
 """Exact speculative sampling with many drafts, in JAX: SpecTr and its family.
 
-A whole program:
-
 ```python
 import jax
 from spectr_jax import Policy, generate, get_method, load
 
-target, draft = load("20m", dtype="int8"), load("2m", dtype="int8")  # or your own models tokenizer
-= target.tokenizer prompts, lengths = tokenizer.prompts(["The committee will meet again next week
-to"]) method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos) out =
-generate(jax.random.key(0), method, target, draft, prompts, lengths, max_new_tokens=40,
-policy=policy) print(tokenizer.texts(out.tokens, out.lengths)[0]) ```
+target, draft = load("20m", dtype="int8"), load("2m", dtype="int8")  # or your own models
+tokenizer, key = target.tokenizer, jax.random.key(0)
+prompts, lengths = tokenizer.prompts(["The committee will meet again next week to"])
+method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos)
+out = generate(key, method, target, draft, prompts, lengths, max_new_tokens=40, policy=policy)
+print(tokenizer.texts(out.tokens, out.lengths)[0])
+```
 
-`load` reads a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` makes a method
-(`spectr_jax.decoding.methods`), and `generate` continues prompts (`spectr_jax.decoding.generate`;
-its `decode` stands inside a `jax.jit` of your own). A `Method` of your own is a `Tree` and a plan
-of `transport`; `check_plan`, `check_method` and `check_model` say whether yours are right.
+`load` returns a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` returns a
+method (`spectr_jax.decoding.methods`), and `generate` continues prompts. Inside your own `jax.jit`
+use `spectr_jax.decoding.generate.decode`. Your own `Method` combines a `Tree` and a verifier;
+`check_plan`, `check_method` and `check_model` verify your own plans, methods and models.
 
-The packages, in an order to read them:
-
-| package | question | read first |
+| package | question it answers | read first |
 | --- | --- | --- |
-| `spectr_jax.transport` | how is one token chosen among drafts? | `spectr_jax.transport.base`, then
-`kseq` and `otm` |
-| `spectr_jax.decoding` | how are the tokens of a call drafted and chosen? |
-`spectr_jax.decoding.methods`, then `generate` |
-| `spectr_jax.testing` | is a plan or a method of mine exact? | `spectr_jax.testing.check_plan` |
-| `spectr_jax.models` | what predicts? | `spectr_jax.models.base`, then `transformer` |
-| `spectr_jax.data` | where do tokens come from? | `spectr_jax.data.corpus` |
-| `spectr_jax.training` | how does a model learn? | `spectr_jax.training.loop`, then `step` |
-| `spectr_jax.distillation` | how does a draft learn from its target? |
-`spectr_jax.distillation.training`, `losses` |
-| `spectr_jax.experiments.planning` | which tree to draft, and what to expect of it? |
-`spectr_jax.experiments.planning.tree_search` |
-| `spectr_jax.experiments.measure` | what does one method do on prompts? |
-`spectr_jax.experiments.measure.measurement` |
-| `spectr_jax.experiments` | what do the papers tabulate? | `spectr_jax.experiments.tokens_per_call`
-|
-| `spectr_jax.experiments.figures` | what do the papers draw? |
-`spectr_jax.experiments.figures.acceptance` |
-| `spectr_jax.sampling` | how does a decoded sequence look, token by token? |
-`spectr_jax.sampling.session` |
+| `spectr_jax.transport` | How is one token chosen among drafts? | `base`, then `kseq` and `otm` |
+| `spectr_jax.decoding` | How are the tokens of a call drafted and chosen? | `methods`, then `generate` |
+| `spectr_jax.testing` | Is my plan, method or model correct? | `check_plan` |
+| `spectr_jax.models` | What predicts the next token? | `base`, then `transformer` |
+| `spectr_jax.data` | Where do tokens come from? | `corpus` |
+| `spectr_jax.loading` | How is a model found by its name? | `by_name` |
+| `spectr_jax.training` | How does a model learn? | `loop`, then `step` |
+| `spectr_jax.distillation` | How does a draft learn from its target? | `training`, `losses` |
+| `spectr_jax.experiments` | How are the papers' tables and figures made? | `tokens_per_call` |
+| `spectr_jax.sampling` | Where did each token of a sequence come from? | `session` |
+| `spectr_jax.utils` | What do the programs share? | `cli`, `errors` |
 
-Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `figures`, `pack`, `label`, `export`;
-each has `--help`.
-
-.. include:: ../README.md
-.. include:: ../docs/which_method.md
-.. include:: ../docs/sampling.md
-.. include:: ../docs/otm_layer.md
-.. include:: ../docs/drafts.md
-.. include:: ../docs/speed.md
-.. include:: ../docs/training.md
-.. include:: ../docs/architecture.md
-.. include:: ../docs/models.md
-.. include:: ../docs/extending.md
-.. include:: ../CONTRIBUTING.md
+Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `pack`, `label` and `export`. Each one
+has `--help`.
 """
 
 import importlib

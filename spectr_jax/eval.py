@@ -33,7 +33,7 @@ def main():
     name = _CONFIG.value.get("experiment")
     if name is None:
         raise UserError(
-            "--config is no evaluation: it has no field `experiment`; give one such as "
+            "--config: must be an evaluation with a field `experiment`; give one such as "
             "configs/demo.py, or `train` it"
         )
     if name not in experiments:

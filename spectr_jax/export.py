@@ -1,14 +1,12 @@
-"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder
-for transformers.
+"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder for transformers.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
-    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m
-    --dtype=int8 --part_mb=16
+    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m --dtype=int8 --part_mb=16
     python -m spectr_jax.export --model=6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-What it writes can be a target or draft wherever a model is named, as
---config.target=runs/models/draft_6m or hf:draft_6m.
+What it writes can be a target or draft wherever a model is named, as --config.target=runs/models/draft_6m or
+hf:draft_6m.
 """
 
 import pathlib
@@ -107,7 +105,7 @@ def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
     _check_runs_alone(trained.tokenizer)
     if not isinstance(trained.model, Transformer):
         raise UserError(
-            f"--model={_MODEL.value} is no decoder of ours; give --format=llama, or copy its folder"
+            f"--model={_MODEL.value} is not a transformer of this library; give --format=llama, or copy its folder"
         )
     if not isinstance(trained.tokenizer, Tokenizer):
         raise UserError(f"--model={_MODEL.value} is a folder of Hugging Face's already; copy it")

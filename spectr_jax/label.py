@@ -1,14 +1,10 @@
 """Labels text with a teacher's likeliest next tokens, for students to learn from.
 
-    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*.txt.xz' --count=20000
-    --out=labels/text
-    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*' --write=continuations
-    --count=4096 --out=labels/own
-    python -m spectr_jax.label --teacher=smollm2 --write=chats --count=4096 --temperature=0.7
-    --out=labels/chats
+    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*.txt.xz' --count=20000 --out=labels/text
+    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*' --write=continuations --count=4096 --out=labels/own
+    python -m spectr_jax.label --teacher=smollm2 --write=chats --count=4096 --temperature=0.7 --out=labels/chats
 
-Then train with configs/distil.py. Stop it at any time: the same command resumes, and a larger
---count adds to what is there.
+Then train with configs/distil.py. Stop it at any time: the same command resumes, and a larger --count adds to what is there.
 """
 
 import pathlib
@@ -34,18 +30,20 @@ _OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", requ
 _COUNT = flags.DEFINE_integer(
     "count",
     10_000,
-    "How many sentences to label, or texts to write; rounded up to a multiple of 512, as far as "
+    "How many sentences to label, or sequences to write; rounded up to a multiple of 512, as far as "
     "the corpus goes.",
     lower_bound=1,
 )
 _FIRST = flags.DEFINE_integer(
     "first", 0, "The first sentence of the corpus to take.", lower_bound=0
 )
-_LENGTH = flags.DEFINE_integer("length", 128, "Tokens a row; longer texts are cut.", lower_bound=8)
+_LENGTH = flags.DEFINE_integer(
+    "length", 128, "Tokens per row; longer sequences are cut.", lower_bound=8
+)
 _TEMPERATURE = flags.DEFINE_float(
     "temperature",
     1.0,
-    "Sampling temperature of written texts; labels always use 1.",
+    "Sampling temperature of written sequences; labels always use 1.",
     lower_bound=0.0,
 )
 _FEATURES = flags.DEFINE_bool(
@@ -63,9 +61,9 @@ _DTYPE = flags.DEFINE_string(
     "dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8."
 )
 _WRITE_DTYPE = flags.DEFINE_string(
-    "write_dtype", None, "Precision in which it writes texts; --dtype if not given."
+    "write_dtype", None, "Precision in which the teacher writes; --dtype if not given."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of written texts.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of written sequences.", lower_bound=0)
 _TFDS = flags.DEFINE_string(
     "tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder."
 )
@@ -110,7 +108,7 @@ def main():
     texts = teaching.starting_at(_texts(teacher, sentences, length), _FIRST.value)
     labels.claim_folder(out, _about(teacher, sentences, features))
     if labels.shard_path(out, 0).exists():
-        labels.open_labels(str(out))  # A damaged shard is told now.
+        labels.open_labels(str(out))  # Reports a damaged shard now.
     fill = teaching.labeller(teacher) if _LABELS.value else lambda rows: None
     row_type = labels.row_type(vocab_size, length, features, labelled=_LABELS.value)
     tokens = teaching.write_labels(out, texts, _COUNT.value, fill, row_type)
@@ -157,7 +155,7 @@ def _sentences():
     for flag in (_WRITE_DTYPE, _TEMPERATURE, _SEED):
         if reads and flag.present:
             raise UserError(
-                f"--{flag.name}={flag.value} is for texts that the teacher writes; leave it out, "
+                f"--{flag.name}={flag.value} applies only to what the teacher writes; leave it out, "
                 "or give --write"
             )
     if chats:

@@ -1,17 +1,15 @@
 """Decodes a prompt with any method and shows where each token came from.
 
     python -m spectr_jax.sample --prompt="The committee will meet again"
-    python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4
-    --compare --html=page.html echo "The committee will meet again" | python -m spectr_jax.sample
+    python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
+    echo "The committee will meet again" | python -m spectr_jax.sample
     python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?"
-    python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list
-    backwards: apple, pear"
+    python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear"
 
-Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of
---max_new_tokens tokens each, in which the method and the baseline take turns. The default models
-are part of the package; nothing is downloaded. With --chat an instructed model answers, its text
-shown as it is decoded; without --prompt and --file in a conversation. With --chat and --compare or
---html each prompt is a conversation of its own, shown once it is answered.
+Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
+in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.
+With --chat an instructed model answers, its text shown as it is decoded; without --prompt and --file in a conversation.
+With --chat and --compare or --html each prompt is a conversation of its own, shown once it is answered.
 """
 
 import dataclasses
@@ -101,7 +99,7 @@ _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1
 )
 _COMPARE = flags.DEFINE_bool(
-    "compare", False, "Show the baseline's continuation beside the method's."
+    "compare", False, "Show the baseline's continuation next to the method's."
 )
 _HTML = flags.DEFINE_string(
     "html", None, "Also write a page to this file, with the draft tree of each call."

@@ -40,10 +40,10 @@ TABLE = random_table(0, 4)
         ({"max_new_tokens": 2**40}, "exceed the target's context"),
         ({"observe": 3}, "observe=3"),
         ({"mesh": "cpu"}, "mesh='cpu'"),
-        ({"policy": 1.0}, "policy=1.0: is not a Policy"),
-        ({"draft_policy": {}}, "draft_policy={}: is not a Policy"),
-        ({"target": "2m"}, "a str is no model"),
-        ({"draft": 7}, "a int is no model"),
+        ({"policy": 1.0}, "policy=1.0"),
+        ({"draft_policy": {}}, "draft_policy={}"),
+        ({"target": "2m"}, "a str is not a model"),
+        ({"draft": 7}, "a int is not a model"),
     ],
 )
 def test_arguments_of_generate(change, message):
@@ -95,7 +95,7 @@ def _select(drafts):
         (lambda: _select([0.5]), "must be whole numbers within int32"),
         (lambda: check_plan("otm"), "plan='otm': is not a Plan"),
         (lambda: check_method("block"), "method='block'"),
-        (lambda: check_model("2m"), "a str is no model"),
+        (lambda: check_model("2m"), "a str is not a model"),
         (lambda: check_model(TableModel(TABLE), layers="1"), "layers='1'"),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as raised:
         write_whole(tmp_path / "page.html", "text")
     assert explain(raised.value) == (
-        f"'{tmp_path / 'page.html'}' cannot be written (No space left on device); make room, and "
+        f"'{tmp_path / 'page.html'}' cannot be written (No space left on device); free some space and "
         "give the same command again"
     )
     with pytest.raises(OSError, match="No space left"), naming(tmp_path / "figure.png"):

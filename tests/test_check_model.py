@@ -103,11 +103,11 @@ CACHE = r"a sequence fed in pieces through the cache is another than in one call
 WRONG = {
     LatePositions: CACHE + ".*" + WHERE,
     OwnPositions: "two sequences in one row see each other, which `visible` hides; apart" + WHERE,
-    SeesAll: "a token sees those behind it, which `visible` hides; with others there" + WHERE,
+    SeesAll: "a token sees later tokens, which `visible` hides; with others there" + WHERE,
     Causal: "two sequences in one row see each other, which `visible` hides; apart" + WHERE,
     LeaksRows: "a row depends on the others of its batch; alone" + WHERE,
     LeaksCachedRows: CACHE + ".*" + WHERE,
-    ForgetsPending: "a level behind pending tokens is not as its branches on their own; `visible` counts pending"
+    ForgetsPending: "a level after pending tokens differs from its branches on their own; `visible` counts pending"
     + ".*"
     + WHERE,
     OneMask: "`visible` of one row is taken for another's: logits differ",

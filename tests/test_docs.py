@@ -90,9 +90,8 @@ def test_the_example_of_a_plan_runs():
     assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
-def test_the_index_of_results_is_short_and_has_all_folders():
+def test_the_index_of_results_has_all_folders():
     index = (ROOT / "results/README.md").read_text()
-    assert len(index.splitlines()) <= 80
     for folder in ROOT.glob("results/*/"):
         named = (
             f"](notes/{next(folder.glob('*.md')).name}"
@@ -102,14 +101,6 @@ def test_the_index_of_results_is_short_and_has_all_folders():
         assert named in index, folder.name
     for note in ROOT.glob("results/notes/*.md"):
         assert f"](notes/{note.name})" in index, note.name
-
-
-def test_the_first_page_of_the_site_has_the_others():
-    included = re.findall(
-        r"^\.\. include:: (\S+)$", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE
-    )
-    places = {(ROOT / "spectr_jax" / path).resolve() for path in included}
-    assert places == set(SITE)
 
 
 def test_headings_of_the_first_page_differ():

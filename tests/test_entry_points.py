@@ -156,14 +156,14 @@ CASES = [
     (EVAL, "--config.target=/nowhere", "no model at '/nowhere'"),
     (EVAL, "--config.prompt_tokens=100", "exceed the context 128"),
     (EVAL, "--config.num_prompts=5000", "num_prompts=5000"),
-    (EVAL, "--config.temperature=-1.0", "temperature=-1.0: is not a finite number"),
+    (EVAL, "--config.temperature=-1.0", "temperature=-1.0: must be"),
     (EVAL, "--config.experiment=tree", "unknown experiment 'tree'; did you mean 'trees'?"),
     (
         EVAL,
         "--config=configs/embedded.py",
-        "--config is no evaluation: it has no field `experiment`; give one such as",
+        "--config: must be an evaluation with a field `experiment`; give one such as",
     ),
-    (EVAL, "--config.draft_temperature=-2.0", "draft_temperature=-2.0: is not a finite number"),
+    (EVAL, "--config.draft_temperature=-2.0", "draft_temperature=-2.0: must be"),
     (EVAL, "--config.target=results/target_97m", "did you mean 'results/target_97m/target_97m'?"),
     (
         EVAL,
@@ -233,7 +233,7 @@ CASES = [
     (
         LABEL,
         "--write_dtype=int8",
-        "--write_dtype=int8 is for texts that the teacher writes; leave it out, or give --write",
+        "--write_dtype=int8 applies only to what the teacher writes; leave it out, or give --write",
     ),
     (
         LABEL,
@@ -259,7 +259,7 @@ CASES = [
     (
         LABEL,
         "--temperature=0.5",
-        "--temperature=0.5 is for texts that the teacher writes; leave it out, or give --write",
+        "--temperature=0.5 applies only to what the teacher writes; leave it out, or give --write",
     ),
     (
         LABEL,
@@ -369,7 +369,7 @@ CASES = [
     (SAMPLE, "--target=", "no model at ''; give random:NAME"),
     (SAMPLE, "--draft=hf:/nowhere", "no folder '/nowhere'; give hf: and the folder of a model"),
     (SAMPLE, "--dtype=half", "dtype='half' is not known; give one of float32, bfloat16, int8"),
-    (SAMPLE, "--temperature=-1", "temperature=-1.0: is not a finite number"),
+    (SAMPLE, "--temperature=-1", "temperature=-1.0: must be"),
     (SAMPLE, "--max_new_tokens=0", "flag --max_new_tokens=0"),
     (
         SAMPLE,
@@ -452,7 +452,7 @@ CASES = [
     (
         LADDER,
         "--stage_flags=train:'",
-        '--stage_flags="train:\'" cannot be read (No closing quotation); mend its quotes',
+        '--stage_flags="train:\'" cannot be read (No closing quotation); fix its quotes',
     ),
     (LADDER, "--only=latency", "not run: latency; see the messages above"),
 ]
@@ -638,7 +638,7 @@ def run_body(run, tmp_path):
         ),
         (
             "bytearray(2**60)",
-            "error: out of memory (of this machine); give it less at once: a smaller batch_size",
+            "error: out of memory (host); use a smaller batch_size",
         ),
     ],
 )

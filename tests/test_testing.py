@@ -110,7 +110,7 @@ class _Late(TokenByToken):
 def test_what_is_wrong_with_a_method_is_said(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 40_000)
     plan = _lazy(("jnp.maximum(q - p, 0)", "q"))
-    message = r"method 'mine': whole outputs do not follow the target under Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
+    message = r"'mine': whole outputs .* Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
     with pytest.raises(AssertionError, match=message):
         testing.check_method(decoding.Method("mine", trees.chain(1), TokenByToken(plan)))
     method = decoding.Method("mine", trees.chain(1), _Late(transport.get("maximal")))
@@ -154,7 +154,7 @@ def _changed(result, **change):
         (
             testing.check_counters,
             {"tokens": lambda tokens: tokens | 1},
-            "tokens are behind the end",
+            "tokens follow the end",
         ),
         (testing.check_counters, {"tokens": lambda tokens: tokens * 0}, "the prompt has changed"),
         (

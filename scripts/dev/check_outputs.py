@@ -1,12 +1,11 @@
-"""Chi-square of a real model's two-token outputs against their exact distribution, drafted by its
-own first layers or by a draft model.
+"""Chi-square of a real model's two-token outputs against their exact distribution, drafted by its own first layers or by a
+draft model.
 
-    python scripts/dev/check_outputs.py [--target=smollm2] [--layers=28] [--top_k=4]
-    [--workdir=results/smollm2]
+    python scripts/dev/check_outputs.py [--target=smollm2] [--layers=28] [--top_k=4] [--workdir=results/smollm2]
     python scripts/dev/check_outputs.py --draft=smollm2-draft --workdir=results/smollm2/eagle
 
-With top-k sampling the two tokens have at most k^2 outcomes, whose probabilities are products of
-those that the target gives in one call on each first token. Writes outputs.md and outputs.json.
+With top-k sampling the two tokens have at most k^2 outcomes, whose probabilities are products of those that the target gives
+in one call on each first token. Writes outputs.md and outputs.json.
 """
 
 import pathlib
@@ -34,7 +33,7 @@ _WORKDIR = flags.DEFINE_string(
 _TARGET = flags.DEFINE_string("target", "smollm2", "The target model.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Its precision.")
 _LAYERS = flags.DEFINE_integer(
-    "layers", 28, "So many of its layers draft, without --draft.", lower_bound=1
+    "layers", 28, "Number of target layers that draft when no --draft is given.", lower_bound=1
 )
 _DRAFT = flags.DEFINE_string(
     "draft", None, "The draft model; the target's first layers without it."

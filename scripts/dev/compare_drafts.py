@@ -1,13 +1,11 @@
-"""Speed of a real target with drafts of its own, one sequence or several at once: chats and
-sentences, several temperatures.
+"""Speed of a real target with drafts of its own, one sequence or several at once: chats and sentences, several temperatures.
 
-    python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...]
-    [--workdir=results/smollm2/drafts]
+    python scripts/dev/compare_drafts.py --draft=drafts/eagle [--method=block:chain:3 ...] [--workdir=results/smollm2/drafts]
 
-Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same
-keys; prompts are ours. A round's speed is all new tokens over all seconds, the call on the prompt
-included; ratios are of one round. A second table says where the time of a call goes, and how many
-tokens a call, or which acceptance of each draft, a speed-up would take. Writes drafts.md and .json.
+Nothing else may run meanwhile. Each round decodes all prompts by each method in turn, from the same keys; prompts are ours.
+A round's speed is all new tokens over all seconds, the call on the prompt included; ratios are of one round. A second table
+says where the time of a call goes, and how many tokens a call, or which acceptance of each draft, a speed-up would take.
+Writes drafts.md and .json.
 """
 
 import functools
@@ -211,7 +209,7 @@ def measure_calls(target: Trained, draft: Trained, drafting: dict[str, Method]) 
 
 
 def needed_acceptance(levels: int, tokens: float) -> float | None:
-    """The alpha of each draft at which a chain emits so many tokens a call, 1 + alpha + alpha^2 +
+    """The alpha of each draft at which a chain emits this many tokens per call, 1 + alpha + alpha^2 +
     ...; None if none does."""
     if tokens > levels + 1:
         return None
@@ -265,7 +263,7 @@ def calls_table(result: dict[str, Any]) -> str:
         "emits more tokens a call "
         "than it costs. alpha: what each draft of a chain needs for that speed; - where no alpha "
         "does, and for trees. The "
-        f"phases and the whole call are each timed alone, in a loop on the device behind {CONTEXT} "
+        f"phases and the whole call are each timed alone, in a loop on the device after {CONTEXT} "
         "tokens; there a call of "
         f"the target on one token takes {result['calls']['alone']:.1f} ms."
     )

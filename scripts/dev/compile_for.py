@@ -1,18 +1,15 @@
-"""Compiles every method and training step for an accelerator that this machine has not; writes
-results/compiled/DEVICE.
+"""Compiles every method and training step for an accelerator that this machine has not; writes results/compiled/DEVICE.
 
-    pip install libtpu                                                  # for a TPU pip install
-    jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
-    python scripts/dev/compile_for.py --device=v5e [--only=otm,train,calls]
-    [--workdir=runs/compiled]
+    pip install libtpu                                                  # for a TPU
+    pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc      # for a GPU: of jax's version
+    python scripts/dev/compile_for.py --device=v5e [--only=otm,train,calls] [--workdir=runs/compiled]
 
-The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its
-default options with a target of 97M and drafts of 6M, go through the compiler that the device would
-use; so do the 97M's training and one method on a mesh of four devices. That tells whether they
-compile, how long it takes here, and what memory they will take there. For a GPU it also counts the
-kernels of one call of the target and the stops of the host in it, which decide the latency of one
-sequence: `calls` are methods on one sequence. Nothing runs, no weights are made, and kernels are
-not tuned as they would be on the device.
+The training steps of each size (configs/lm1b, configs/open_text.py), and every method at its default options with a target
+of 97M and drafts of 6M, go through the compiler that the device would use; so do the 97M's training and one method on a
+mesh of four devices. This shows whether they compile, how long it takes here, and what memory they will take there. For a
+GPU it also counts the kernels of one call of the target and the stops of the host in it, which decide the latency of one
+sequence: `calls` are methods on one sequence. Nothing runs, no weights are made, and kernels are not tuned as they would be
+on the device.
 """
 
 import contextlib
@@ -55,7 +52,7 @@ _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
 _ONLY = flags.DEFINE_list(
     "only", [], "Methods, or groups: train, mesh (several devices), calls (one sequence)."
 )
-_TEXTS = flags.DEFINE_integer("texts", 64, "Texts that are decoded at once.", lower_bound=1)
+_TEXTS = flags.DEFINE_integer("texts", 64, "Sequences decoded at once.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 256, "Rows of 128 tokens of a training step.", lower_bound=1)
 
 GROUPS = ("train", *METHODS, "calls", "mesh")

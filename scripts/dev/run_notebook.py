@@ -1,10 +1,9 @@
 """Runs a notebook from top to bottom, and fails where a cell fails.
 
-    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke
-    --out=runs/spectr_colab.ipynb
+    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke --out=runs/spectr_colab.ipynb
 
-With --smoke two or three minutes on two CPU cores. The file itself is never written: in the
-repository notebooks have no outputs. Needs the packages of requirements-docs.txt.
+With --smoke two or three minutes on two CPU cores. The file itself is never written: in the repository notebooks have no
+outputs. Needs the packages of requirements-docs.txt.
 """
 
 import argparse
@@ -55,7 +54,7 @@ def main() -> None:
     )
     flags = parser.parse_args()
     if not flags.notebook.is_file():
-        refuse(f"there is no notebook {flags.notebook}; fix the path")
+        refuse(f"no notebook at {flags.notebook}; fix the path")
     if flags.out is not None and flags.out.resolve() == flags.notebook.resolve():
         refuse(f"--out={flags.out} is the notebook itself; give another file")
 

@@ -124,5 +124,5 @@ def _splitter(name: str, source: str) -> pre_tokenizers.PreTokenizer:
         )
     known = ", ".join(("smollm", "gpt-2", *DIGITS))
     raise UserError(
-        f"{source!r} splits texts as {name!r}; known are {known}; give a Hugging Face folder"
+        f"{source!r} pre-tokenizes as {name!r}; known are {known}; give a Hugging Face folder"
     )

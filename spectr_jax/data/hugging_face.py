@@ -213,7 +213,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
 def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     """Reads tokenizer.json, or the older vocab.json and merges.txt of a GPT-2, of a model's folder.
 
-    Whatever tokenizer.json says of training, texts are neither cut nor padded.
+    Truncation and padding of tokenizer.json, which serve training, are ignored.
 
     Raises:
       UserError: neither is there, or it cannot be read.
@@ -227,9 +227,7 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             read.no_padding()
             return read
         if (kind := _json(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
-            raise FileNotFoundError(
-                f"no {FILE}, without which it is unknown how a {kind} splits texts"
-            )
+            raise FileNotFoundError(f"no {FILE}, which says how a {kind} pre-tokenizes")
         old = [str(folder / name) for name in OLD_FILES if (folder / name).exists()]
         if len(old) < len(OLD_FILES):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
@@ -338,7 +336,7 @@ def controls(
         ):
             raise UserError(
                 f"{str(folder)!r} has {name}_token_id={given[f'{name}_token_id']}, no token of its "
-                "vocabulary; mend its "
+                "vocabulary; fix its "
                 "config.json"
             )
     return bos, ends[0] if len(ends) == 1 else tuple(ends)

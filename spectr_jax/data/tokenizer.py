@@ -96,16 +96,16 @@ class AnyTokenizer(Protocol):
         """Prompts as `generate` takes them, of one string or several: tokens [B, T] and lengths
         [B], both int32.
 
-        Each as `prompt` gives it; behind the end of a shorter one is BOS, which is not looked at.
+        Each as `prompt` gives it; a shorter one is padded with BOS, which is ignored.
 
         Raises:
-          UserError: there are none, or one is no string.
+          UserError: there are no prompts, or one is not a string.
         """
         several = [texts] if isinstance(texts, str) else list(texts)
         for text in several:
             if not isinstance(text, str):
                 raise UserError(
-                    f"prompt {text!r} is no string; give strings, or tokens to `generate` itself"
+                    f"prompt={text!r}: must be a string; give strings, or tokens to `generate` itself"
                 )
         encoded = [self.prompt(text) for text in several]
         if not encoded:

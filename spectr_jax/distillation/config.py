@@ -101,7 +101,7 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
                 "streams": 8,
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.
-            "cross_entropy": 0.0,  # Weight of the text's own next token beside it.
+            "cross_entropy": 0.0,  # Weight of the cross-entropy of the text's next token.
             "depth": 2,  # Of a student that sees features: levels of a tree that it learns at once.
         }
     )

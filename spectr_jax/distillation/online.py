@@ -81,7 +81,7 @@ class Lessons:
         """
         if min(self.counts) < streams:
             raise UserError(
-                f"data.streams={streams}: must be at most the {min(self.counts)} texts of the "
+                f"data.streams={streams}: must be at most the {min(self.counts)} rows of the "
                 "smallest source; "
                 "lower it, or give more text"
             )

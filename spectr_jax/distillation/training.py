@@ -45,14 +45,14 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError, unknown
 
 DRAFTS = 4
-"""alpha_4 is told beside alpha_1."""
+"""alpha_4 is reported with alpha_1."""
 
 
 def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
     """Trains a student until `config.steps`; as `training.loop.train` does, and with the same
     workdir.
 
-    Beside what a training run writes, student.json has the student's shape, the tokens that its
+    In addition to the files of a training run, student.json has the student's shape, the tokens that its
     head scores, and the teacher's vocabulary.
 
     Raises:
@@ -443,7 +443,7 @@ def _begun(
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(
-            f"init={config.init!r} is no student of this vocabulary; give one that was exported"
+            f"init={config.init!r} is not an exported student of this vocabulary; give one that is"
         )
     if shape.feature_layers and not model.config.feature_layers and model.config.features:
         model = widened(

@@ -3,7 +3,7 @@ then tried.
 
 Measured once: call times of both models, times of drafting a level and of choosing a token, and
 what drafts of the pair are accepted. From these the tokens per second of every candidate are
-predicted; the best are run, and printed beside the prediction.
+predicted; the best are run and printed next to the prediction.
 """
 
 import dataclasses

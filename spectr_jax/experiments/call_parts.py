@@ -28,7 +28,7 @@ from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 
 STARTED = "speculative"
-"""The method that tells what starting a sequence with a draft costs."""
+"""The method from which the cost of starting a sequence with a draft is measured."""
 
 
 class Times(NamedTuple):

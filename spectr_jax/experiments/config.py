@@ -14,7 +14,7 @@ def decoding_config() -> dict[str, Any]:
         "dtype": "float32",
         "prompts": "embedded",  # or a corpus, as in data.train of a training config
         "tfds_dir": "",
-        "prompt_tokens": 8,  # Longer prompts are cut to so many tokens after BOS.
+        "prompt_tokens": 8,  # Longer prompts are cut to this many tokens after BOS.
         "num_prompts": 1_000,
         "batch_size": 32,
         "max_new_tokens": 64,
@@ -82,7 +82,7 @@ def trees_config() -> ml_collections.ConfigDict:
             "extra_trees": (
                 "2,1,1,1,1,1,1,1",
                 "4,2,1,1,1,1,1,1",
-            ),  # For i.i.d. drafts, beside chains and the best tree.
+            ),  # For i.i.d. drafts, in addition to chains and the best tree.
             "exit_layer": 1,  # Of self-speculation; 0 for no such row.
         }
     )

@@ -1,4 +1,4 @@
-"""The figures that the papers report, to be printed beside ours."""
+"""The figures that the papers report, printed next to ours."""
 
 TOKENS_PER_CALL = {
     "2M": {

@@ -115,7 +115,7 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
     stands before a text.
 
     That is BOS where the model's own program puts one there; else the separator that texts were
-    trained with, if the vocabulary has it. Behind the sentence is its line end: a newline, or EOS
+    trained with, if the vocabulary has it. The sentence is followed by its line end: a newline, or EOS
     where the tokenizer drops newlines, as ours.
     """
     text = tokenizer.encode(f"{sentence}\n")

@@ -73,7 +73,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         for number, group in enumerate(groups):
             found = _measure_group(bench, number, group)
             summaries += found[1 if summaries else 0 :]
-            jax.clear_caches()  # A process may hold so many programs only.
+            jax.clear_caches()  # The number of programs a process can hold is limited.
     result = {
         "title": f"Tokens per serial call of the target {_titled(target)}",
         "rows": summaries,

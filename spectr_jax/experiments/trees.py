@@ -52,7 +52,7 @@ class Row(NamedTuple):
       size: the N that it is compared at; its tree may be a little smaller.
       shape: of the tree, in words.
       method: with the tree.
-      theory: expected tokens per call under 0-th order acceptance; None where there is no theory.
+      theory: expected tokens per call under 0-th order acceptance; None if the theory does not cover it.
     """
 
     size: int
@@ -314,7 +314,7 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
                     journal.value(name(row), functools.partial(measured_row, row, program))
                 )
                 bar.update()
-            jax.clear_caches()  # A process may hold so many programs only.
+            jax.clear_caches()  # The number of programs a process can hold is limited.
     return results
 
 

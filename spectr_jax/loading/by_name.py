@@ -374,7 +374,7 @@ def shape_name(trained: Trained) -> str:
     """Returns a short name of a model's shape: its parameters, such as `6M`, if it is in the
     ladder; else its layers and width.
 
-    A model that is no transformer of ours goes by its own name.
+    Any other model keeps its own name.
     """
     config = getattr(trained.model, "config", None)
     if not isinstance(config, TransformerConfig):

@@ -25,7 +25,7 @@ def load_pair(
 
 
 def load_alone(spec: str, dtype: str | None = None) -> Trained:
-    """Loads a model that shall run by itself, such as a target.
+    """Loads a model that runs by itself, such as a target.
 
     Raises:
       UserError: as `load_callable`; or it is a draft that knows its tokens by number only.
@@ -55,7 +55,7 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
 
 
 def fitted(draft: Trained, target: Trained) -> Trained:
-    """Returns `draft`, such that it can draft for `target`.
+    """Returns `draft` adapted so that it can draft for `target`.
 
     It is returned as it is if the two have one vocabulary. If they differ by added or padded tokens
     only, such as the members of a family, it drafts the tokens that both have (token-level

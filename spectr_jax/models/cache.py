@@ -111,7 +111,7 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
     """Commits pending rows.
 
     Args:
-      cache: with pending rows behind its lengths.
+      cache: has pending rows after its committed ones.
       path_BxD: int32, the pending index of each row to keep, in order; entries past the new length
         are ignored.
       lengths_B: the new lengths, at most `settled + D` above the old ones.

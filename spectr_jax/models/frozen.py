@@ -80,7 +80,7 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
     if not isinstance(model, nnx.Module):
         if not hasattr(model, "tokenizer"):
             raise UserError(
-                f"a {type(model).__name__} is no model; give an nnx.Module, `freeze` of one, or "
+                f"a {type(model).__name__} is not a model; give an nnx.Module, `freeze` of one, or "
                 "what `load` returns"
             )
         return freeze(given.model)

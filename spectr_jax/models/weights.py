@@ -94,7 +94,7 @@ def write_tensors(path: pathlib.Path, tensors: dict[str, Any], metadata: dict[st
     """Writes a safetensors file, whole or not at all.
 
     Raises:
-      UserError: there is no room for it.
+      UserError: the disk is full.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -149,7 +149,7 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
                 raise UserError(
                     f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; "
                     "export it again, or fetch "
-                    "all of its parts anew"
+                    "all of its parts again"
                 )
             arrays.update(safetensors.flax.load_file(file))
         config = _config(metadata, dtype)
@@ -232,7 +232,7 @@ def _parts(
     arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None
 ) -> list[dict[str, jax.Array]]:
     """Returns the arrays in order, as many to a file as fit."""
-    # The length of the header comes first, and blanks behind it, to a multiple of 8.
+    # The length of the header comes first, then blanks up to a multiple of 8.
     empty = 8 + len(json.dumps({"__metadata__": metadata})) + 8
     parts: list[dict[str, jax.Array]] = [{}]
     size = empty

@@ -100,7 +100,7 @@ def open_session(
         the baseline where there is no draft.
       target: any model that `load` takes.
       logprobs: each token of `decode` has its log-probabilities.
-      stop: texts before which a continuation ends.
+      stop: strings before which a continuation ends.
       draft: likewise; None for `DEFAULT_DRAFT` where it fits the target, and no draft for other
         targets.
 
@@ -217,7 +217,7 @@ def _stop(session: Session) -> Stop | None:
 
 
 def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
-    """The texts of tokens, up to the first stop text in them."""
+    """Yields the text of each token, up to the first stop string."""
     several = list(texts)
     left = len(before("".join(several), stop))
     for text in several:

@@ -191,7 +191,7 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
         "emitted_per_call does not add up to target_calls": histogram.sum(1)
         != np.asarray(result.target_calls),
         "a call emits no token": histogram[:, 0] > 0,
-        "tokens are behind the end": ((tokens != 0) & (place >= ends[:, None])).any(1),
+        "tokens follow the end": ((tokens != 0) & (place >= ends[:, None])).any(1),
         "the prompt has changed": (
             (tokens != np.pad(prompts, ((0, 0), (0, LENGTH)))) & is_prompt
         ).any(1),

@@ -20,7 +20,7 @@ PREFIXES = (1, 3, 4, 6)
 PIECE = 3
 """Tokens that are fed at a time."""
 AT = np.array(PREFIXES)[:, None] + np.arange(4)
-"""The positions [B, 4] behind them."""
+"""The positions [B, 4] that follow them."""
 
 
 def check_model(
@@ -137,11 +137,11 @@ def _check_batch(model: _Checked) -> None:
 
 
 def _check_mask(model: _Checked) -> None:
-    """A token sees neither those behind it, nor another sequence in the same row."""
+    """A token sees neither later tokens nor another sequence in the same row."""
     half, tokens = TOKENS // 2, model.tokens
     whole, other = model.whole(tokens), tokens.copy()
     other[:, half:] = (tokens[:, half:] + 1) % model.frozen.vocab_size
-    message = "a token sees those behind it, which `visible` hides; with others there"
+    message = "a token sees later tokens, which `visible` hides; with others there"
     model.same(model.whole(other)[:, :half], whole[:, :half], message)
     place = np.arange(TOKENS)
     visible = np.tri(TOKENS, dtype=bool) & (place[:, None] // half == place // half)
@@ -162,12 +162,12 @@ def _check_mask(model: _Checked) -> None:
 
 
 def _check_cache(model: _Checked) -> None:
-    """Tokens fed in pieces behind prefixes of several lengths have the logits of one call."""
+    """Tokens fed in pieces after prefixes of several lengths have the logits of one call."""
     cache, whole = model.prefilled(), model.whole(model.tokens)
     message = (
         "a sequence fed in pieces through the cache is another than in one call; positions are "
         "those given, and rows "
-        "belong behind cache.lengths + pending"
+        "belong after cache.lengths + pending"
     )
     for _ in range(2):
         at = np.asarray(cache.lengths)[:, None] + np.arange(PIECE)
@@ -203,7 +203,7 @@ def _check_tree(model: _Checked) -> None:
         "a tree scored in one call is not as its branches on their own; siblings share a position"
     )
     cache = score([(0, 0), (0, 1), (1, 0), (1, 1)], first, model.prefilled(), 0, message)
-    message = "a level behind pending tokens is not as its branches on their own; `visible` counts pending tokens first"
+    message = "a level after pending tokens differs from its branches on their own; `visible` counts pending tokens first"
     cache = score([(0, 2), (1, 2)], [[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]], cache, 4, message)
     cache = _kept(cache, np.array([2, 3, 5]))
     score(
@@ -211,7 +211,7 @@ def _check_tree(model: _Checked) -> None:
         [[1]],
         cache,
         0,
-        "behind a branch whose rows were committed it goes on otherwise than behind its tokens",
+        "after a branch whose rows were committed it continues otherwise than after its tokens",
     )
 
 
@@ -230,7 +230,7 @@ def _check_exit(model: _Checked) -> None:
     new = np.take_along_axis(model.tokens, AT[:, :1], 1), AT[:, :1], np.ones((BATCH, 1, 1), bool)
     logits, _ = whole.extend(*new, Cache(cache.rows, jnp.asarray(lengths)))
     expected = np.take_along_axis(whole.whole(model.tokens), AT[:, :1, None], 1)
-    message = f"behind a call with layers={model.layers} the whole model is another; leave the rows of its other layers alone"
+    message = f"after a call with layers={model.layers} the whole model differs; leave rows of other layers alone"
     whole.same(logits, expected, message)
 
 

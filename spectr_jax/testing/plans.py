@@ -40,7 +40,7 @@ DRAFTS = (1, 2, 3, 4)
 """Numbers of drafts k at which the emitted distribution is enumerated."""
 DRAWS = 40_000
 WIDEST = 6
-"""Distributions are padded to so many tokens, so that `select` is compiled once."""
+"""Distributions are padded to this many tokens, so that `select` compiles once."""
 VOCABULARIES = (WIDEST, 1_024)
 """Sizes of vocabularies: a plan may take another code path for large ones."""
 VALID = ((False, False, False), (False, True, False), (True, False, True), (True, True, True))
@@ -262,7 +262,7 @@ def _check_accepted(
 
 def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, least: float) -> None:
     if not (abs(pmf.sum() - 1) <= TOLERANCE and pmf.min() >= -TOLERANCE):
-        _fail(plan, f"`pmf` returns {_text(pmf)}, which is no distribution, {where}")
+        _fail(plan, f"`pmf` returns {_text(pmf)}, which is not a distribution, {where}")
     # What float32 rounding may add, where the distribution given these drafts has nothing.
     impossible = counts[pmf <= 1e-12].sum() > 2e-4 * counts.sum()
     p_value = chi_square.p_value(counts, np.maximum(pmf, 0))

@@ -24,12 +24,12 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
                 "tfds_dir": "",
                 "tokenizer": "",  # A SentencePiece file to share, trained if not there; "" for `init`'s, or the run's own.
                 "tokenizer_sentences": 250_000,
-                "streams": 8,  # The corpus is dealt out to so many, or the most that divide that and the batch size.
+                "streams": 8,  # At most this many; a divisor of this and of the batch size is used.
             },
             "steps": 100_000,
             "batch_size": 256,  # Rows, over all devices.
-            "accumulate": 1,  # In so many parts a batch goes through the model.
-            "remat": False,  # Compute activations anew in the backward pass, for memory.
+            "accumulate": 1,  # Number of parts in which a batch is processed.
+            "remat": False,  # Recompute activations in the backward pass to save memory.
             "optimizer": {
                 "name": "adamw",  # or "muon"
                 "schedule": "rsqrt",
@@ -44,7 +44,7 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
             "early_exit": {
                 "layer": 0,
                 "weight": 0.5,
-            },  # A loss behind the first layers too, for self-speculation.
+            },  # An additional loss after the first layers, for self-speculation.
             "mesh": {"fsdp": 1},
             "log_every": 50,
             "eval_every": 1_000,

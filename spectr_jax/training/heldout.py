@@ -37,7 +37,7 @@ def pack_heldout(
     Args:
       sentences: to take them from.
       tokenizer: pieces.
-      first: so many are tried.
+      first: how many are tried.
       rows: of a batch, over all processes.
       length: tokens a row, the context.
       name: of the sentences, for the error.

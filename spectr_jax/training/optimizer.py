@@ -43,7 +43,7 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
 
 def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
-    """Returns the optimizer of `config` (the `optimizer` part of a train config), behind clipping
+    """Returns the optimizer of `config` (the `optimizer` part of a train config), preceded by clipping
     by global norm (0 for none).
 
     By `config.name`:

@@ -42,7 +42,7 @@ class Student(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run, as its workdir tells of it.
+    """A run, as its workdir describes it.
 
     Attributes:
       config: JSON values.
@@ -96,7 +96,7 @@ def read_student(workdir: pathlib.Path) -> Student:
         return Student(LlamaConfig(**about["model"]), tokens, about["vocabulary"], rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{str(path)!r} cannot be read ({error}); restore it, or train anew"
+            f"{str(path)!r} cannot be read ({error}); restore it, or train again"
         ) from error
 
 

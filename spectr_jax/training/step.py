@@ -52,7 +52,7 @@ class StepOptions(NamedTuple):
       exit_weight: of that loss.
       accumulate: in how many parts the rows of a batch go through the model; their gradients are
         summed.
-      remat: compute each block's activations anew in the backward pass, for memory.
+      remat: recompute each block's activations in the backward pass to save memory.
     """
 
     exit_layer: int = 0

@@ -58,7 +58,7 @@ class Plan:
       options: sorted (name, value) pairs.
       functions: the plan's `select`, `pmf` and `acceptance`, before options.
       drafts: how the k drafts must be drawn from p: "iid"; "without_replacement"; "race", the same
-        with a key that `select` shall be given too; or "greedy" (the k - 1 likeliest tokens and one
+        with a key that `select` must be given too; or "greedy" (the k - 1 likeliest tokens and one
         draw from the rest).
       winner: `winner(key, p, q, drafts, valid)`, the plan's `win` (`transport/winner.py`); None if
         it names no winner.
@@ -124,7 +124,7 @@ class Plan:
         over drafts it is q.
 
         Raises:
-          UserError: p or q is no distribution, the drafts cannot come from p, or the problem is too
+          UserError: p or q is not a distribution, the drafts cannot come from p, or the problem is too
             large for the plan.
         """
         p, q = checks.check_distributions(p, q)
@@ -136,7 +136,7 @@ class Plan:
         """Returns the exact probability that the token is among k drafts, in float64.
 
         Raises:
-          UserError: p or q is no distribution, k < 1, or the problem is too large for the plan.
+          UserError: p or q is not a distribution, k < 1, or the problem is too large for the plan.
         """
         p, q = checks.check_distributions(p, q)
         return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))

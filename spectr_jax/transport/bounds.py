@@ -21,7 +21,7 @@ def total_variation(p: ArrayLike, q: ArrayLike) -> float:
       p, q: [V] distributions.
 
     Raises:
-      UserError: one is no distribution, or they differ in size.
+      UserError: p or q is not a distribution, or they differ in size.
     """
     p, q = checks.check_distributions(p, q)
     return float(np.abs(p - q).sum() / 2)
@@ -36,7 +36,7 @@ def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
       k: drafts, at least 1.
 
     Raises:
-      UserError: one is no distribution, they differ in size, or k is no number of drafts.
+      UserError: p or q is not a distribution, they differ in size, or k is not a positive integer.
     """
     p, q = checks.check_distributions(p, q)
     return float(otm.acceptance(p, q, checks.check_number(k)))
@@ -50,7 +50,7 @@ def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
       p, q: [V] distributions.
 
     Raises:
-      UserError: one is no distribution, or they differ in size.
+      UserError: p or q is not a distribution, or they differ in size.
     """
     p, q = checks.check_distributions(p, q)
     both = p + q
@@ -70,8 +70,8 @@ def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
       k: drafts, at least 1.
 
     Raises:
-      UserError: there are too many subsets and drafts, one is no distribution, they differ in size,
-        or k is no number of drafts.
+      UserError: there are too many subsets and drafts, p or q is not a distribution, they differ in size,
+        or k is not a positive integer.
     """
     p, q = checks.check_distributions(p, q)
     k, V = checks.check_number(k), len(p)

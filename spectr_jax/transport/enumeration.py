@@ -43,7 +43,7 @@ def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:
     for draft in drafts:
         probability *= (
             p[draft] / rest.sum()
-        )  # What is left is summed anew: 1 minus the rest has lost what is small.
+        )  # Summed directly: 1 minus the rest would lose small terms.
         rest[draft] = 0
     return float(probability)
 

@@ -20,7 +20,7 @@ from spectr_jax.utils.errors import Interrupted, UserError, check_device, explai
 from spectr_jax.utils.files import expanded
 
 BAD_INPUT = 2
-"""Exit status of a program that told the user, in one line, what to do."""
+"""Exit status after bad input, which is reported in one line."""
 INTERRUPTED = 75
 """Exit status of a run that was stopped and saved: "try again" (EX_TEMPFAIL in sysexits.h)."""
 CTRL_C = 130
@@ -106,7 +106,7 @@ def _import_modules() -> None:
         except Exception as error:  # The user's code may raise anything.
             reason = next(iter(str(error).splitlines()), "")
             raise UserError(
-                f"--import={name.strip()} fails ({type(error).__name__}: {reason}); mend it, "
+                f"--import={name.strip()} fails ({type(error).__name__}: {reason}); fix it, "
                 "or name a module that is installed or in the current folder, without .py"
             ) from error
 
@@ -123,7 +123,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
     """
 
     def guarded(_):
-        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
+        logging.set_verbosity(logging.WARNING)  # Orbax logs every file at INFO.
         distributed = _process_flags()
         alone = distributed is None
         try:
@@ -191,7 +191,7 @@ def _quiet_end(at_once: bool = False) -> Iterator[None]:
 
 def _is_closed_pipe(descriptor: int) -> bool:
     poll = select.poll()
-    poll.register(descriptor, 0)  # Errors are told whatever is asked for.
+    poll.register(descriptor, 0)  # Errors are always reported.
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
@@ -303,7 +303,7 @@ def _reason(error: Exception) -> str:
         return f"unknown config field {text}; the fields are listed in spectr_jax/config.py"
     if isinstance(error, OSError):
         return f"the config file cannot be loaded: {text.splitlines()[-1].strip()}; check the path"
-    return f"the config file fails: {type(error).__name__}: {text}; mend it (--verbose shows where)"
+    return f"the config file fails: {type(error).__name__}: {text}; fix it (--verbose shows where)"
 
 
 def _exit(
@@ -311,7 +311,7 @@ def _exit(
 ) -> NoReturn:
     if (
         flags.FLAGS["verbose"].value or "--verbose" in sys.argv
-    ):  # It may stand behind a flag that was not parsed.
+    ):  # It may follow a flag that was not parsed.
         traceback.print_exception(error)
     print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
     if at_once:  # JAX would wait at exit for the other processes, which wait for this one.

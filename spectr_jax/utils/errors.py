@@ -57,40 +57,41 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
 
 
 def explain(error: BaseException, output: str | None = None) -> str | None:
-    """Returns the line that tells the user what to do; None if the error is a bug of ours.
+    """Returns one line that tells the user what to do, or None if the error is a bug of ours.
 
-    The user's are, beside `UserError`: memory that does not suffice, a device that JAX does not
-    find, a package of an extra that is not installed, and what a file system says of a path, of
-    rights or of a full disk. A file that is not there is the user's only in the folder `output`,
-    which somebody may have removed: all other files are looked for before they are read.
+    Besides `UserError` these are: too little memory, a missing device, a missing package of an
+    extra, and errors of the file system about a path, its permissions or a full disk. A missing
+    file counts only inside the folder `output`, which somebody may have removed; all other files
+    are checked before they are read.
     """
     if isinstance(error, UserError):
         return str(error)
     reason = next(iter(str(error).splitlines()), "")[:200]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
-        return f"out of memory ({reason or 'of this machine'}); give it less at once: a smaller batch_size, or smaller models"
+        return f"out of memory ({reason or 'host'}); use a smaller batch_size or smaller models"
     if isinstance(error, RuntimeError) and reason.startswith("Unable to initialize backend"):
         return f"JAX does not find its device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
     if isinstance(error, ModuleNotFoundError):
         return _missing(error)
     if not isinstance(error, OSError):
         return None
-    path = str(error.filename or "a file")
+    path = f"{str(error.filename or 'a file')!r}"
     if error.errno in _FULL:
-        return f"{path!r} cannot be written ({error.strerror}); make room, and give the same command again"
-    gone = (
-        error.errno == errno.ENOENT
-        and output is not None
-        and pathlib.Path(output) in pathlib.Path(path).parents
-    )
+        return f"{path} cannot be written ({error.strerror}); free some space and run it again"
+    parents = pathlib.Path(error.filename or "").parents
+    gone = error.errno == errno.ENOENT and output is not None and pathlib.Path(output) in parents
     if gone or error.errno in _REFUSED:
-        return f"{path!r} cannot be used ({error.strerror}); choose another path, or change the rights of this one"
+        return (
+            f"{path} cannot be used ({error.strerror}); choose another path or fix its permissions"
+        )
     return None
 
 
 def check_device() -> None:
-    """Raises `UserError` if JAX_PLATFORMS names a device that JAX does not find: of some, JAX only
-    asserts that they are."""
+    """Raises `UserError` if JAX_PLATFORMS names a device that JAX does not find.
+
+    JAX itself reports some missing platforms with an assertion only.
+    """
     import jax
 
     platforms = jax.config.values["jax_platforms"]
@@ -107,9 +108,9 @@ def check_device() -> None:
 
 
 def _missing(error: ModuleNotFoundError) -> str | None:
-    """Returns the line for a module that an extra brings, None for another one."""
+    """Returns the line for a missing module of an extra, or None for any other module."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
-            return f"{module} is not installed; run: pip install '.[{extra}]' in the folder of spectr_jax, which brings it"
+            return f"{module} is not installed; run pip install '.[{extra}]' in the clone"
     return None

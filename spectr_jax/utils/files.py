@@ -40,14 +40,12 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
     """Returns the path that a user named, with `~` for a home.
 
     Raises:
-      UserError: there is no such home.
+      UserError: that user does not exist.
     """
     try:
         return pathlib.Path(name).expanduser()
     except RuntimeError as error:
-        raise UserError(
-            f"{str(name)!r} names the home of no user of this machine; write the path out"
-        ) from error
+        raise UserError(f"{str(name)!r} cannot expand ~user; use an absolute path") from error
 
 
 def named(name: str | pathlib.Path) -> pathlib.Path:

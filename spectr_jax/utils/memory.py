@@ -16,7 +16,7 @@ def keep_freed_memory() -> bool:
     """Makes glibc keep large freed blocks for the next allocation; call it before JAX is used,
     whose threads hold heaps.
 
-    Without it the system fills each step's arrays with zeros anew. Does nothing where JAX has an
+    Otherwise the system zeroes the memory of each step's arrays again. Does nothing where JAX has an
     accelerator to look for, where the C library is another, or where the environment has such
     settings of its own (GLIBC_TUNABLES, MALLOC_*).
 

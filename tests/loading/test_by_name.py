@@ -259,8 +259,8 @@ def test_a_model_in_another_place(tmp_path):
     [
         ("smolm2", "no model at 'smolm2'; did you mean 'smollm2'\\? give"),
         ("9m", "no model at '9m'; did you mean"),
-        ("~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
-        ("hf:~nosuchuser/model", "'~nosuchuser/model' names the home of no user"),
+        ("~nosuchuser/model", "'~nosuchuser/model' cannot expand"),
+        ("hf:~nosuchuser/model", "'~nosuchuser/model' cannot expand"),
         (
             "hf:/nowhere/gpt2",
             "no folder '/nowhere/gpt2'; give hf: and the folder of a model, or its name",

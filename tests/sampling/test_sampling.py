@@ -225,7 +225,7 @@ def test_prompts_that_cannot_be_read(tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"la\xff\n")
     with pytest.raises(UserError, match=r"prompts.txt cannot be read \('utf-8'"):
         prompts.from_file(str(tmp_path / "prompts.txt"))
-    with pytest.raises(UserError, match="'~nobody-here/x' names the home of no user"):
+    with pytest.raises(UserError, match="'~nobody-here/x' cannot expand"):
         prompts.from_file("~nobody-here/x")
     for errors in ("strict", "surrogateescape"):  # The latter in the locale C.
         with pytest.raises(UserError, match=r"stdin cannot be read \('utf-8'"):
@@ -247,7 +247,7 @@ def test_prompts_that_cannot_be_read(tmp_path):
         ),
         ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
         ("/dev/null", "--html=/dev/null is not a file; choose another"),
-        ("~nobody-here/page.html", "'~nobody-here/page.html' names the home of no user"),
+        ("~nobody-here/page.html", "'~nobody-here/page.html' cannot expand"),
         ("x" * 250, "x cannot be written .* File name too long"),
     ],
 )

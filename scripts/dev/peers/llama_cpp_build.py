@@ -118,6 +118,6 @@ def _run(command: list[str], folder: pathlib.Path) -> None:
         raise UserError(f"{command[0]} does not run ({error}); install it") from error
     if done.returncode:
         raise UserError(
-            f"{' '.join(command[:6])} ... failed: {(done.stdout + done.stderr)[-400:]}; mend what "
+            f"{' '.join(command[:6])} ... failed: {(done.stdout + done.stderr)[-400:]}; fix what "
             "it says"
         )

@@ -79,9 +79,7 @@ def bench_run(files: Built, kind: str, new_tokens: int, threads: int) -> Callabl
             [*command, "-t", str(threads), "-r", "1", "-o", "json"], capture_output=True, text=True
         )
         if done.returncode:
-            raise UserError(
-                f"llama-bench failed on {kind}: {done.stderr[-300:]}; mend what it says"
-            )
+            raise UserError(f"llama-bench failed on {kind}: {done.stderr[-300:]}; fix what it says")
         return float(json.loads(done.stdout)[0]["avg_ts"])
 
     return run

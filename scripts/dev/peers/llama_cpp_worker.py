@@ -1,15 +1,12 @@
-"""Runs llama.cpp on the CPU through llama-cpp-python, for compare_llama_cpp.py: a JSON request a
-line, an answer a line.
+"""Runs llama.cpp on the CPU through llama-cpp-python, for compare_llama_cpp.py: a JSON request a line, an answer a line.
 
-Nothing of spectr_jax is imported. Keys and values are cached in float32, attention is the plain
-one.
+Nothing of spectr_jax is imported. Keys and values are cached in float32, attention is the plain one.
 
-    {"op": "load", "file": file, "threads": 1}               -> {} {"op": "tokens", "texts": [...]}
-    -> {"tokens": [[...]]}, special tokens in texts read as such {"op": "greedy", "prompts":
-    [[...]], "new_tokens": 24}   -> {"tokens": [[...]]}, the continuations {"op": "logits",
-    "tokens": [...], "out": file}           -> {}, and float32 [N, V] in the .npy file {"op":
-    "nats", "rows": [[...]]}                          -> {"nats": [...]}, of all tokens but the
-    first of each row
+    {"op": "load", "file": file, "threads": 1}               -> {}
+    {"op": "tokens", "texts": [...]}                         -> {"tokens": [[...]]}, special tokens in texts read as such
+    {"op": "greedy", "prompts": [[...]], "new_tokens": 24}   -> {"tokens": [[...]]}, the continuations
+    {"op": "logits", "tokens": [...], "out": file}           -> {}, and float32 [N, V] in the .npy file
+    {"op": "nats", "rows": [[...]]}                          -> {"nats": [...]}, of all tokens but the first of each row
 """
 
 import json

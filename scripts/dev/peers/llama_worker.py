@@ -1,14 +1,12 @@
-"""The Llama family in Hugging Face transformers, for compare_architectures.py and
-compare_llama_cpp.py: JSON lines.
+"""The Llama family in Hugging Face transformers, for compare_architectures.py and compare_llama_cpp.py: JSON lines.
 
 Runs in an environment of its own, of torch and transformers; nothing of spectr_jax is imported.
 
-    {"op": "versions"}                                                 -> {"torch": version,
-    "transformers": version} {"op": "make", "name": "qwen3", "folder": folder, "seed": 0}        ->
-    {} {"op": "logits", "folder": folder, "tokens": [[...]], "out": file}  -> {}, and float32 [B, N,
-    V] in the .npy file {"op": "load", "folder": folder}                                   -> {}
-    {"op": "generate", "prompt_tokens": 8, "new_tokens": 64, "threads": 2, "seed": 0} -> {"seconds":
-    ...}
+    {"op": "versions"}                                                 -> {"torch": version, "transformers": version}
+    {"op": "make", "name": "qwen3", "folder": folder, "seed": 0}        -> {}
+    {"op": "logits", "folder": folder, "tokens": [[...]], "out": file}  -> {}, and float32 [B, N, V] in the .npy file
+    {"op": "load", "folder": folder}                                   -> {}
+    {"op": "generate", "prompt_tokens": 8, "new_tokens": 64, "threads": 2, "seed": 0} -> {"seconds": ...}
 """
 
 import json

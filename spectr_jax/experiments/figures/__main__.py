@@ -1,8 +1,7 @@
 """Regenerates the papers' figures on acceptance.
 
     python -m spectr_jax.experiments.figures --workdir=runs/figures
-    python -m spectr_jax.experiments.figures --only=spectr_figure_5 --prompt='The weather in May is'
-    --workdir=runs/figures
+    python -m spectr_jax.experiments.figures --only=spectr_figure_5 --prompt='The weather in May is' --workdir=runs/figures
 
 Each is a picture, and a JSON file with its curves and points.
 """

@@ -66,7 +66,7 @@ def run(settings: Settings, names: tuple[str, ...], workdir: pathlib.Path) -> di
     if "spectr_figure_5" in names:
         load_pair(
             settings.target, (settings.draft,), "float32"
-        )  # An error is told before the others are drawn.
+        )  # An error is reported before the other figures are drawn.
     workdir.mkdir(parents=True, exist_ok=True)
     made = {}
     for name in (bar := tqdm.tqdm(names, unit="figure", dynamic_ncols=True)):

@@ -130,7 +130,7 @@ def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{str(folder)!r} is no folder of a Hugging Face model ({error}); fix the path"
+            f"{str(folder)!r} is not a Hugging Face model folder ({error}); fix the path"
         ) from error
     if not isinstance(given, dict):
         raise UserError(
@@ -151,7 +151,7 @@ def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.nda
 
 
 def check_sizes(folder: pathlib.Path, config: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raises `UserError` for a size that is no positive integer; what is missing is found when it
+    """Raises `UserError` for a size that is not a positive integer; what is missing is found when it
     is read."""
     for name in names:
         if (size := config.get(name)) is not None and (type(size) is not int or size < 1):

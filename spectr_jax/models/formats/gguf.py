@@ -73,7 +73,7 @@ class GGUF:
     """An open GGUF file: its metadata, and its tensors, each read when it is asked for."""
 
     def __init__(self, path: pathlib.Path):
-        """Opens `path`; raises `UserError` if it is no whole GGUF file."""
+        """Opens `path`; raises `UserError` if it is not a complete GGUF file."""
         self.path = path
         try:
             check_fetched(path)

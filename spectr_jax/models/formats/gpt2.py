@@ -96,7 +96,7 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
         tensors.check_all_read(UNUSED)
     except KeyError as error:
         raise UserError(
-            f"{str(folder)!r} is no whole GPT-2 checkpoint: it lacks {error}; save or fetch it "
+            f"{str(folder)!r} is not a complete GPT-2 checkpoint: it lacks {error}; save or fetch it "
             "again"
         ) from error
     except UserError:

@@ -61,7 +61,7 @@ def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> N
         given = "none" if expected is None else list(expected)
         raise UserError(
             f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; "
-            "fetch both anew"
+            "fetch both again"
         )
 
 
