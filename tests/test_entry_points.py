@@ -630,11 +630,11 @@ def run_body(run, tmp_path):
         ),
         (
             "sys.modules['gguf'] = None; import gguf",
-            "error: gguf is not installed; run: pip install '.[hf]' in the folder",
+            "error: gguf is not installed; run pip install '.[hf]'",
         ),
         (  # Imported before flags are parsed.
             "sys.modules['ml_collections'] = None; import spectr_jax.eval",
-            "error: ml_collections is not installed; run: pip install '.[train]' in the folder",
+            "error: ml_collections is not installed; run pip install '.[train]'",
         ),
         (
             "bytearray(2**60)",
@@ -720,10 +720,8 @@ def test_whose_error():
         "out of memory (RESOURCE_EXHAUSTED: Out of memory while"
     )
     assert "JAX_PLATFORMS" in explain(RuntimeError("Unable to initialize backend 'cuda': nothing"))
-    assert explain(PermissionError(errno.EACCES, "Permission denied", "runs/x")) == (
-        "'runs/x' cannot be used (Permission denied); choose another path, or change the rights of "
-        "this one"
-    )
+    refused = PermissionError(errno.EACCES, "Permission denied", "runs/x")
+    assert "'runs/x' cannot be used (Permission denied)" in explain(refused)
     assert explain(
         FileNotFoundError(errno.ENOENT, "No such file", "runs/x/y"), output="runs/x"
     ).startswith("'runs/x/y' cannot")

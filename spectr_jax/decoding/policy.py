@@ -1,4 +1,4 @@
-"""How logits become probabilities (temperature, top-k, top-p, min-p), and where a sequence ends."""
+"""Sampling policies: temperature, top-k, top-p, min-p, and the tokens that end a sequence."""
 
 import dataclasses
 import functools
@@ -19,27 +19,29 @@ Number: TypeAlias = float | Shaped[Array, "*rows"] | Shaped[np.ndarray, "*rows"]
 Process: TypeAlias = Callable[[Array, Array, Array], Array]
 
 LOWEST = -(2**31) + 0x7FFFFF
-"""The integer that stands for -inf in the order of the float32 numbers."""
+"""The integer of -inf, where integers order the float32 numbers."""
+
 STEPS = 31
-"""The number of bisection steps from `LOWEST` to 0, which stands for the largest logit."""
+"""The number of bisection steps between `LOWEST` and 0, the integer of the largest logit."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The sampling policy, applied to draft and target alike unless the draft has its own.
+    """A sampling policy, applied to draft and target alike unless the draft has its own.
 
-    Each of the numbers is one for all sequences, or one per sequence, [B]. All are traced: other values compile nothing, and
-    a row of a batch is what it is alone. Limits that no sequence has (the defaults) cost nothing; policies with and without
-    limits are two programs.
+    Each number is a scalar, or [B] with one value per sequence. Numbers are traced, so new values
+    compile nothing. Policies with and without limits (`top_k`, `top_p`, `min_p`) are two programs;
+    the latter does no work for limits.
 
     Attributes:
-      temperature: 0 is greedy (all mass on the most probable token).
-      top_k: keep the k most probable tokens (and ties of the last); 0 keeps all.
-      top_p: then keep the fewest most probable tokens that hold this mass (and ties); 1 keeps all.
-      eos: the token that ends a sequence, or several of them; -1 for none. The same for all sequences.
-      min_p: keep the tokens with at least this share of the largest probability; 0 keeps all.
-      process: a function of logits [V], tokens [T] and their number, applied first (`decoding.processing`). Static.
+      temperature: 0 is greedy: all mass on the most probable token.
+      top_k: keeps the k most probable tokens, and ties of the last; 0 keeps all.
+      top_p: then keeps the fewest most probable tokens with this mass, and ties; 1 keeps all.
+      eos: the token that ends a sequence, or several; -1 for none. The same for all sequences.
+      min_p: keeps tokens with at least this fraction of the largest probability; 0 keeps all.
+      process: a function of logits [V], tokens [T] and their number, applied first
+        (`decoding.processing`). Static.
     """
 
     temperature: Number = 1.0
@@ -51,25 +53,30 @@ class Policy:
 
 
 LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""The limits of a policy, each with the value that keeps all tokens."""
+"""The limits of a policy, with the values that keep all tokens."""
 
 
 def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") -> None:
-    """Raises `UserError` for a value out of range, as the device would see it, or for another number of values than there
-    are `sequences`; `owner`, such as "draft_", stands before the field that it names."""
+    """Raises `UserError` for a value that is out of range in the precision of the device.
+
+    Args:
+      policy: the policy.
+      sequences: the number of sequences that arrays must match; None if unknown.
+      owner: a prefix for the names in the message, such as "draft_".
+    """
     if not isinstance(policy, Policy):
         raise UserError(
-            f"{owner}policy={policy!r}: is not a Policy; give one, such as Policy(temperature=0.7)"
+            f"{owner}policy={policy!r}: must be a Policy, such as Policy(temperature=0.7)"
         )
     if policy.process is not None and not _is_process(policy.process):
         raise UserError(
-            f"{owner}process={policy.process!r}: is not a hashable function; give one of (logits, tokens, length)"
+            f"{owner}process={policy.process!r}: must be a hashable function of (logits, tokens, length)"
         )
     tiny = float(np.finfo(np.float32).tiny)
     ranges: dict[str, tuple[Callable[[Any], Any], str]] = {
         "temperature": (
             lambda x: (x == 0) | ((x >= tiny) & (x < np.inf)),
-            "is not a finite number of at least 0 in float32; 0 is greedy, and others are at least 1e-37",
+            f"must be 0 (greedy) or a finite number of at least {tiny:.1e}",
         ),
         "top_k": (
             lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31),
@@ -77,107 +84,99 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
         ),
         "top_p": (
             lambda x: (x >= tiny) & (x <= 1),
-            "is not in (0, 1] in float32; give a probability mass, or 1 for all",
+            "must be in (0, 1] in float32 (1 disables top-p)",
         ),
         "min_p": (
             lambda x: (x == 0) | ((x >= tiny) & (x <= 1)),
-            "is not in [0, 1] in float32; give a share of the largest probability, or 0 for all",
+            "must be in [0, 1] in float32 (0 disables min-p)",
         ),
     }
     for name, (in_range, message) in ranges.items():
         given = getattr(policy, name)
         values = _numbers(given)
-        if values is None or not all(
-            np.all(in_range(each)) for each in (values, _narrow(values, name))
-        ):
+        if values is None or not np.all(in_range(values) & in_range(_narrow(values, name))):
             raise UserError(f"{owner}{name}={given}: {message}")
         if values.ndim > 1 or (values.ndim and sequences is not None and len(values) != sequences):
             raise UserError(
-                f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give one number, or one for each"
+                f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give one "
+                "number, or one per sequence"
             )
     eos = _numbers(policy.eos)
     if (
         eos is None
-        or eos.ndim > 1
-        or not eos.size
-        or eos.dtype.kind not in "iu"
+        or (eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu")
         or np.any((eos < -1) | (eos >= 2**31))
     ):
         raise UserError(
-            f"{owner}eos={policy.eos!r} is no token; give its number, such as tokenizer.eos, several, or -1 for none"
+            f"{owner}eos={policy.eos!r}: must be a token, such as tokenizer.eos, several tokens, or "
+            "-1 for none"
         )
 
 
 def _is_process(given: Any) -> bool:
-    """Returns whether it is a hashable function of three arguments, as far as Python knows."""
+    """Returns whether `given` is a hashable function of three arguments, as far as Python knows."""
     try:
         inspect.signature(given).bind("logits", "tokens", "length")
     except TypeError:
         return False
-    except ValueError:  # Some functions of C have no signature.
+    except ValueError:  # Some functions written in C have no signature.
         pass
     return isinstance(given, Hashable)
 
 
 def _numbers(given: Any) -> Shaped[np.ndarray, "..."] | None:
-    """Returns what is given as an array of integers or float64 numbers, or None if it is something else."""
+    """Returns `given` as an array of integers or float64 numbers; None if it is neither."""
     try:
         array = np.asarray(given)
     except (TypeError, ValueError):
         return None
-    return (
-        array
-        if array.dtype.kind in "iu"
-        else array.astype(np.float64)
-        if jnp.issubdtype(array.dtype, np.floating)
-        else None
-    )
+    if array.dtype.kind in "iu":
+        return array
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, np.floating) else None
 
 
 def _narrow(values: Shaped[np.ndarray, "..."], name: str) -> Shaped[np.ndarray, "..."]:
-    """Returns the values as the device sees them."""
+    """Returns the values in the precision of the device."""
     with np.errstate(over="ignore", under="ignore"):
         return values if name == "top_k" else values.astype(np.float32)
 
 
 def for_rows(policy: Policy, sequences: int) -> Policy:
-    """Returns the policy with arrays that have a leading dimension of `sequences`, as a ScoredTree of several has it.
+    """Returns the policy with arrays that have a leading dimension of `sequences`.
 
-    If all limits are known to be at their defaults they become None, so that the program has no code for them.
+    If all limits are known to be at their defaults, they become None, so that the program has no
+    code for them.
     """
 
     def rows(value: Any) -> Any:
-        return (
-            value
-            if value.shape[:1] == (sequences,)
-            else _numpy(value).broadcast_to(value, (sequences, *value.shape))
-        )
+        if value.shape[:1] == (sequences,):
+            return value
+        return _numpy(value).broadcast_to(value, (sequences, *value.shape))
 
-    limits = _limits(policy)
+    limits = _limits(policy) or {}
     eos = _array(policy.eos, np.int32)
+    if eos.ndim < 2:
+        eos = _numpy(eos).broadcast_to(eos.reshape(-1), (sequences, eos.size))
     return dataclasses.replace(
         policy,
         temperature=rows(_array(policy.temperature, np.float32)),
-        eos=eos
-        if eos.ndim == 2
-        else _numpy(eos).broadcast_to(eos.reshape(-1), (sequences, eos.size)),
-        **dict.fromkeys(LIMITS)
-        if limits is None
-        else {name: rows(each) for name, each in limits.items()},
+        eos=eos,
+        **{name: rows(limits[name]) if limits else None for name in LIMITS},
     )
 
 
 def _numpy(value: Any) -> Any:
-    """Returns the library for a value: NumPy unless it is traced, so that arguments of a call compile nothing."""
+    """Returns NumPy, or `jax.numpy` for a traced value: concrete arguments compile nothing."""
     return jnp if _traced(value) else np
 
 
 def _traced(value: Any) -> bool:
-    """Returns whether a value, or one of several, is traced."""
+    """Returns whether any leaf of `value` is traced."""
     return any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value))
 
 
 def _array(value: Any, dtype: Any) -> Any:
+    """Returns `value` as an array of NumPy, or of JAX if it is traced."""
     return _numpy(value).asarray(value, dtype)
 
 
@@ -185,19 +184,15 @@ def _limits(policy: Policy) -> dict[str, Any] | None:
     """Returns the limits as arrays, or None if all are known to keep all tokens."""
     given = {name: getattr(policy, name) for name in LIMITS}
     given = {name: LIMITS[name] if value is None else value for name, value in given.items()}
-    if all(
-        not _traced(value) and np.all(np.asarray(value) == LIMITS[name])
-        for name, value in given.items()
-    ):
+    traced = any(map(_traced, given.values()))
+    if not traced and all(np.all(np.asarray(given[name]) == LIMITS[name]) for name in LIMITS):
         return None
-    return {
-        name: _array(value, np.int32 if name == "top_k" else np.float32)
-        for name, value in given.items()
-    }
+    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    return {name: _array(value, dtypes[name]) for name, value in given.items()}
 
 
 def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
-    """Returns which of the tokens end a sequence; -1, where the target had no distribution, always does."""
+    """Returns which tokens end a sequence; -1 (the target had no distribution) always does."""
     eos = jnp.atleast_1d(jnp.asarray(policy.eos))
     return jnp.any(tokens[..., None] == eos[..., None, :], axis=-1) | (tokens < 0)
 
@@ -207,7 +202,7 @@ def probabilities(
 ) -> Float[Array, "*batch vocab"]:
     """Returns the distribution, in float32, that `policy` makes of `logits`.
 
-    If the policy has a row for each of several sequences, these are the first dimension of the logits.
+    If the policy has one row per sequence, the first dimension of the logits is the sequences.
     """
     pmf: Array = _probabilities(logits, _array(policy.temperature, np.float32), _limits(policy))
     return pmf
@@ -219,17 +214,14 @@ def _probabilities(
     temperature: Float[Array, "*rows"],
     limits: dict[str, Array] | None,
 ) -> Float[Array, "*batch vocab"]:
-    """Returns what `probabilities` does; `limits` is None if all tokens are kept."""
+    """Returns the output of `probabilities`; `limits` is None if all tokens are kept."""
 
     def by_row(rows: Array) -> Array:
         return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
 
     temperature, limits = jax.tree.map(by_row, (temperature, limits))
-
-    softened, greedy = (
-        functools.partial(_softened, logits, temperature, limits),
-        functools.partial(_greedy, logits),
-    )
+    softened = functools.partial(_softened, logits, temperature, limits)
+    greedy = functools.partial(_greedy, logits)
 
     def both() -> Array:
         return jnp.where(temperature > 0, softened(), greedy())
@@ -238,13 +230,10 @@ def _probabilities(
         pmf: Array = jax.lax.cond(jnp.any(temperature > 0), both, greedy)
         return pmf
 
-    if (
-        not cpu.on_cpu()
-    ):  # A conditional would make the host of an accelerator wait for the temperature.
+    if not cpu.on_cpu():  # On an accelerator, a conditional would make the host wait.
         return both()
-    pmf: Array = jax.lax.cond(
-        jnp.all(temperature > 0), softened, greedy if temperature.size == 1 else not_all_softened
-    )
+    otherwise = greedy if temperature.size == 1 else not_all_softened
+    pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, otherwise)
     return pmf
 
 
@@ -254,14 +243,12 @@ def _softened(
     limits: dict[str, Array] | None,
 ) -> Float[Array, "*batch vocab"]:
     """Returns the distribution at a positive temperature."""
-    # Relative to the largest, or a tiny temperature leaves nothing but rounding errors of huge numbers.
+    # Subtract the largest first: dividing by a tiny temperature amplifies rounding errors.
     largest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
-    # XLA for CPUs makes any number of the exponential of a NaN that is a constant.
+    # XLA for CPUs may fold the exponential of a constant NaN into an arbitrary number.
     possible = jnp.isfinite(largest) if cpu.on_cpu() else True
     relative = jnp.where(possible, logits.astype(jnp.float32) - largest, 0)
-    weights = jnp.exp(
-        relative / jnp.where(temperature > 0, temperature, 1.0)
-    )  # No softmax: the largest is 1.
+    weights = jnp.exp(relative / jnp.where(temperature > 0, temperature, 1.0))  # The largest is 1.
     if limits is not None:
         weights = _limited(relative, weights, **limits)
     return weights / jnp.where(possible, jnp.sum(weights, axis=-1, keepdims=True), jnp.nan)
@@ -274,9 +261,10 @@ def _limited(
     top_p: Float[Array, "*rows"],
     min_p: Float[Array, "*rows"],
 ) -> Float[Array, "*batch vocab"]:
-    """Returns the weights with 0 for tokens that a limit excludes.
+    """Returns the weights, with 0 for tokens that a limit excludes.
 
-    The least logit that is kept is found without sorting, by bisection on the integers that order float32 numbers.
+    Bisection over the integers that order float32 numbers finds the smallest kept logit without a
+    sort.
     """
     bits = jax.lax.bitcast_convert_type(relative, jnp.int32)
     order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -286,9 +274,11 @@ def _limited(
         none = jnp.full((*order.shape[:-1], 1), LOWEST, jnp.int32)
         if not cpu.on_cpu():
             return jnp.where(wanted, search(), none)
-        found: Array = jax.lax.cond(
-            jnp.any(wanted), lambda: jnp.where(wanted, search(), none), lambda: none
-        )
+
+        def some() -> Array:
+            return jnp.where(wanted, search(), none)
+
+        found: Array = jax.lax.cond(jnp.any(wanted), some, lambda: none)
         return found
 
     weights = jnp.where(order >= least(top_k > 0, jnp.ones_like(order), top_k), weights, 0)
@@ -302,17 +292,13 @@ def _least(
     amounts: Shaped[Array, "*batch vocab"],
     bound: Shaped[Array, "*rows 1"],
 ) -> Int[Array, "*batch 1"]:
-    """Returns the smallest of the integers `LOWEST`..0 above which the amounts sum to less than `bound`."""
+    """Returns the smallest integer in `LOWEST`..0 above which the amounts sum to less than `bound`."""
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + ((high - low) >> 1)
-        enough = (
-            jnp.sum(
-                jnp.where(order > middle, amounts, 0), axis=-1, keepdims=True, dtype=amounts.dtype
-            )
-            < bound
-        )
+        above = jnp.where(order > middle, amounts, 0)
+        enough = jnp.sum(above, axis=-1, keepdims=True, dtype=amounts.dtype) < bound
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     shape = (*order.shape[:-1], 1)
@@ -322,11 +308,10 @@ def _least(
 
 
 def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
-    """Returns all mass on the first of the largest logits; NaN where one of them is NaN."""
+    """Returns all mass on the first of the largest logits; NaN if a logit is NaN or all are -inf."""
     tokens = jnp.arange(logits.shape[-1])
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    # A minimum, and not argmax, which on a CPU takes thirty times as long.
+    # On a CPU, argmax takes thirty times as long as a minimum.
     best = jnp.min(jnp.where(logits == largest, tokens, len(tokens)), axis=-1, keepdims=True)
-    return jnp.where(jnp.isnan(largest) | (largest == -jnp.inf), jnp.nan, tokens == best).astype(
-        jnp.float32
-    )
+    undefined = jnp.isnan(largest) | (largest == -jnp.inf)
+    return jnp.where(undefined, jnp.nan, tokens == best).astype(jnp.float32)

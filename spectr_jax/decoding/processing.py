@@ -1,10 +1,12 @@
-"""Functions of logits for `Policy(process=...)`: the distribution of the target is that of the processed logits.
+"""Functions of logits for `Policy(process=...)`; the outputs follow the processed distribution.
 
-A process is a pure function of (logits [V], tokens [T], length), written in JAX for one place of one sequence. Every node of
-a draft tree is given its own path: of `tokens`, the first `length` are those before the place, the prompt included; the
-others are 0. It returns logits [V]; -inf excludes a token. T is the room of a decoding and may differ from call to call.
+A process is a pure JAX function of (logits [V], tokens [T], length) for one position of one
+sequence, and returns logits [V]; -inf excludes a token. The first `length` entries of `tokens` are
+the tokens before the position, prompt included; the others are 0. In a draft tree, each node has
+the tokens of its own path. T may differ between calls.
 
-Those below are equal, and share a program, if their arguments are. A function of your own is compiled once for each object.
+The processes below are equal, and share a program, if their arguments are equal. JAX compiles once
+for each function object of your own.
 """
 
 import dataclasses
@@ -35,9 +37,8 @@ class _RepetitionPenalty:
     ) -> Array:
         places = jnp.where(jnp.arange(len(tokens)) < length, tokens, len(logits))
         occurs = jnp.zeros(len(logits), bool).at[places].set(True, mode="drop")
-        return jnp.where(
-            occurs, jnp.where(logits > 0, logits / self.penalty, logits * self.penalty), logits
-        )
+        penalized = jnp.where(logits > 0, logits / self.penalty, logits * self.penalty)
+        return jnp.where(occurs, penalized, logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +68,16 @@ class _Only:
 
 
 def repetition_penalty(penalty: float) -> Any:
-    """Returns a process that makes repetitions less likely, or more with a penalty below 1 (Keskar et al., 2019, arXiv
-    1909.05858).
+    """Returns a process that makes repetitions less likely (more likely if `penalty` < 1).
 
-    Of tokens that occur in the sequence, prompt included, positive logits are divided by `penalty`, others multiplied by it.
+    For tokens that occur in the sequence, prompt included, it divides positive logits by `penalty`
+    and multiplies the others by it. Source: Keskar et al., 2019, arXiv 1909.05858.
 
     Raises:
       UserError: the penalty is not a positive number in float32.
     """
-    if (
-        not isinstance(penalty, numbers.Real)
-        or not float(np.finfo(np.float32).tiny) <= penalty <= _LARGEST
-    ):
+    tiny = float(np.finfo(np.float32).tiny)
+    if not isinstance(penalty, numbers.Real) or not tiny <= penalty <= _LARGEST:
         raise UserError(
             f"penalty={penalty!r}: must be a positive number; above 1 makes repetitions less likely"
         )
@@ -86,49 +85,45 @@ def repetition_penalty(penalty: float) -> Any:
 
 
 def bias(values: Mapping[int, float]) -> Any:
-    """Returns a process that adds a value to the logit of each of some tokens; -inf bans a token.
+    """Returns a process that adds `values[token]` to the logit of each token; -inf bans a token.
 
     Raises:
       UserError: `values` is empty, or not {token: number}.
     """
     if not isinstance(values, Mapping) or not values:
-        raise UserError(
-            f"values={values!r:.60}: must map tokens to numbers, such as {{7: -float('inf')}}"
-        )
+        example = "{7: -float('inf')}"
+        raise UserError(f"values={values!r:.60}: must map tokens to numbers, such as {example}")
     for value in values.values():
-        if not isinstance(value, numbers.Real) or not (
-            value == -math.inf or abs(value) <= _LARGEST
-        ):
-            raise UserError(
-                f"values: {value!r} is not a finite number in float32; give one, or -inf to ban a token"
-            )
+        is_number = isinstance(value, numbers.Real)
+        if not is_number or not (value == -math.inf or abs(value) <= _LARGEST):
+            raise UserError(f"values={value!r}: must be finite in float32, or -inf to ban a token")
     tokens = _whole(values)
     return _Bias(tokens, tuple(float(values[token]) for token in tokens))
 
 
 def only(tokens: Iterable[int]) -> Any:
-    """Returns a process that allows these tokens alone.
+    """Returns a process that excludes all tokens but these.
 
     Raises:
-      UserError: there are none, or one is not a whole number.
+      UserError: there are none, or one is not a non-negative integer.
     """
     return _Only(_whole(tokens))
 
 
 def _whole(tokens: Any) -> tuple[int, ...]:
-    """Returns sorted tokens."""
+    """Returns the tokens, sorted and without duplicates; raises `UserError` for other values."""
     several = list(tokens) if isinstance(tokens, Iterable) else []
     if not several or not all(
         isinstance(token, numbers.Integral) and 0 <= int(token) < 2**31 for token in several
     ):
-        raise UserError(f"tokens={tokens!r:.60}: must be whole numbers from 0 on, at least one")
+        raise UserError(f"tokens={tokens!r:.60}: must be one or more non-negative integers")
     return tuple(sorted({int(token) for token in several}))
 
 
 def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int) -> None:
     if tokens[-1] >= vocab_size:
         raise UserError(
-            f"process: token {tokens[-1]} is outside the vocabulary 0..{vocab_size - 1}; leave it out"
+            f"process: token {tokens[-1]} is outside the vocabulary 0..{vocab_size - 1}; remove it"
         )
 
 
@@ -141,15 +136,15 @@ def at_nodes(
     committed_BxT: Int[Array, "batch time"],
     lengths_B: Int[Array, " batch"],
 ) -> Float[Array, "batch width vocab"]:
-    """Returns the logits at nodes of a tree after the policy's process, which is given the path to each.
+    """Returns the logits at `nodes` after the policy's process; without one, unchanged.
 
     Args:
-      policy: without a process, the logits are returned as they are.
+      policy: the policy with the process.
       tree: static.
-      nodes: static, those of the logits.
-      logits_BxWxV: of the token after each node.
-      drafted_BxN: tokens by node, the root's first; those of the nodes above `nodes` and their own suffice.
-      committed_BxT: tokens, of `lengths_B` each.
+      nodes: static, W nodes.
+      logits_BxWxV: the logits of the token after each node.
+      drafted_BxN: int32 tokens by node, the root's first; those of `nodes` and above suffice.
+      committed_BxT: int32, of which the first `lengths_B` are committed.
       lengths_B: int32.
     """
     process = policy.process
@@ -166,12 +161,11 @@ def at_nodes(
             below_T = drafted_N[path[jnp.clip(place_T, 0, len(path) - 1)]]
             tokens_T = jnp.where(place_T < 0, committed_T, jnp.where(place_T < depth, below_T, 0))
             made: Array = process(logits, tokens_T, length + depth)
-            if getattr(made, "shape", None) != logits.shape or not jnp.issubdtype(
-                made.dtype, jnp.floating
-            ):
+            has_shape = getattr(made, "shape", None) == logits.shape
+            if not has_shape or not jnp.issubdtype(made.dtype, jnp.floating):
                 kind = jax.typeof(made) if isinstance(made, jax.Array) else repr(made)
                 raise UserError(
-                    f"process={process!r}: returns {kind}, which must be logits float[{len(logits)}]"
+                    f"process={process!r}: returns {kind}; must return logits float[{len(logits)}]"
                 )
             return made
 
