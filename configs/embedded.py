@@ -1,14 +1,15 @@
 """The ladder that two CPU cores can train on open text: the 2M, 6M and 20M models.
 
     export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-    python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/draft_20m --config.data.train=FILES
+    python -m spectr_jax.train --config=configs/embedded.py:draft_20m --workdir=runs/draft_20m \\
+        --config.data.train='my_text/train-*' --config.data.heldout='my_text/heldout-*'
 
-The corpus of results/README.md, whose place here is the default, is not distributed: give text of yours, one sentence a
-line, as --config.data.train='my_text/train-*' --config.data.heldout='my_text/heldout-*'.
-The recipe is `open_text_config`'s, for far less than one pass over a corpus of 86 M tokens: minutes for the 2M and 6M and
-three quarters of an hour for the 20M on cores with bfloat16 products, one to four hours each on others. The weights in
-spectr_jax/embedded were trained on from such runs, in stretches of a cosine each, for 63 to 81 M tokens in all
-(results/notes/2026-11-embedded.md). The environment variable gives the heap huge pages, which saves time on Linux.
+Give your own text, one sentence per line. The corpus of the published models (results/README.md)
+is not distributed. The recipe is `open_text_config`, for a fraction of one pass over 86 M tokens.
+On cores with bfloat16 products the 2M and 6M take minutes and the 20M three quarters of an hour; on
+other cores each takes one to four hours. The published weights continued such runs, with one cosine
+per stretch, to 63 to 81 M tokens (results/notes/2026-11-embedded.md). The environment variable asks
+for huge pages, which saves time on Linux.
 """
 
 from spectr_jax.training.config import open_text_config
@@ -22,8 +23,8 @@ def get_config(model: str = "draft_6m"):
     if model not in STEPS:
         raise unknown("model of this ladder", model, STEPS)
     config = open_text_config(model)
-    config.data.train = "../shared/corpus/train-*.txt.xz"
-    config.data.heldout = "../shared/corpus/heldout-*.txt.xz"
+    config.data.train = "my_text/train-*"
+    config.data.heldout = "my_text/heldout-*"
     config.data.tokenizer = "spectr_jax/embedded/tokenizer.model"
     config.batch_size = BATCH_SIZE[model]
     config.steps = STEPS[model]

@@ -12,5 +12,5 @@ from spectr_jax.experiments.config import quality_config
 
 def get_config():
     config = quality_config()
-    config.heldout = "../shared/corpus/heldout-*.txt.xz"
+    config.heldout = "my_text/heldout-*"
     return config

@@ -7,22 +7,21 @@ import pathlib
 import tempfile
 from typing import Any, NamedTuple
 
-# Most of the tests' time is compilation; what is marked `optimized` computes more. Set before JAX
-# is imported.
-if importlib.metadata.version("jaxlib").startswith(
-    "0.10."
-):  # Takes half as long to compile; 0.11 has no choice.
-    _flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_experimental_ynn_fusion_type="  # The latter for small arrays.
-    _flags += " --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true"  # On one thread.
-    _flags += " --xla_cpu_prefer_vector_width=128"  # Fewer kinds of loops to compile: a tenth of the time.
-    os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=1 {_flags}")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault(
-    "NPROC", "1"
-)  # XLA's threads for a program: the workers take all cores as it is.
-# Workers and the programs that tests start share what they compile, and leave nothing in the user's
-# cache folder.
+XLA_DEFAULTS = os.environ.get("XLA_DEFAULTS") == "1"
+"""Whether tests run with the compiler settings of users. Otherwise XLA optimises little, because
+most of the tests' time is compilation; tests marked `optimized` compute more than they compile."""
+
+# Set before JAX is imported.
+if not XLA_DEFAULTS:
+    flags = ["--xla_backend_optimization_level=1"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.11 lacks these flags.
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_experimental_ynn_fusion_type="]
+        flags += ["--xla_llvm_disable_expensive_passes=true", "--xla_cpu_prefer_vector_width=128"]
+        flags += ["--xla_cpu_parallel_codegen_split_count=1"]
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ.setdefault("NPROC", "1")  # Threads of a program; the workers already use all cores.
+# Workers and the programs that tests start share a cache of compiled programs, which is temporary.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
@@ -33,18 +32,17 @@ import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
 gc.freeze()
-gc.set_threshold(
-    200_000, 50, 50
-)  # A trace makes many small objects, most of which live on: to look for garbage takes long.
+gc.set_threshold(200_000, 50, 50)  # Tracing makes many small objects, and most of them survive.
 
 
 def pytest_runtest_setup(item):
-    jax.config.update("jax_disable_most_optimizations", not item.get_closest_marker("optimized"))
+    if not XLA_DEFAULTS:
+        optimized = item.get_closest_marker("optimized") is not None
+        jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
 LONGEST = ("test_ladder.py", "test_scale.py", "test_lm1b.py", "test_figures.py")
-"""Files with groups of half a minute and more: they come first, so that no worker waits for one at
-the end."""
+"""Files with tests of half a minute and more; they run first, so that no worker waits at the end."""
 
 
 def pytest_collection_modifyitems(items):
