@@ -175,7 +175,7 @@ def decode(
     """Returns the output of `generate`, as a pure function for your own `jax.jit`.
 
         @jax.jit
-        def reward(key, target, draft, prompts, lengths):  # target, draft = freeze(...), freeze(...)
+        def reward(key, target, draft, prompts, lengths):  # target and draft from `freeze`
             out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2))
             return jnp.mean(out.lengths - lengths)
 
@@ -201,7 +201,7 @@ def decode(
       The `Generation` of `generate` for the same key and prompts; tokens are [B, T +
       max_new_tokens].
     """
-    keys_B, prompts_BxT = sequence_keys(key, len(prompts)), prompts
+    keys_B = sequence_keys(key, len(prompts))
     policy = for_rows(policy or Policy(), len(prompts))
     draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(prompts))
     large, small = merged(method, target, draft)
@@ -214,13 +214,13 @@ def decode(
         after, called = one_call(loop)
         return after._replace(observed=add_observed(loop, observe, called))
 
-    rows = prompts_BxT, prompt_lengths
+    rows = prompts, prompt_lengths
     start = prefill(method, large, small, *rows, max_new_tokens, logprobs, stop is not None)
     if observe is not None:
         none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
         start = start._replace(observed=none)
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
-    T = prompts_BxT.shape[1] + max_new_tokens
+    T = prompts.shape[1] + max_new_tokens
 
     def until_end(rows_BxT: Array) -> Array:
         return jnp.where(jnp.arange(T) < end.lengths[:, None], rows_BxT[:, :T], 0)

@@ -70,7 +70,8 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
         )
     if policy.process is not None and not _is_process(policy.process):
         raise UserError(
-            f"{owner}process={policy.process!r}: must be a hashable function of (logits, tokens, length)"
+            f"{owner}process={policy.process!r}: must be a hashable function of (logits, tokens, "
+            "length)"
         )
     tiny = float(np.finfo(np.float32).tiny)
     ranges: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -98,8 +99,8 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
             raise UserError(f"{owner}{name}={given}: {message}")
         if values.ndim > 1 or (values.ndim and sequences is not None and len(values) != sequences):
             raise UserError(
-                f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give one "
-                "number, or one per sequence"
+                f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give "
+                "one number, or one per sequence"
             )
     eos = _numbers(policy.eos)
     if (
@@ -108,8 +109,8 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
         or np.any((eos < -1) | (eos >= 2**31))
     ):
         raise UserError(
-            f"{owner}eos={policy.eos!r}: must be a token, such as tokenizer.eos, several tokens, or "
-            "-1 for none"
+            f"{owner}eos={policy.eos!r}: must be a token, such as tokenizer.eos, several tokens, "
+            "or -1 for none"
         )
 
 
@@ -292,7 +293,7 @@ def _least(
     amounts: Shaped[Array, "*batch vocab"],
     bound: Shaped[Array, "*rows 1"],
 ) -> Int[Array, "*batch 1"]:
-    """Returns the smallest integer in `LOWEST`..0 above which the amounts sum to less than `bound`."""
+    """Returns the smallest integer in `LOWEST`..0 above which `amounts` sum to less than `bound`."""
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
@@ -308,7 +309,7 @@ def _least(
 
 
 def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
-    """Returns all mass on the first of the largest logits; NaN if a logit is NaN or all are -inf."""
+    """Returns all mass on the first largest logit; NaN if a logit is NaN or all are -inf."""
     tokens = jnp.arange(logits.shape[-1])
     largest = jnp.max(logits, axis=-1, keepdims=True)
     # On a CPU, argmax takes thirty times as long as a minimum.

@@ -1,7 +1,7 @@
 """Stop sequences: a continuation ends with the token that completes one of several strings.
 
-A stop sequence is a string or a sequence of tokens. Strings are matched on the bytes that the tokens
-spell, across token boundaries. An automaton (Aho and Corasick, 1975) is compiled to one table lookup
+A stop sequence is a string or a sequence of tokens. Strings are matched on the bytes that the
+tokens spell, across token boundaries. An automaton (Aho and Corasick, 1975) takes one table lookup
 per token. A token may spell more after the stop string; `before` cuts both.
 """
 
@@ -71,8 +71,8 @@ def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:
     """
     if isinstance(stop, Stop) and stop.table.shape[1] != vocab_size:
         raise UserError(
-            f"stop: is for {stop.table.shape[1]} tokens, but the model has {vocab_size}; prepare it "
-            "for this model"
+            f"stop: is for {stop.table.shape[1]} tokens, but the model has {vocab_size}; "
+            "prepare it for this model"
         )
     if stop is None or isinstance(stop, Stop):
         return stop
@@ -85,12 +85,13 @@ def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:
         return None
     if not several or not all(several):
         raise UserError(
-            f"stop={stop!r}: must be strings, or sequences of tokens 0..{vocab_size - 1}, none empty"
+            f"stop={stop!r}: must be strings, or sequences of tokens 0..{vocab_size - 1}; none may "
+            "be empty"
         )
     if are_strings and not hasattr(tokenizer, "pieces"):
         raise UserError(
-            f"stop={stop!r}: strings need a tokenizer with `pieces`; give the output of `load` as the "
-            "target, or give tokens"
+            f"stop={stop!r}: strings need a tokenizer with `pieces`; give the output of `load` as "
+            "the target, or give tokens"
         )
     if are_strings and any("\ud800" <= character <= "\udfff" for character in "".join(several)):
         raise UserError(f"stop={stop!r}: is not valid Unicode; give whole characters")
@@ -181,7 +182,7 @@ def before(text: str, stop: StopSpec) -> str:
 
 
 def settled(text: str, stop: StopSpec) -> int:
-    """Returns the number of characters of an unfinished text that cannot be part of a stop string."""
+    """Returns the number of characters of an unfinished text that no stop string can include."""
     text = before(text, stop)
     longest = max(map(len, _texts(stop)), default=0)
     for count in range(min(len(text), longest), 0, -1):
