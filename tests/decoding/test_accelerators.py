@@ -1,6 +1,4 @@
-"""What an accelerator runs, traced or run on a CPU: no stop of the host in a call, and the sequences of a CPU."""
-
-import functools
+"""The accelerator's program, traced or run on a CPU: no host stops in a call, and equal tokens."""
 
 import jax
 import numpy as np
@@ -15,7 +13,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 OPEN_LOOPS = {"spectr+", "spectr++"}
-"""Their linear programs take as many steps as they need."""
+"""Methods whose linear programs iterate until they converge."""
 
 
 def _transformer(seed, layers):
@@ -25,28 +23,23 @@ def _transformer(seed, layers):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_host_never_waits_in_a_call(name, monkeypatch):
-    """Inside the loop of `generate` there is no conditional, and no loop whose number of turns is unknown."""
+    """Inside the loop of `generate` there is no conditional and no loop of unknown length."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: False)
     jax.clear_caches()
     models = freeze(_transformer(0, 2)), freeze(_transformer(1, 1))
-    run = functools.partial(
-        decode, method=get_method(name), max_new_tokens=20, policy=Policy(0.7, top_k=5)
-    )
-    arguments = jax.random.key(0), *models, np.ones((2, 5), np.int32), np.full(2, 5)
+    method, policy = get_method(name), Policy(0.7, top_k=5)
 
     def decoded(key, target, draft, prompts, lengths):
-        return run(key, target=target, draft=draft, prompts=prompts, prompt_lengths=lengths)
+        return decode(key, method, target, draft, prompts, lengths, 20, policy)
 
-    outer = [
-        each
-        for each in _loops(jax.make_jaxpr(decoded)(*arguments).jaxpr)
-        if each.primitive.name == "while"
-    ]
-    stops = [sorted(_stops(each.params["body_jaxpr"].jaxpr)) for each in outer]
-    assert (max(stops, key=len) != []) == (name in OPEN_LOOPS)
+    arguments = jax.random.key(0), *models, np.ones((2, 5), np.int32), np.full(2, 5)
+    loops = _loops(jax.make_jaxpr(decoded)(*arguments).jaxpr)
+    stops = [list(_stops(each.params["body_jaxpr"].jaxpr)) for each in loops]
+    assert stops and any(stops) == (name in OPEN_LOOPS)
 
 
 def _loops(jaxpr):
+    """Yields the outermost loops."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "while":
             yield equation
@@ -77,15 +70,14 @@ def _stops(jaxpr):
         ("lookup", {"tree": "2,1"}),
     ],
 )
-def test_sequences_are_those_of_a_cpu(name, options, rows, monkeypatch):
+def test_tokens_equal_those_of_a_cpu(name, options, rows, monkeypatch):
     models = _transformer(0, 2), _transformer(1, 1)
     prompts = np.random.default_rng(0).integers(0, 100, (rows, 5))
     tokens = []
     for on_cpu in (True, False):
         monkeypatch.setattr(cpu, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
         jax.clear_caches()
-        made = generate(
-            jax.random.key(1), get_method(name, **options), *models, prompts, np.full(rows, 5), 12
-        )
+        method, lengths = get_method(name, **options), np.full(rows, 5)
+        made = generate(jax.random.key(1), method, *models, prompts, lengths, 12)
         tokens.append(np.asarray(made.tokens))
     np.testing.assert_array_equal(*tokens)
