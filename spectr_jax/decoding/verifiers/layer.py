@@ -34,7 +34,7 @@ L layers, M competitions, C cells.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,12 +143,6 @@ class _Plan(NamedTuple):
     residual: Float[Array, "*width"]
 
 
-_PlanAt: TypeAlias = Callable[
-    [Int[Array, " drafts"], IntScalar, IntScalar, FloatScalar, FloatScalar], _Plan
-]
-"""(tokens of the layer's drafts, node, k, score, budget) -> the plan at the node."""
-
-
 def _classes(scored: ScoredTree) -> _Classes:
     """Returns the classes of nodes that spell the same tokens."""
     drawable = scored.drawable()
@@ -222,14 +216,15 @@ def _compete(
     key: PRNGKeyArray,
     scored: ScoredTree,
     classes: _Classes,
-    plan_at: _PlanAt,
+    plan_at: Callable[..., _Plan],
     depth: IntScalar,
     scores: _Scores,
     competitions: int,
 ) -> _Scores:
     """Returns the scores after the drafts below the layer at `depth` have competed.
 
-    It sets the scores of the next layer, and the budgets and residuals of this one. Consumes `key`.
+    It sets the scores of the next layer, and the budgets and residuals of this one. `plan_at` is a
+    function of (tokens of the drafts, node, k, score, budget). Consumes `key`.
     """
     tree = scored.tree
     levels, parent = jnp.asarray(tree.level_table, jnp.int32), jnp.asarray(tree.parent, jnp.int32)

@@ -131,21 +131,14 @@ def open_table(
     check_table(config, workdir, name)
     target, loaded = load_pair(config.target, drafts, config.dtype)
     prompts = read_prompts(config, target.tokenizer)
-    check_contexts(config, prompts, [target, *loaded])
-    return target, loaded, prompts
-
-
-def check_contexts(
-    config: ml_collections.ConfigDict, prompts: Prompts, models: list[Trained]
-) -> None:
-    """Raises `UserError` if prompts and new tokens exceed the context of a model."""
-    for trained in models:
+    for trained in (target, *loaded):
         if prompts.tokens.shape[-1] + config.max_new_tokens > trained.model.context:
             raise UserError(
                 f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}: "
                 f"with BOS they exceed the context {trained.model.context} of {trained.name!r}; "
                 "lower one of them"
             )
+    return target, loaded, prompts
 
 
 def measure(

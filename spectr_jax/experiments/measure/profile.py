@@ -85,7 +85,7 @@ def summary(
         entry[0] += number
         entry[1] += seconds
     whole = sum(seconds for _, seconds in sums.values())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (phase, kind), (number, seconds) in sums.items():
         per_call = {"operations": number / calls, "ms": seconds / calls * 1e3}
         rows.append({"phase": phase, "kind": kind, **per_call, "share": seconds / whole})

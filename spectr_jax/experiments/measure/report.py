@@ -81,8 +81,10 @@ def provenance() -> dict[str, Any]:
     """Returns the command, hardware, commit and versions that produce a result."""
     device = jax.devices()[0]
     devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"-m {module.name}" if module else sys.argv[0]
     return {
-        "command": " ".join(["python", *_program(), *sys.argv[1:]]),
+        "command": " ".join(["python", program, *sys.argv[1:]]),
         "hardware": f"{devices}; {_cpu()}, {os.cpu_count()} cores",
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "jax": jax.__version__,
@@ -101,11 +103,6 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
     return "\n".join([line(header), line(rule), *map(line, rows)])
-
-
-def _program() -> list[str]:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["-m", spec.name] if spec else [sys.argv[0]]
 
 
 def _cpu() -> str:
