@@ -293,7 +293,7 @@ def _least(
     amounts: Shaped[Array, "*batch vocab"],
     bound: Shaped[Array, "*rows 1"],
 ) -> Int[Array, "*batch 1"]:
-    """Returns the smallest integer in `LOWEST`..0 above which `amounts` sum to less than `bound`."""
+    """Returns the smallest integer in `LOWEST`..0 above which `amounts` sum to below `bound`."""
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends

@@ -1,3 +1,5 @@
+"""The distribution that a policy makes of logits."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,34 +24,32 @@ LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
         (Policy(top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
     ],
 )
-def test_probabilities(policy, expected):
+def test_probabilities_are_those_of_the_limits(policy, expected):
     np.testing.assert_allclose(probabilities(LOGITS, policy), expected, atol=1e-6)
 
 
-def test_greedy_breaks_ties_alike():
-    np.testing.assert_array_equal(
-        probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0)), [[1, 0, 0]] * 2
-    )
+def test_greedy_takes_the_first_of_equal_logits():
+    pmfs = probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0))
+    np.testing.assert_array_equal(pmfs, [[1, 0, 0]] * 2)
 
 
 @pytest.mark.parametrize(
     "policy",
     [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)],
 )
-def test_logits_that_are_no_numbers_have_no_distribution(policy):
+def test_nan_logits_have_no_distribution(policy):
     pmfs = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
     assert np.isfinite(pmfs[0]).all()
     assert not (pmfs[1] > 0).any()
 
 
-def test_each_of_several_temperatures_is_its_own():
-    pmfs = jax.vmap(lambda temperature: probabilities(LOGITS, Policy(temperature=temperature)))(
-        jnp.array([0.0, 0.5, 1.0])
-    )
-    for pmf, temperature in zip(pmfs, [0.0, 0.5, 1.0], strict=True):
-        np.testing.assert_allclose(
-            pmf, probabilities(LOGITS, Policy(temperature=temperature)), rtol=1e-6
-        )
+def test_vmap_over_temperatures_equals_each_alone():
+    def at(temperature):
+        return probabilities(LOGITS, Policy(temperature=temperature))
+
+    temperatures = [0.0, 0.5, 1.0]
+    expected = jnp.stack([at(temperature) for temperature in temperatures])
+    np.testing.assert_allclose(jax.vmap(at)(jnp.array(temperatures)), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])

@@ -1,4 +1,4 @@
-"""One pass over a packed tree is what separate forwards on its paths are."""
+"""One pass over a packed tree equals separate forward passes on its paths."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,7 @@ from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=29, context=32)
-
-
-pytestmark = pytest.mark.xdist_group("scoring")  # One program of separate forwards.
+pytestmark = pytest.mark.xdist_group("scoring")  # The tests share the program of `full`.
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +22,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """Logits [12, V] of twelve tokens [1, 12]."""
-    forward = jax.jit(
-        lambda tokens: model.extend(tokens, np.arange(12)[None], causal(np.zeros((1, 12))))[0][0]
-    )
+    """A function from tokens [12] to their logits [12, V]."""
+    place = np.arange(12)[None], causal(np.zeros((1, 12)))
+    forward = jax.jit(lambda tokens: model.extend(tokens[None], *place)[0][0])
     return lambda tokens: np.asarray(forward(tokens))
 
 
@@ -42,21 +39,17 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
 
     @jax.jit
     def packed():
-        _, cache = model.extend(
-            text, positions, causal(np.zeros((3, 6))), model.init_cache(3, 7 + shape.size)
-        )
-        tokens, lengths_B = (
-            jnp.asarray(np.concatenate([root[:, None], drafts], axis=1)),
-            jnp.asarray(lengths),
-        )
+        cache = model.init_cache(3, 7 + shape.size)
+        _, cache = model.extend(text, positions, causal(np.zeros((3, 6))), cache)
+        tokens = jnp.asarray(np.concatenate([root[:, None], drafts], axis=1))
+        lengths_B = jnp.asarray(lengths)
         return scoring.score(model, shape, tokens, lengths_B, Cache(cache.rows, lengths_B - 1))[0]
 
     logits = np.asarray(packed())
     for row in range(3):
         for node in range(shape.size + 1):
             path = drafts[row, np.flatnonzero(shape.ancestors[node])[1:] - 1]
+            end = lengths[row] + len(path)
             spelled = np.zeros(12, np.int32)
-            spelled[: lengths[row] + len(path)] = [*text[row, : lengths[row]], *path]
-            np.testing.assert_allclose(
-                logits[row, node], full(spelled[None])[lengths[row] + len(path) - 1], atol=1e-5
-            )
+            spelled[:end] = [*text[row, : lengths[row]], *path]
+            np.testing.assert_allclose(logits[row, node], full(spelled)[end - 1], atol=1e-5)

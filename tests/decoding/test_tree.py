@@ -1,3 +1,5 @@
+"""Trees: their tables, names, and limits."""
+
 import numpy as np
 import pytest
 
@@ -35,62 +37,50 @@ def test_prefix_tree():
 def test_specinfer(size, levels):
     shape = tree.specinfer(size)
     assert shape.size == size and [len(level) for level in shape.levels] == levels
-    assert all(
-        np.sum(shape.parent[1:] == node) <= (3 if node == 2 else 1) for node in range(size + 1)
-    )
+    children = [np.sum(shape.parent[1:] == node) for node in range(size + 1)]
+    assert all(count <= (3 if node == 2 else 1) for node, count in enumerate(children))
 
 
-def test_irregular():
+def test_tables_of_an_irregular_tree():
     shape = tree.Tree((0, 0, 1, 2, 2, 4, 5))
     np.testing.assert_array_equal(shape.inner, [0, 1, 2, 4, 5])
     np.testing.assert_array_equal(shape.inner_rank[shape.inner], range(5))
-    np.testing.assert_array_equal(
-        shape.children_table,
-        [[1, 2], [3, -1], [4, 5], [-1, -1], [6, -1], [7, -1], [-1, -1], [-1, -1]],
-    )
+    children = [[1, 2], [3, -1], [4, 5], [-1, -1], [6, -1], [7, -1], [-1, -1], [-1, -1]]
+    np.testing.assert_array_equal(shape.children_table, children)
 
 
 def test_parse():
-    shapes = {
-        "4,2,1": tree.prefix_tree(4, 2, 1),
-        "chain:3": tree.chain(3),
-        "batch:5": tree.batch(5),
-        "3": tree.batch(3),
-    }
-    shapes |= {"4x2": tree.iid_chains(4, 2), "1x3": tree.chain(3)}
+    shapes = {"4,2,1": tree.prefix_tree(4, 2, 1), "3": tree.batch(3), "batch:5": tree.batch(5)}
+    shapes |= {"4x2": tree.iid_chains(4, 2), "1x3": tree.chain(3), "chain:3": tree.chain(3)}
     for spec, shape in shapes.items():
         assert tree.parse(spec) == shape
     assert tree.parse(tree.chain(2)) == tree.chain(2)
     assert tree.parse(tree.spelled((4, 2, 1))) == tree.prefix_tree(4, 2, 1)
     for spec in ("", "star:3", "chain:3,2", "4;2", "4x", "x2", "4xx2", "2x2,1"):
-        with pytest.raises(UserError, match="is not known; give the children of each level"):
+        with pytest.raises(UserError, match=f"tree='{spec}': is unknown"):
             tree.parse(spec)
 
 
-def test_none():
+def test_the_tree_without_drafts():
     assert tree.none().height == 0 and tree.none().level_table.shape == (2, 1)
 
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 1, 0)])
-def test_bad_order(parents):
-    with pytest.raises(UserError):
+def test_nodes_out_of_order_are_refused(parents):
+    with pytest.raises(UserError, match="parents"):
         tree.Tree(parents)
 
 
-def test_trees_of_other_integers_and_sequences():
-    assert tree.Tree([0, np.int64(0), 1]) == tree.Tree((0, 0, 1)) and hash(tree.Tree([0])) == hash(
-        tree.Tree((0,))
-    )
+def test_other_integers_and_sequences_are_accepted():
+    assert tree.Tree([0, np.int64(0), 1]) == tree.Tree((0, 0, 1))
+    assert hash(tree.Tree([0])) == hash(tree.Tree((0,)))
     assert tree.iid_chains(np.int64(2), 3) == tree.iid_chains(2, 3)
-    assert tree.Tree(tuple(range(10_000))).sibling_rank.max() == 0  # At once, not in minutes.
+    assert tree.Tree(tuple(range(10_000))).sibling_rank.max() == 0  # In linear time.
 
 
 @pytest.mark.parametrize(
     "spec", ["100000x100000", "3,1000000000000", "chain:1000000000000", "specinfer:1000000000000"]
 )
-def test_a_tree_that_fits_no_memory_is_refused_before_it_is_made(spec):
-    with pytest.raises(
-        UserError,
-        match=rf"^tree '{spec}': a tree of [\d,]+ nodes is too large; give at most 10,000$",
-    ):
+def test_a_tree_that_exceeds_memory_is_refused_before_it_is_built(spec):
+    with pytest.raises(UserError, match=rf"^tree='{spec}': a tree of [\d,]+ nodes is too large"):
         tree.parse(spec)
