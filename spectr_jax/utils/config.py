@@ -12,8 +12,7 @@ from spectr_jax.utils.errors import UserError, unknown
 def check_fields(
     config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict, prefix: str = ""
 ) -> None:
-    """Raises `UserError` if `config` has a field that `defaults` lacks, lacks one, or has one of
-    another type."""
+    """Raises `UserError` for an unknown field, a missing field, or a value of the wrong type."""
     for name in config:
         if name not in defaults:
             raise unknown("config field", prefix + name, [prefix + known for known in defaults])
@@ -40,8 +39,8 @@ def check_fields(
 
 
 def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
-    """Raises `UserError` unless each named field (`a.b` for one inside) is at least 1; tuples are
-    checked by entry."""
+    """Raises `UserError` unless each named field (`a.b` for a nested one) is at least 1. Every
+    entry of a tuple is checked."""
     for name in names:
         value: Any = config
         for part in name.split("."):
@@ -57,7 +56,7 @@ def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def config_hash(config: ml_collections.ConfigDict) -> str:
-    """Returns twelve hex digits that name the config."""
+    """Returns twelve hex digits that identify the config."""
     return hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -69,7 +68,7 @@ def _same_kind(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, int | float)
     if isinstance(default, tuple):
-        kind = default[0] if default else 0  # A tuple that may be empty is of integers.
+        kind = default[0] if default else 0  # A tuple with an empty default holds integers.
         filled = bool(value) or not default
         return (
             isinstance(value, tuple | list)

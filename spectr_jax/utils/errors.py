@@ -1,4 +1,4 @@
-"""What ends a program early: bad input, or a signal."""
+"""Reasons to end a program early: bad input, or a signal."""
 
 import difflib
 import errno
@@ -34,19 +34,19 @@ EXTRAS = {
     ),
     "hf": ("gguf", "huggingface_hub", "jinja2", "tokenizers"),
 }
-"""The modules that each extra of pyproject.toml brings; `eval` brings those of `train`."""
+"""Modules that each extra of pyproject.toml installs. `eval` installs those of `train`."""
 
 
 class UserError(ValueError):
-    """Bad input: the message names the value and the remedy, on one line."""
+    """Bad input. The message is one line that names the value and the remedy."""
 
 
 class Interrupted(Exception):
-    """The user or the scheduler stopped the run; it saved, and the same command resumes it."""
+    """The user or the scheduler stopped the run. It is saved, and the same command resumes it."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """Returns the error for an unknown `name`; it suggests the nearest of the `known` ones."""
+    """Returns the error for an unknown `name`, with the nearest of the `known` names."""
     known = sorted(known)
     near = difflib.get_close_matches(str(name), known, n=1)
     near = near or [

@@ -1,4 +1,4 @@
-"""Atomic writes of files, digests of their content, and what users name."""
+"""Atomic file writes, digests of file content, and expansion of user-given paths."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
-    """Writes a file, or leaves the old one if the write is cut short."""
+    """Writes a file atomically: if the write fails, the old file stays."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with naming(path):
@@ -27,8 +27,8 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-    """Around the writing of a file: an error that names no file, such as that of a full disk, gets
-    its path."""
+    """A context that adds `path` to an `OSError` without a file name, such as that of a full
+    disk."""
     try:
         yield
     except OSError as error:
@@ -37,10 +37,10 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def expanded(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path that a user named, with `~` for a home.
+    """Returns a user-given path with `~` expanded.
 
     Raises:
-      UserError: that user does not exist.
+      UserError: there is no such user.
     """
     try:
         return pathlib.Path(name).expanduser()
@@ -49,19 +49,20 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
 
 
 def named(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns `expanded`, with a last part to name a model after: `.` and `..` are written out."""
+    """Returns `expanded(name)`, with `.` and `..` resolved so that the last part can name a
+    model."""
     path = expanded(name)
     return path.resolve() if path.name in ("", "..") else path
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes indented JSON, whole or not at all."""
+    """Writes indented JSON atomically."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def check_fetched(path: pathlib.Path) -> None:
-    """Raises `UserError` for a pointer of Git LFS, which lies in a clone where a large file was not
-    fetched."""
+    """Raises `UserError` if the file is a pointer of Git LFS, left by a clone that did not fetch
+    it."""
     with path.open("rb") as opened:
         pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
     if pointer:
@@ -72,5 +73,5 @@ def check_fetched(path: pathlib.Path) -> None:
 
 
 def digest(content: bytes) -> str:
-    """Returns the SHA-256 of a file's content, as of a tokenizer."""
+    """Returns the SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()

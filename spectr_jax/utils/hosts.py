@@ -1,4 +1,4 @@
-"""Several processes as one run: how they meet, and how they share small things."""
+"""One run on several processes: how they connect and exchange small values."""
 
 import json
 from typing import Any
@@ -10,23 +10,22 @@ from jax.experimental import multihost_utils
 from spectr_jax.utils.errors import UserError
 
 HEARTBEAT_SECONDS = 30
-"""Seconds that processes wait for a silent one before they end too."""
+"""Seconds after which the other processes exit if one stops responding."""
 
 
 def connect(
     coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> None:
-    """Joins this process to the others; call it before JAX is used.
+    """Connects this process to the others. Call it before JAX is used.
 
     Args:
-      coordinator: HOST:PORT of process 0; None to ask the environment (TPU pods, Slurm, Open MPI),
-        as for the others.
-      processes: how many there are.
-      process: the index of this one.
+      coordinator: HOST:PORT of process 0. None reads all three values from the environment (TPU
+        pods, Slurm, Open MPI).
+      processes: the number of processes.
+      process: the index of this process.
 
     Raises:
-      UserError: the values do not fit together, nothing was found in the environment, or nobody
-        answers.
+      UserError: the values are inconsistent, the environment has none, or no process answers.
     """
     given = {"coordinator": coordinator, "processes": processes, "process_id": process}
     missing = [name for name, value in given.items() if value is None]
@@ -63,19 +62,19 @@ def connect(
 
 
 def is_first() -> bool:
-    """Returns whether this process is the one that writes files and prints."""
+    """Returns whether this process writes files and prints."""
     return jax.process_index() == 0
 
 
 def own_share(count: int) -> slice:
-    """This process's part of `count` things that are dealt out evenly, such as the rows of a
+    """Returns this process's slice of `count` items that are split evenly, such as rows of a
     batch."""
     share = count // jax.process_count()
     return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes, by process; each of them must call this."""
+    """Returns the JSON values of all processes, in order. Every process must call it."""
     if jax.process_count() == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -88,14 +87,14 @@ def gather(value: Any) -> list[Any]:
 
 
 def wait_for_all(what: str) -> None:
-    """A barrier named `what`: returns when all processes have called it."""
+    """Waits until all processes have called it with the same name `what`."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
 def fetch(tree: Any) -> Any:
-    """Returns the arrays of a pytree as whole NumPy arrays, gathered from all devices; each process
-    must call this."""
+    """Returns the arrays of a pytree as NumPy arrays, gathered from all devices. Every process
+    must call it."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

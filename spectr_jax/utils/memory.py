@@ -1,5 +1,5 @@
-"""The heap of the C library, which a training on a CPU otherwise gives back to the system and takes
-again at each step."""
+"""Settings of the C library's heap, which otherwise returns and reacquires memory at every
+training step on a CPU."""
 
 import ctypes
 import importlib.metadata
@@ -13,29 +13,29 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep large freed blocks for the next allocation; call it before JAX is used,
-    whose threads hold heaps.
+    """Makes glibc keep large freed blocks for later allocations. Call it before JAX starts threads.
 
-    Otherwise the system zeroes the memory of each step's arrays again. Does nothing where JAX has an
-    accelerator to look for, where the C library is another, or where the environment has such
-    settings of its own (GLIBC_TUNABLES, MALLOC_*).
+    Otherwise the kernel zeroes the memory of every step again. Does nothing if an accelerator
+    plugin
+    is installed, if the C library is not glibc, or if the environment sets GLIBC_TUNABLES or
+    MALLOC_* itself.
 
     Returns:
-      Whether it was done.
+      Whether the settings were changed.
     """
     if not sys.platform.startswith("linux") or _accelerator_expected() or _set_by_user():
         return False
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         return False
-    # One heap for all threads (others are limited in size), no block outside it, and its end never
-    # given back.
+    # One heap for all threads, because secondary heaps are limited in size; no block outside it;
+    # and its end is never returned to the system.
     settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
     return all(library.mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
 
 
 def _accelerator_expected() -> bool:
-    """Returns whether a plugin for one is installed; JAX itself cannot be asked before its threads
+    """Returns whether an accelerator plugin is installed. JAX cannot be asked before its threads
     exist."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(plugins) or any(
@@ -44,6 +44,6 @@ def _accelerator_expected() -> bool:
 
 
 def _set_by_user() -> bool:
-    """Huge pages are another matter, and welcome."""
+    """Returns whether the user configured malloc. Huge pages do not count."""
     ours = re.search(r"glibc\.malloc\.(arena|mmap|trim)", os.environ.get("GLIBC_TUNABLES", ""))
     return ours is not None or any(name.startswith("MALLOC_") for name in os.environ)

@@ -1,5 +1,4 @@
-"""Where arrays live: one mesh with axes `data` and `fsdp`, on one device or many, on one host or
-many."""
+"""The device mesh, with axes `data` and `fsdp`, and the placement of arrays on it."""
 
 from typing import Any
 
@@ -11,15 +10,15 @@ from spectr_jax.utils.errors import UserError
 
 AXES = ("data", "fsdp")
 ROWS = PartitionSpec(AXES)
-"""Rows of a batch, or sequences, over all devices."""
+"""Shards rows of a batch, or sequences, over all devices."""
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """Returns all devices, or those given, as a (data, fsdp) mesh; `fsdp` devices share one copy of
-    the parameters.
+    """Returns a (data, fsdp) mesh of all devices or of those given. Each group of `fsdp` devices
+    shares one copy of the parameters.
 
-    Raises:
-      UserError: `fsdp` does not divide their number.
+        Raises:
+          UserError: `fsdp` does not divide the number of devices.
     """
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:
@@ -30,8 +29,8 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
-    """Returns the rule for parameters and optimizer state: the largest axis that `fsdp` divides is
-    split, the rest replicated."""
+    """Returns the sharding of parameters and optimizer state: the largest axis that `fsdp`
+    divides is split, all others are replicated."""
     fsdp = mesh.shape["fsdp"]
 
     def rule(leaf):
@@ -47,7 +46,7 @@ def state_sharding(mesh: Mesh, abstract: Any) -> Any:
 
 
 def put_rows(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This process's rows of a batch, its share of them in order, as arrays of the whole mesh."""
+    """Returns this process's rows of a batch as arrays of the whole mesh."""
     place = NamedSharding(mesh, ROWS)
     return {
         name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()
@@ -55,12 +54,12 @@ def put_rows(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Arrays that every process has, on every device of the mesh."""
+    """Returns arrays that every process holds, replicated on every device of the mesh."""
     return put(tree, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree))
 
 
 def put(tree: Any, places: Any) -> Any:
-    """Arrays that every process has, each at its sharding in `places`."""
+    """Returns arrays that every process holds, each placed by its sharding in `places`."""
 
     def put_one(leaf, place):
         if leaf.sharding == place:
@@ -69,7 +68,7 @@ def put(tree: Any, places: Any) -> Any:
             return jax.device_put(leaf, place)
         on_host = np.asarray(
             leaf
-        )  # A device of one process cannot always send to those of another.
+        )  # A device of one process cannot always send to a device of another.
         return jax.make_array_from_callback(leaf.shape, place, lambda index: on_host[index])
 
     return jax.tree.map(put_one, tree, places)
