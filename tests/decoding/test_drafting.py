@@ -1,4 +1,4 @@
-"""The draft's cache: after a commit it must be what a fresh run on the committed text would have left."""
+"""The rules of drafting, and the draft's cache, which must equal that of a run without a cache."""
 
 import functools
 
@@ -18,7 +18,7 @@ from spectr_jax.transport.enumeration import draft_tuples
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=17, context=32)
 LENGTHS = np.array([1, 2, 5])
-PATHS = {  # Accepted nodes of each text, by tree.
+PATHS = {  # By tree: the accepted nodes of each sequence.
     "chain": (tree.chain(3), [[], [1], [1, 2, 3]]),
     "chains": (tree.iid_chains(3, 2), [[2], [3, 6], [1]]),
     "tree": (tree.Tree((0, 0, 1, 2, 2, 4, 5)), [[2, 5, 7], [2, 4, 6], [1, 3]]),
@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """The distributions [N, V] behind each of N tokens, by one forward."""
+    """A function from tokens [N] to the distributions [N, V] after each, by one forward pass."""
 
     @jax.jit
     def forward(tokens_N):
@@ -45,9 +45,9 @@ def full(model):
 
 
 @pytest.mark.parametrize("case", PATHS)
-@pytest.mark.xdist_group("drafting")  # One program of full forwards.
-def test_every_level_and_every_call_sees_the_right_text(model, full, case):
-    """Two calls, with a commit between them: p at each inner node is that of a full forward on the text it spells."""
+@pytest.mark.xdist_group("drafting")  # The tests share the program of `full`.
+def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
+    """In two calls, with a commit between them."""
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
     rng = np.random.default_rng(0)
@@ -59,16 +59,9 @@ def test_every_level_and_every_call_sees_the_right_text(model, full, case):
 
     @jax.jit
     def call(key, text, lengths, cache):
-        return drafting.draft(
-            jax.random.split(key, 3),
-            nnx.merge(graphdef, state),
-            drafting.RULES["iid"],
-            shape,
-            Policy(),
-            text,
-            lengths,
-            cache,
-        )
+        keys, own = jax.random.split(key, 3), nnx.merge(graphdef, state)
+        how = drafting.RULES["iid"], shape, Policy()
+        return drafting.draft(keys, own, *how, text, lengths, cache)
 
     def check(drafts, text, lengths):
         p, drawn = np.asarray(drafts.p), np.asarray(drafts.tokens)
@@ -82,22 +75,16 @@ def test_every_level_and_every_call_sees_the_right_text(model, full, case):
                 np.testing.assert_allclose(p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
-    _, cache = jax.jit(
-        lambda: model.extend(
-            text[:, :8], positions, causal(jnp.zeros((3, 8))), model.init_cache(3, 32)
-        )
-    )()
-    first = call(
-        jax.random.key(0), text, lengths, Cache(cache.rows, drafting.committed_length(lengths))
-    )
+    start = text[:, :8], positions, causal(jnp.zeros((3, 8)))
+    _, cache = jax.jit(lambda: model.extend(*start, model.init_cache(3, 32)))()
+    cache = Cache(cache.rows, drafting.committed_length(lengths))
+    first = call(jax.random.key(0), text, lengths, cache)
     check(first, text, LENGTHS)
 
     new_lengths = LENGTHS + 1 + np.array([len(nodes) for nodes in accepted])
     for row, nodes in enumerate(accepted):
-        emitted = [int(np.asarray(first.tokens)[row, node]) for node in nodes] + [
-            int(rng.integers(1, 17))
-        ]
-        text[row, LENGTHS[row] : new_lengths[row]] = emitted
+        accepted_tokens = np.asarray(first.tokens)[row, np.array(nodes, int)]
+        text[row, LENGTHS[row] : new_lengths[row]] = [*accepted_tokens, rng.integers(1, 17)]
     commit = jax.jit(functools.partial(drafting.commit, model), static_argnums=1)
     committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
@@ -108,62 +95,42 @@ PROBS = np.float32(
 )
 
 
-@pytest.mark.parametrize(
-    ("rule", "pmf"),
-    [
-        ("without_replacement", "without_replacement"),
-        ("race", "race"),
-        ("greedy", "greedy"),
-        ("iid", "iid"),
-    ],
-)
+def _drawn(rule, probs, count, draws, seed):
+    """Draws [draws, nodes, count] of a rule, by one key each."""
+
+    def draw(key):
+        return drafting.RULES[rule](key, jnp.asarray(probs), np.full(len(probs), count))
+
+    keys = jax.random.split(jax.random.key(seed), draws)
+    return np.asarray(jax.jit(jax.vmap(draw))(keys))
+
+
+@pytest.mark.parametrize("rule", ["without_replacement", "race", "greedy", "iid"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_rules_draw_from_their_pmfs(rule, pmf, count):
-    """Distinct and Plackett-Luce without replacement; each node of a level by its own distribution."""
+def test_rules_draw_from_their_pmfs(rule, count):
+    """Each node of a level draws from its own distribution; races draw distinct tokens."""
     draws = 40_000
-    keys = jax.random.split(jax.random.key(count), draws)
-    drawn = np.asarray(
-        jax.jit(
-            jax.vmap(
-                lambda key: drafting.RULES[rule](
-                    key, jnp.asarray(PROBS), np.full(len(PROBS), count)
-                )
-            )
-        )(keys)
-    )
+    drawn = _drawn(rule, PROBS, count, draws, seed=count)
     assert drawn.min() >= 0 and drawn.max() < PROBS.shape[1]
     for node, p in enumerate(PROBS):
-        exact = dict(draft_tuples(p.astype(float), count, pmf))
-        short = min(
-            count, len(next(iter(exact)))
-        )  # Behind the support anything goes, but for what is there already.
+        exact = dict(draft_tuples(p.astype(float), count, rule))
+        # Past the support of p, the tokens are only known to be distinct.
+        short = min(count, len(next(iter(exact))))
         seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
         observed = {tuple(row.tolist()): number for row, number in zip(seen, counts, strict=True)}
         assert observed.keys() <= exact.keys()
         if len(exact) > 1:
-            expected = draws * np.array(list(exact.values()))
-            assert (
-                scipy.stats.chisquare(
-                    [observed.get(row, 0) for row in exact], expected / expected.sum() * draws
-                ).pvalue
-                > 1e-3
-            )
+            expected = np.array(list(exact.values()))
+            expected *= draws / expected.sum()
+            found = [observed.get(row, 0) for row in exact]
+            assert scipy.stats.chisquare(found, expected).pvalue > 1e-3
         if rule in ("without_replacement", "race"):
             assert all(len(set(row)) == count for row in drawn[:100, node].tolist())
 
 
-def test_nodes_of_a_level_race_apart_but_for_ersd():
-    same, two = {}, np.array([2, 2])
+def test_only_the_race_of_ersd_is_shared_by_the_nodes_of_a_level():
+    same = {}
     for rule in ("without_replacement", "race", "iid"):
-        keys = jax.random.split(jax.random.key(0), 1000)
-        drawn = np.asarray(
-            jax.jit(
-                jax.vmap(
-                    lambda key, rule=rule: drafting.RULES[rule](
-                        key, jnp.asarray(PROBS[[0, 0]]), two
-                    )
-                )
-            )(keys)
-        )
+        drawn = _drawn(rule, PROBS[[0, 0]], 2, 1000, seed=0)
         same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
     assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, against a full forward of the target."""
+"""Log-probabilities of emitted tokens, against a full forward pass of the target."""
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +19,26 @@ POLICY = Policy(temperature=np.array([1.0, 0.0, 0.6, 1.4]), top_k=np.array([0, 0
 
 
 def _transformer(seed, layers):
-    shape = {
-        "vocab_size": VOCAB,
-        "width": 16,
-        "mlp": 32,
-        "heads": 2,
-        "layers": layers,
-        "context": 32,
-    }
-    return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
+    shape = {"vocab_size": VOCAB, "width": 16, "mlp": 32, "heads": 2, "context": 32}
+    return Transformer(TransformerConfig(layers=layers, **shape), rngs=nnx.Rngs(seed))
 
 
 TARGET, DRAFT = _transformer(0, 2), _transformer(1, 1)
 
 
 def expected(out, policy, process=None):
-    """Both log-probabilities [B, T] of a generation, from one forward of each whole sequence."""
+    """Both log-probabilities [B, T] of a generation, from a forward pass of whole sequences."""
     tokens = jnp.asarray(out.tokens)
     B, T = tokens.shape
-    positions, visible = (
-        jnp.broadcast_to(jnp.arange(T), (B, T)),
-        jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)),
-    )
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    visible = jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
     logits = np.array(TARGET.extend(tokens, positions, visible)[0])
     shaped = logits.copy()
     for row, place in np.ndindex(B, T) if process else ():
         before = jnp.where(jnp.arange(T) <= place, tokens[row], 0)
         shaped[row, place] = process(jnp.asarray(logits[row, place]), before, place + 1)
-    pmf, own = (
-        np.asarray(probabilities(jnp.asarray(shaped), policy)),
-        np.asarray(jax.nn.log_softmax(logits)),
-    )
+    pmf = np.asarray(probabilities(jnp.asarray(shaped), policy))
+    own = np.asarray(jax.nn.log_softmax(logits))
     index = np.maximum(np.asarray(tokens), 0)[:, 1:, None]
     new = (np.arange(T) >= LENGTHS[:, None]) & (np.arange(T) < np.asarray(out.lengths)[:, None])
     made = []
@@ -72,28 +61,24 @@ def expected(out, policy, process=None):
         pytest.param("lookup", {}, marks=pytest.mark.slow),
     ],
 )
-def test_logprobs_are_those_of_a_full_forward(name, options):
-    """Of greedy and sampled rows, with and without limits; in a stream they come with their tokens."""
+def test_logprobs_are_those_of_a_full_forward_pass(name, options):
+    """For greedy and sampled rows, with and without limits, and in a stream."""
     arguments = get_method(name, **options), TARGET, DRAFT
     keys = jax.random.split(jax.random.key(0), 4)
     out = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY, logprobs=True)
     policy, model = expected(out, POLICY)
     np.testing.assert_allclose(out.logprobs.policy, policy, atol=2e-5)
     np.testing.assert_allclose(out.logprobs.model, model, atol=2e-5)
-    assert (
-        out.logprobs.policy.dtype == np.float32
-        and np.all(out.logprobs.policy[1] == 0)
-        and np.any(model[1] < 0)
-    )
-    if name != "baseline":  # Whose programs are small.
+    assert out.logprobs.policy.dtype == np.float32
+    assert np.all(out.logprobs.policy[1] == 0) and np.any(model[1] < 0)
+    if name != "baseline":  # The other programs take long to compile.
         return
     plain = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY)
     assert plain.logprobs is None
     np.testing.assert_array_equal(plain.tokens, out.tokens)
-    steps = list(stream(jax.random.key(1), *arguments, PROMPTS[2], NEW, Policy(0.6), logprobs=True))
-    whole = generate(
-        jax.random.key(1), *arguments, PROMPTS[2:3], LENGTHS[2:3], NEW, Policy(0.6), logprobs=True
-    )
+    key, rows = jax.random.key(1), (PROMPTS[2:3], LENGTHS[2:3])
+    steps = list(stream(key, *arguments, PROMPTS[2], NEW, Policy(0.6), logprobs=True))
+    whole = generate(key, *arguments, *rows, NEW, Policy(0.6), logprobs=True)
     for name in ("policy", "model"):
         streamed = np.concatenate([getattr(step.logprobs, name) for step in steps])
         np.testing.assert_array_equal(streamed, getattr(whole.logprobs, name)[0, 5 : 5 + NEW])
@@ -106,18 +91,16 @@ def test_logprobs_and_greedy_sequences_with_a_process():
     out = generate(keys, get_method("otm_block", tree="2,2"), TARGET, DRAFT, *rows, logprobs=True)
     for made, wanted in zip(out.logprobs, expected(out, policy, policy.process), strict=True):
         np.testing.assert_allclose(made, wanted, atol=3e-5)
-    alone = generate(keys, get_method("baseline"), TARGET, None, *rows)
+    arguments = get_method("baseline"), TARGET, None
+    alone = generate(keys, *arguments, *rows)
     np.testing.assert_array_equal(alone.tokens[1::2], out.tokens[1::2])
-    single = Policy(0.6, process=repetition_penalty(1.5))
-    whole = generate(
-        jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[:1], [5], NEW, single
-    )
-    steps = stream(jax.random.key(3), get_method("baseline"), TARGET, None, PROMPTS[0], NEW, single)
-    assert [token for step in steps for token in step.tokens] == np.asarray(whole.tokens)[
-        0, 5 : 5 + NEW
-    ].tolist()
+    single, key = Policy(0.6, process=repetition_penalty(1.5)), jax.random.key(3)
+    whole = generate(key, *arguments, PROMPTS[:1], [5], NEW, single)
+    steps = stream(key, *arguments, PROMPTS[0], NEW, single)
+    streamed = [token for step in steps for token in step.tokens]
+    assert streamed == np.asarray(whole.tokens)[0, 5 : 5 + NEW].tolist()
 
 
-def test_logprobs_is_true_or_false():
-    with pytest.raises(UserError, match="logprobs=3: must be True or False"):
+def test_logprobs_must_be_true_or_false():
+    with pytest.raises(UserError, match="logprobs=3"):
         generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, logprobs=3)

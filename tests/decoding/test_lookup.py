@@ -1,4 +1,4 @@
-"""Drafts by lookup: the tokens of the tree by hand, what is accepted, and what a call without drafts is."""
+"""Drafts by lookup: the tokens of the tree, their acceptance, and calls without drafts."""
 
 import subprocess
 import sys
@@ -21,20 +21,16 @@ PADDED = 24
 
 
 def _by_hand(lookup, tree, tokens):
-    """What the rule says, one occurrence after the other."""
+    """The drafts of the rule, one occurrence after another."""
     length, found = len(tokens), []
     for place in range(1, length):
-        match = 0
-        while (
-            match < min(lookup.max_ngram, place)
-            and tokens[place - 1 - match] == tokens[length - 1 - match]
-        ):
+        match, most = 0, min(lookup.max_ngram, place)
+        while match < most and tokens[place - 1 - match] == tokens[length - 1 - match]:
             match += 1
         if match >= lookup.min_ngram:
             copied = tokens[place:]
-            found.append(
-                (match, place, [copied[depth % len(copied)] for depth in range(tree.height)])
-            )
+            follow = [copied[depth % len(copied)] for depth in range(tree.height)]
+            found.append((match, place, follow))
     found.sort(reverse=True)
     drafts, spelled = [-1] * (tree.size + 1), [None] * (tree.size + 1)
     spelled[0] = []
@@ -58,64 +54,50 @@ def _by_hand(lookup, tree, tokens):
         ("2,2", {"max_ngram": 4, "min_ngram": 2}),
     ],
 )
-def test_the_tree_holds_what_followed(shape, options):
-    """Tokens behind the end, which continue the pattern here, do not count."""
+def test_the_tree_has_the_tokens_that_followed(shape, options):
+    """Tokens past the end, which here continue the pattern, are ignored."""
     tree, lookup, rng = parse(shape), Lookup(**options), np.random.default_rng(0)
     lengths = rng.integers(1, 16, 300)
     rows = rng.integers(0, 3, (300, PADDED)).astype(np.int32)
     rows[:20] = np.arange(PADDED) % 3
     drafts = jax.jit(jax.vmap(lambda tokens, length: lookup(tree, tokens, length)))(rows, lengths)
-    expected = [
-        _by_hand(lookup, tree, row[:length].tolist())
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    prefixes = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    expected = [_by_hand(lookup, tree, prefix) for prefix in prefixes]
     np.testing.assert_array_equal(drafts, expected)
     assert (np.array(expected) >= 0).any() and (np.array(expected) < 0).any()
 
 
-def test_no_occurrence_and_one_that_reaches_the_end():
+def test_drafts_without_an_occurrence_and_past_the_end():
     lookup, tree = Lookup(), parse("chain:4")
     for tokens, drafts in (
         ([7], [-1] * 4),
         ([5, 6, 7], [-1] * 4),
         ([0, 0, 1], [-1] * 4),
-        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # The copy continues with what it has copied.
+        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # The copy continues from its start.
         ([1, 1], [1, 1, 1, 1]),
         ([2, 5, 9, 9, 2, 6, 2, 5], [9, 9, 2, 6]),
-        (
-            [4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5],
-            [1, 9, 2, 5],
-        ),  # Three tokens, before the two that occurred later.
+        # Three tokens rank before two that occurred later.
+        ([4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5], [1, 9, 2, 5]),
     ):
         padded = np.pad(np.array(tokens, np.int32), (0, 12 - len(tokens)))
         assert lookup(tree, padded, len(tokens)).tolist() == drafts, tokens
 
 
-def test_the_probability_of_acceptance_is_that_of_the_drafted_set():
-    """Of several drafts, which no other exact choice exceeds; token 2, which the target never says, is not among them."""
+def test_acceptance_is_the_probability_of_the_drafted_set():
+    """No exact verifier exceeds it. The target never emits token 2, so it cannot be accepted."""
     table = np.tile([0.35, 0.25, 0.0, 0.3, 0.1], (5, 5, 1))
     prompt, rows = [1, 0, 1, 2, 1, 3, 1], 20_000
     method = get_method("lookup", tree="2,1", max_ngram=1)  # 3 and 2 followed.
 
     def first(call):
         start = call.scored.length == len(prompt)
-        return {
-            "first": start & (call.chosen.emitted > 1),
-            "drafts": call.scored.tokens[1:3] * start,
-        }
+        accepted = start & (call.chosen.emitted > 1)
+        return {"accepted": accepted, "drafts": call.scored.tokens[1:3] * start}
 
-    made = generate(
-        jax.random.key(0),
-        method,
-        TableModel(table),
-        None,
-        [prompt] * rows,
-        [len(prompt)] * rows,
-        6,
-        observe=first,
-    )
+    arguments = TableModel(table), None, [prompt] * rows, [len(prompt)] * rows, 6
+    made = generate(jax.random.key(0), method, *arguments, observe=first)
     np.testing.assert_array_equal(made.observed["drafts"][0], [3, 2])
-    assert np.mean(made.observed["first"]) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / rows))
+    assert np.mean(made.observed["accepted"]) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / rows))
     new = np.asarray(made.tokens)[:, len(prompt) : len(prompt) + 6]
     assert not (new == 2).any() and new.min() >= 0
     counts = np.bincount(new.ravel(), minlength=5) / new.size
@@ -123,36 +105,32 @@ def test_the_probability_of_acceptance_is_that_of_the_drafted_set():
 
 
 def test_a_call_without_drafts_scores_the_root_alone():
-    """All sequences have none: then the other nodes have no logits. One that has drafts does not change the others."""
+    """If no sequence has drafts, only the root has logits. A row does not depend on the others."""
     model, method = TableModel(random_table(0, 6)), get_method("lookup", draft_length=3)
     lengths, policy = [3, 3], Policy(0.0)
 
     def widths(call):
         drafted = call.scored.tokens[1] >= 0
         scored = jnp.any(call.scored.logits[1:] != 0)
-        return {
-            "drafted": drafted,
-            "scored": scored,
-            "other": scored & ~drafted,
-            "counted": call.chosen.drafts[0],
-        }
+        seen = {"drafted": drafted, "scored": scored, "other": scored & ~drafted}
+        return seen | {"counted": call.chosen.drafts[0]}
 
-    apart = generate(
-        jax.random.key(0), method, model, None, [[0, 1, 2]] * 2, lengths, 6, policy, widths
-    )
+    def run(prompts):
+        rest = prompts, lengths, 6, policy, widths
+        return generate(jax.random.key(0), method, model, None, *rest)
+
+    apart = run([[0, 1, 2]] * 2)
     np.testing.assert_array_equal(apart.observed["drafted"], apart.observed["scored"])
     np.testing.assert_array_equal(apart.observed["drafted"], apart.observed["counted"])
     assert 0 < apart.observed["drafted"][0] < apart.target_calls[0]
-    both = generate(
-        jax.random.key(0), method, model, None, [[0, 1, 2], [3, 3, 3]], lengths, 6, policy, widths
-    )
+    both = run([[0, 1, 2], [3, 3, 3]])
     assert both.observed["other"][0] > 0
     np.testing.assert_array_equal(both.observed["drafted"], both.observed["counted"])
     np.testing.assert_array_equal(both.tokens[0], apart.tokens[0])
 
 
 def test_greedy_repeats_take_few_calls():
-    """A target that goes round in a circle: once it has been seen, each call emits all drafts and one more."""
+    """The target cycles; after the first cycle, each call accepts all drafts."""
     table = np.full((5, 5, 5), 0.01)
     for token in range(5):
         table[:, token, (token + 1) % 5] = 0.96
@@ -162,66 +140,39 @@ def test_greedy_repeats_take_few_calls():
     assert made.target_calls[0] == 5 + 45 // 5
 
 
-def test_which_methods_need_a_draft():
+def test_which_methods_need_a_draft_model():
     names = ("baseline", "lookup", "self_speculative", "block", "otm_layer", "gsd")
-    assert [get_method(name).needs_draft for name in names] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
-    with pytest.raises(
-        UserError,
-        match="method 'block' drafts, but no draft model was given; give one, or use 'lookup'",
-    ):
-        generate(
-            jax.random.key(0),
-            get_method("block"),
-            TableModel(random_table(0, 4)),
-            None,
-            [[1]],
-            [1],
-            2,
-        )
+    needs = [get_method(name).needs_draft for name in names]
+    assert needs == [False, False, False, True, True, True]
+    model = TableModel(random_table(0, 4))
+    with pytest.raises(UserError, match=r"method 'block': needs a draft model.* 'lookup'"):
+        generate(jax.random.key(0), get_method("block"), model, None, [[1]], [1], 2)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: get_method("lookup", max_ngram=0), "max_ngram=0 is not a whole number"),
+        (lambda: get_method("lookup", max_ngram=0), "max_ngram=0"),
         (lambda: get_method("lookup", min_ngram=4), "min_ngram=4: must be at most max_ngram=3"),
-        (
-            lambda: get_method("self_speculative", method="lookup"),
-            "the method 'self_speculative' has a drafter",
-        ),
-        (
-            lambda: Method("mine", parse("2"), FromTarget()),
-            "method 'mine': drafts of a drafter go with",
-        ),
+        (lambda: get_method("self_speculative", method="lookup"), "exit_layer=1"),
+        (lambda: Method("mine", parse("2"), FromTarget()), "method 'mine': a drafter"),
         (
             lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Lookup()),
-            "method 'mine': drafts of a dr",
+            "method 'mine': a drafter",
         ),
     ],
 )
-def test_what_does_not_go_together(make, message):
+def test_options_that_do_not_fit_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
 
 
 @pytest.mark.slow
-def test_on_the_command_line_without_a_draft(tmp_path):
+def test_sample_by_lookup_needs_no_draft_model(tmp_path):
     prompt, page = "The committee will meet again. The committee", tmp_path / "page.html"
-    flags = [
-        "--target=2m",
-        "--method=lookup",
-        "--max_new_tokens=8",
-        "--temperature=0",
-        f"--prompt={prompt}",
-    ]
-    command = [sys.executable, "-m", "spectr_jax.sample", *flags, f"--html={page}"]
+    flags = ["--target=2m", "--method=lookup", "--max_new_tokens=8", "--temperature=0"]
+    flags += [f"--prompt={prompt}", f"--html={page}"]
+    command = [sys.executable, "-m", "spectr_jax.sample", *flags]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith(prompt) and "lookup: 8 tokens in " in shown
     assert "token of the target" in page.read_text() or "accepted draft" in page.read_text()

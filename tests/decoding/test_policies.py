@@ -1,4 +1,4 @@
-"""Batches whose sequences have policies of their own, and limits against NumPy."""
+"""Policies per sequence, their limits against NumPy, and their valid ranges."""
 
 import dataclasses
 import itertools
@@ -31,14 +31,13 @@ VALUES = ("temperature", "top_k", "top_p", "min_p")
 
 
 def _batch(policies, repeated=1):
-    """One policy for a batch whose rows take these in turn."""
-    return Policy(
-        **{name: np.tile([getattr(each, name) for each in policies], repeated) for name in VALUES}
-    )
+    """One policy for a batch whose rows cycle through `policies`."""
+    columns = {name: [getattr(each, name) for each in policies] for name in VALUES}
+    return Policy(**{name: np.tile(column, repeated) for name, column in columns.items()})
 
 
 def _expected(logits, policy):
-    """The distribution as a user would write it, in float64 and with a sort."""
+    """The distribution by definition, in float64 and with a sort."""
     if policy.temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     p = np.exp((logits - logits.max()) / policy.temperature)
@@ -54,8 +53,8 @@ def _expected(logits, policy):
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_limits_are_those_of_a_sort(on_cpu, monkeypatch):
-    """With ties, tokens that cannot follow, and a leading dimension of nodes."""
+def test_limits_equal_those_of_a_sort(on_cpu, monkeypatch):
+    """With ties, logits of -inf, and a dimension of nodes."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     rng = np.random.default_rng(0)
@@ -67,33 +66,28 @@ def test_limits_are_those_of_a_sort(on_cpu, monkeypatch):
             expected = _expected(logits[row, node], policy)
             np.testing.assert_array_equal(np.asarray(made[row, node]) > 0, expected > 0)
             np.testing.assert_allclose(made[row, node], expected, rtol=1e-5)
-            np.testing.assert_array_equal(
-                made[row, node], probabilities(jnp.asarray(logits[row, node]), policy)
-            )
+            alone = probabilities(jnp.asarray(logits[row, node]), policy)
+            np.testing.assert_array_equal(made[row, node], alone)
 
 
 @pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
 def test_rows_follow_their_own_policies(name):
-    target = random_table(0, 4)
-    draft, repeated, length = perturbed(target, 1, 0.8), 2000, 3
+    target, repeated, length = random_table(0, 4), 2000, 3
     policy = _batch(POLICIES, repeated)
     rows = len(policy.temperature)
-    counts = {number: np.zeros(4**length) for number in range(len(POLICIES))}
+    arguments = (
+        get_method(name, tree="2,1"),
+        TableModel(target),
+        TableModel(perturbed(target, 1, 0.8)),
+    )
+    arguments += np.tile([[1, 2]], (rows, 1)), np.full(rows, 2), length, policy
+    counts = np.zeros((len(POLICIES), 4**length))
     digits = 4 ** np.arange(length)
     for seed in range(3):
-        keys, models = (
-            jax.random.split(jax.random.key(seed), rows),
-            (TableModel(target), TableModel(draft)),
-        )
-        prompts, lengths = np.tile([[1, 2]], (rows, 1)), np.full(rows, 2)
-        out = generate(
-            keys, get_method(name, tree="2,1"), *models, prompts, lengths, length, policy
-        )
-        codes = np.asarray(out.tokens)[:, 2 : 2 + length]
-        for number in counts:
-            counts[number] += np.bincount(
-                codes[number :: len(POLICIES)] @ digits, minlength=4**length
-            )
+        out = generate(jax.random.split(jax.random.key(seed), rows), *arguments)
+        codes = np.asarray(out.tokens)[:, 2 : 2 + length] @ digits
+        for number in range(len(POLICIES)):
+            counts[number] += np.bincount(codes[number :: len(POLICIES)], minlength=4**length)
     for number, each in enumerate(POLICIES):
         shaped = np.array([[_expected(np.log(row), each) for row in rows] for rows in target])
         pmf = exact_pmf(shaped, (1, 2), length)
@@ -110,7 +104,7 @@ def _transformer(seed, layers):
 
 
 @pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_row_is_what_it_is_alone(on_cpu, monkeypatch):
+def test_a_row_with_its_own_policy_equals_it_alone(on_cpu, monkeypatch):
     monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     models, method = (_transformer(0, 2), _transformer(1, 1)), get_method("otm_block", tree="2,1")
@@ -126,11 +120,8 @@ def test_a_row_is_what_it_is_alone(on_cpu, monkeypatch):
 
 
 def test_all_policies_share_two_programs(count_compilations):
-    models, method = (
-        [TableModel(random_table(seed, 5)) for seed in (0, 1)],
-        get_method("speculative", draft_length=2),
-    )
-    arguments = method, *models, [[1], [2]], [1, 1], 6
+    models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
+    arguments = get_method("speculative", draft_length=2), *models, [[1], [2]], [1, 1], 6
     generate(jax.random.key(0), *arguments, Policy())
     generate(jax.random.key(0), *arguments, Policy(top_k=2))
     mixed = (
@@ -149,61 +140,50 @@ def test_all_policies_share_two_programs(count_compilations):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Policy(temperature=1e39), r"temperature=1e\+39: is not a finite number"),
-        (Policy(temperature=1e-50), "temperature=1e-50: is not a finite number"),
-        (Policy(temperature=None), "temperature=None: is not a finite number"),
-        (Policy(temperature="hot"), "temperature=hot: is not a finite number"),
-        (Policy(temperature=True), "temperature=True: is not"),
-        (Policy(temperature=np.ones(3)), r"temperature: has shape \[3\] for 2 sequences"),
-        (Policy(top_k=np.array([3, -1])), r"top_k=\[ 3 -1\]: must be a non-negative integer"),
-        (Policy(top_k=2**32 + 1), "top_k=4294967297: must be a non-negative integer"),
-        (Policy(top_p=1e-50), "top_p=1e-50: is not in"),
-        (Policy(top_p=None), "top_p=None: is not in"),
-        (Policy(min_p=1.5), "min_p=1.5: is not in"),
-        (Policy(min_p=float("nan")), "min_p=nan: is not in"),
-        (Policy(eos=2**32 + 1), "eos=4294967297 is no token"),
-        ({"temperature": 1.0}, "policy={'temperature': 1.0}: is not a Policy"),
+        (Policy(temperature=1e39), r"temperature=1e\+39"),
+        (Policy(temperature=1e-50), "temperature=1e-50"),
+        (Policy(temperature=None), "temperature=None"),
+        (Policy(temperature="hot"), "temperature=hot"),
+        (Policy(temperature=True), "temperature=True"),
+        (Policy(temperature=np.ones(3)), r"temperature: has shape \[3\]"),
+        (Policy(top_k=np.array([3, -1])), r"top_k=\[ 3 -1\]"),
+        (Policy(top_k=2**32 + 1), "top_k=4294967297"),
+        (Policy(top_p=1e-50), "top_p=1e-50"),
+        (Policy(top_p=None), "top_p=None"),
+        (Policy(min_p=1.5), "min_p=1.5"),
+        (Policy(min_p=float("nan")), "min_p=nan"),
+        (Policy(eos=2**32 + 1), "eos=4294967297"),
+        ({"temperature": 1.0}, "policy={'temperature': 1.0}"),
     ],
 )
 @pytest.mark.parametrize("owner", ["", "draft_"])
-def test_values_are_those_that_the_device_sees(policy, message, owner):
+def test_values_out_of_range_in_float32_are_refused(policy, message, owner):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
+    arguments = jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4
     with pytest.raises(UserError, match=owner + message):
-        generate(
-            jax.random.key(0),
-            get_method("spectr"),
-            *models,
-            [[1], [2]],
-            [1, 1],
-            4,
-            **{f"{owner}policy": policy},
-        )
+        generate(*arguments, **{f"{owner}policy": policy})
 
 
-def test_a_traced_policy_may_have_several_ends():
-    model = TableModel(random_table(0, 7))
-    target, prompts, lengths = freeze(model), np.array([[1, 2]] * 2), np.array([2, 2])
+def test_a_traced_policy_may_have_several_eos_tokens():
+    model, method = TableModel(random_table(0, 7)), get_method("baseline")
+    target, rows = freeze(model), (np.array([[1, 2]] * 2), np.array([2, 2]), 9)
 
     @jax.jit
     def decoded(key, target, policy):
-        return decode(key, get_method("baseline"), target, None, prompts, lengths, 9, policy).tokens
+        return decode(key, method, target, None, *rows, policy).tokens
 
-    policy = Policy(temperature=[0.8, 0.0], eos=(2, 3))
-    expected = generate(
-        jax.random.key(0), get_method("baseline"), model, None, prompts, lengths, 9, policy
-    ).tokens
-    np.testing.assert_array_equal(
-        decoded(jax.random.key(0), target, policy), expected[:, :11]
-    )  # Not padded to a bucket.
+    key, policy = jax.random.key(0), Policy(temperature=[0.8, 0.0], eos=(2, 3))
+    expected = generate(key, method, model, None, *rows, policy).tokens
+    # `decode` does not pad prompts to a bucket.
+    np.testing.assert_array_equal(decoded(key, target, policy), expected[:, :11])
 
 
 @pytest.mark.slow
-def test_a_scalar_of_jax_is_a_number():
+def test_a_jax_scalar_is_accepted_as_a_number():
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = jax.random.key(0), get_method("spectr", num_drafts=2), *models, [[1]], [1], 6
     policy = Policy(temperature=0.5, top_k=3, top_p=0.5)
     scalars = {name: jnp.asarray(getattr(policy, name)) for name in VALUES}
     expected = generate(*arguments, policy).tokens
-    np.testing.assert_array_equal(
-        generate(*arguments, dataclasses.replace(policy, **scalars)).tokens, expected
-    )
+    made = generate(*arguments, dataclasses.replace(policy, **scalars)).tokens
+    np.testing.assert_array_equal(made, expected)

@@ -1,4 +1,4 @@
-"""Stop sequences: on the device, in texts, and in what is shown."""
+"""Stop sequences: on the device, in strings, and in the text that is shown."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ PIECES = [b"", b"a", b"b", b"\n", b"b\n", b"\na", "é".encode()]
 
 
 class Letters(HuggingFaceTokenizer):
-    """A tokenizer of a few pieces, some of which hold the end of one stop text and more."""
+    """A tokenizer of a few pieces, some of which go past the end of a stop string."""
 
     bos, eos = 0, 0
     pieces = PIECES
@@ -38,7 +38,7 @@ LETTERS = Letters()
 
 
 def _until(tokens, ends):
-    """The tokens up to the first at which `ends` of those so far is true."""
+    """The shortest prefix of `tokens` for which `ends` is true, or all tokens."""
     for count in range(1, len(tokens) + 1):
         if ends(tokens[:count]):
             return tokens[:count]
@@ -46,18 +46,14 @@ def _until(tokens, ends):
 
 
 @pytest.mark.parametrize("name", ["otm_block", "baseline"])
-def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
-    """As if the whole sequence were cut, wherever in a call's tokens; for texts and for tokens, and in a stream."""
+def test_a_sequence_ends_with_the_first_stop(name):
+    """It equals the whole sequence, cut; for strings and for tokens, and in a stream."""
     options = {"tree": "2,2"} if name == "otm_block" else {}
     arguments = get_method(name, **options), Trained("letters", TARGET, LETTERS), DRAFT
-    keys, prompts, lengths = (
-        jax.random.split(jax.random.key(0), 40),
-        np.full((40, 2), 3),
-        np.full(40, 2),
-    )
-    whole = np.asarray(generate(keys, *arguments, prompts, lengths, NEW).tokens)[
-        :, 2 : 2 + NEW
-    ].tolist()
+    keys = jax.random.split(jax.random.key(0), 40)
+    prompts, lengths = np.full((40, 2), 3), np.full(40, 2)
+    whole = np.asarray(generate(keys, *arguments, prompts, lengths, NEW).tokens)
+    whole = whole[:, 2 : 2 + NEW].tolist()
     stops = ("\n\n", "ab\na"), [[3, 3], [1, 2, 5]], "é"
     for stop in stops:
 
@@ -73,19 +69,16 @@ def test_a_sequence_ends_where_its_text_first_has_a_stop(name):
             assert np.asarray(out.tokens)[row, 2 : int(out.lengths[row])].tolist() == expected
             ended += len(expected) < NEW
         assert ended > 5
-    if name != "baseline":  # Whose programs are small.
+    if name != "baseline":  # The other programs take long to compile.
         return
-    key, method = jax.random.key(1), arguments
-    single = generate(key, *method, prompts[:1], lengths[:1], NEW, stop=stops[0])
-    streamed = [
-        token
-        for step in stream(key, *method, prompts[0], NEW, stop=stops[0])
-        for token in step.tokens
-    ]
+    key = jax.random.key(1)
+    single = generate(key, *arguments, prompts[:1], lengths[:1], NEW, stop=stops[0])
+    steps = stream(key, *arguments, prompts[0], NEW, stop=stops[0])
+    streamed = [token for step in steps for token in step.tokens]
     assert streamed == np.asarray(single.tokens)[0, 2 : int(single.lengths[0])].tolist()
 
 
-def test_other_stops_of_similar_lengths_compile_nothing(count_compilations):
+def test_stops_of_similar_lengths_share_a_program(count_compilations):
     arguments = jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], NEW
     generate(*arguments, stop=[[1, 2]])
     others = [prepared(stop, None, VOCAB) for stop in ([[3, 3], [1, 2, 5]], [[6]])]
@@ -95,63 +88,40 @@ def test_other_stops_of_similar_lengths_compile_nothing(count_compilations):
     assert not compiled
 
 
-def test_a_stop_that_was_prepared_inside_jit_serves_other_calls():
-    method, model, prompts, lengths = (
-        get_method("baseline"),
-        freeze(TARGET),
-        np.array([[1, 2]]),
-        np.array([2]),
-    )
+def test_a_stop_that_is_prepared_inside_jit_can_be_used_outside():
+    method, rows = get_method("baseline"), (np.array([[1, 2]]), np.array([2]), 9)
 
     @jax.jit
     def decoded(key, model):
-        return decode(
-            key,
-            method,
-            model,
-            None,
-            np.array(prompts),
-            np.array(lengths),
-            9,
-            stop=prepared([[5, 3]], None, VOCAB),
-        )
+        return decode(key, method, model, None, *rows, stop=prepared([[5, 3]], None, VOCAB))
 
-    inside = decoded(jax.random.key(0), model)
-    outside = generate(jax.random.key(0), method, TARGET, None, prompts, lengths, 9, stop=[[5, 3]])
-    np.testing.assert_array_equal(inside.tokens, outside.tokens[:, :11])  # Not padded to a bucket.
+    inside = decoded(jax.random.key(0), freeze(TARGET))
+    outside = generate(jax.random.key(0), method, TARGET, None, *rows, stop=[[5, 3]])
+    # `decode` does not pad prompts to a bucket.
+    np.testing.assert_array_equal(inside.tokens, outside.tokens[:, :11])
 
 
 def test_transitions_find_the_first_of_random_patterns():
     rng = np.random.default_rng(0)
     for _ in range(300):
-        patterns = [
-            tuple(rng.integers(0, 2, rng.integers(1, 6)).tolist())
-            for _ in range(rng.integers(1, 4))
-        ]
-        table, word, state = _transitions(tuple(patterns), 2), rng.integers(0, 2, 12).tolist(), 0
+        lengths = rng.integers(1, 6, rng.integers(1, 4))
+        patterns = tuple(tuple(rng.integers(0, 2, length).tolist()) for length in lengths)
+        table, word, state = _transitions(patterns, 2), rng.integers(0, 2, 12).tolist(), 0
+        seen = False
         for count, symbol in enumerate(word, start=1):
             state = table[state, symbol]
-            seen = any(
-                tuple(word[i : i + len(p)]) == p
-                for p in patterns
-                for i in range(count - len(p) + 1)
-            )
+            seen |= any(tuple(word[:count][-len(each) :]) == each for each in patterns)
             assert (state == MATCHED) == seen
 
 
-def test_overlapping_texts():
-    """The automaton falls back to the longest beginning that was read; it stays where it has matched."""
+def test_overlapping_strings():
+    """The automaton falls back to the longest prefix that was read, and stays where it matched."""
     stop = prepared(("aab", "abc", "x"), _Bytes(), 256)
     for text in ("aaab", "aabc", "abab", "ab", "cabc", "aac", "ax", "abcdef"):
-        states = np.asarray(
-            stop.follow(
-                np.zeros(1, np.int32), np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32)
-            )
-        )
-        expected = [
-            before(text[:count], ("aab", "abc", "x")) != text[:count]
-            for count in range(1, len(text) + 1)
-        ]
+        tokens = np.array([list(text.encode())], np.int32)
+        states = np.asarray(stop.follow(np.zeros(1, np.int32), tokens))
+        prefixes = [text[:count] for count in range(1, len(text) + 1)]
+        expected = [before(prefix, ("aab", "abc", "x")) != prefix for prefix in prefixes]
         assert (states[0] == MATCHED).tolist() == expected
 
 
@@ -160,23 +130,18 @@ class _Bytes:
 
 
 def test_pieces_spell_the_text(toy, tmp_path):
-    """Of SentencePiece, of the same in Hugging Face's layout, and of byte pairs."""
+    """For SentencePiece, for the same model in Hugging Face's layout, and for byte pairs."""
     text = "draft target\n\ntoken é 日本 law  two"
     ours = load(toy.folder / "target", "float32").tokenizer
     save_tokenizer(tmp_path, ours, 32)
     made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator(
-        [text], vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False
-    )
-    others = (
-        HuggingFaceTokenizer(read_tokenizer(tmp_path), 1, 2),
-        HuggingFaceTokenizer(made._tokenizer, 0, 1),
-    )
-    for tokenizer in (ours, *others):
+    special = ["<s>", "</s>"]
+    made.train_from_iterator([text], vocab_size=300, special_tokens=special, show_progress=False)
+    saved = HuggingFaceTokenizer(read_tokenizer(tmp_path), 1, 2)
+    for tokenizer in (ours, saved, HuggingFaceTokenizer(made._tokenizer, 0, 1)):
         tokens = tokenizer.prompt(text)
-        assert b"".join(
-            tokenizer.pieces[token] for token in tokens
-        ).decode().lstrip() == tokenizer.decode(tokens)
+        spelled = b"".join(tokenizer.pieces[token] for token in tokens).decode()
+        assert spelled.lstrip() == tokenizer.decode(tokens)
     wordpiece = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
     wordpiece.decoder = tokenizers.decoders.WordPiece()
     with pytest.raises(UserError, match="does not say what its tokens spell"):
@@ -186,13 +151,13 @@ def test_pieces_spell_the_text(toy, tmp_path):
 @pytest.mark.parametrize(
     "stop", ["", ["a", ""], ["a", [1]], [[]], [[7]], [[-1]], [1, 2], 3, [[1.5]], b"a"]
 )
-def test_what_is_no_stop(stop):
-    with pytest.raises(UserError, match=r"stop=.*: must be texts, or sequences of tokens 0\.\.6"):
+def test_other_values_are_refused(stop):
+    with pytest.raises(UserError, match=r"stop=.*: must be strings, or sequences of tokens 0\.\.6"):
         prepared(stop, LETTERS, VOCAB)
 
 
-def test_texts_need_a_tokenizer():
-    with pytest.raises(UserError, match="texts need a tokenizer"):
+def test_strings_need_a_tokenizer_and_are_limited():
+    with pytest.raises(UserError, match="strings need a tokenizer"):
         generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, stop="a")
     with pytest.raises(UserError, match="has 2,000 characters or tokens"):
         prepared("a" * 2000, LETTERS, VOCAB)
@@ -202,16 +167,11 @@ def test_texts_need_a_tokenizer():
 def test_before_and_settled():
     assert before("one\n\ntwo###", ("###", "\n\n")) == "one"
     assert before("one", ()) == before("one", None) == "one"
-    assert [settled(text, ("\n\n", "###")) for text in ("ab", "ab\n", "ab\n\nc", "ab##", "")] == [
-        2,
-        2,
-        2,
-        2,
-        0,
-    ]
+    shown = [settled(text, ("\n\n", "###")) for text in ("ab", "ab\n", "ab\n\nc", "ab##", "")]
+    assert shown == [2, 2, 2, 2, 0]
 
 
-def test_a_chat_shows_nothing_of_a_stop():
+def test_a_chat_does_not_show_the_stop_string():
     models = freeze(TARGET), freeze(DRAFT)
     method, trained = get_method("speculative", draft_length=2), Trained("letters", TARGET, LETTERS)
     open_ended = Session(method, trained, trained, *models, NEW, Policy(), None)

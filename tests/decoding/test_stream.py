@@ -1,4 +1,4 @@
-"""Decoding call by call, and prompts that run in pieces."""
+"""Decoding call by call, and prompts that are run in pieces."""
 
 import jax
 import jax.numpy as jnp
@@ -20,47 +20,45 @@ LENGTH = 12
     ("name", "options"),
     [("baseline", {}), ("otm_block", {"tree": "2,2"}), ("lookup", {"tree": "2,1"})],
 )
-def test_steps_are_what_generate_emits_at_once(name, options, count_compilations):
-    """Token for token and call for call, whatever ends it: EOS, one of several, or the limit."""
+def test_steps_equal_the_calls_of_generate(name, options, count_compilations):
+    """For sequences that end with EOS, with one of several EOS tokens, or at the limit."""
     method = get_method(name, **options)
 
-    def calls(call):
-        return {"length": call.scored.length}
+    def start(call):
+        return call.scored.length
 
     for seed, eos in ((0, -1), (1, -1), (2, 3), (3, 3), (4, (5, 9))):
         key, policy = jax.random.key(seed), Policy(eos=eos)
         whole = generate(key, method, TARGET, DRAFT, [[1, 4, 2]], [3], LENGTH, policy)
         with count_compilations() as compiled:
-            steps = list(stream(key, method, TARGET, DRAFT, [1, 4, 2], LENGTH, policy, calls))
+            steps = list(stream(key, method, TARGET, DRAFT, [1, 4, 2], LENGTH, policy, start))
         assert len(steps) == int(whole.target_calls[0])
         tokens = [token for step in steps for token in step.tokens]
         assert tokens == whole.tokens[0, 3 : int(whole.lengths[0])].tolist()
         starts = np.cumsum([3, *(len(step.tokens) for step in steps)])[:-1]
-        assert [int(step.observed["length"]) for step in steps] == starts.tolist()
+        assert [int(step.observed) for step in steps] == starts.tolist()
         ended = {eos} if isinstance(eos, int) else set(eos)
         assert len(tokens) == LENGTH or tokens[-1] in ended
         assert not ended & set(tokens[:-1])
         assert seed != 1 or not compiled
 
 
-def test_a_stream_refuses_at_once():
+def test_bad_arguments_are_refused_before_the_first_step():
     method = get_method("baseline")
-    with pytest.raises(UserError, match=r"key is key<fry>\[2\]; give one"):
+    with pytest.raises(UserError, match=r"key=key<fry>\[2\]"):
         stream(jax.random.split(jax.random.key(0)), method, TARGET, None, [1], 4)
-    with pytest.raises(UserError, match="a prompt has a token outside 0"):
+    with pytest.raises(UserError, match="prompts: a token is outside 0"):
         stream(jax.random.key(0), method, TARGET, None, [99], 4)
-    with pytest.raises(UserError, match=r"key is None; give jax\.random\.key"):
+    with pytest.raises(UserError, match="key=None"):
         stream(None, method, TARGET, None, [1], 4)
 
 
-def test_a_prompt_in_pieces_leaves_the_cache_of_one_run(monkeypatch):
-    """Prompts of several lengths in pieces of 4, the last of which is not full."""
+def test_prompts_in_pieces_leave_the_cache_of_one_run(monkeypatch):
+    """Prompts of several lengths, in pieces of 4; the last piece is not full."""
     shape = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=32)
     model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
-    prompts, lengths = (
-        jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11))),
-        jnp.array([11, 5, 8]),
-    )
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11)))
+    lengths = jnp.array([11, 5, 8])
     start = jax.jit(lambda: loop.prefill(method, model, model, prompts, lengths, 3))
     whole = start()
     monkeypatch.setattr(loop, "PIECE", 4)
@@ -80,11 +78,6 @@ def test_prompts_of_many_lengths_share_the_program_of_a_stream(count_compilation
     list(stream(jax.random.key(0), method, TARGET, None, [1] * 7, 3))
     with count_compilations() as compiled:
         for length in (1, 90, 120):
-            assert (
-                sum(
-                    len(step.tokens)
-                    for step in stream(jax.random.key(0), method, TARGET, None, [1] * length, 3)
-                )
-                == 3
-            )
+            steps = stream(jax.random.key(0), method, TARGET, None, [1] * length, 3)
+            assert sum(len(step.tokens) for step in steps) == 3
     assert not compiled
