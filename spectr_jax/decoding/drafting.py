@@ -24,6 +24,10 @@ from spectr_jax.transport import race as race_plan
 from spectr_jax.transport.base import draw
 from spectr_jax.transport.types import IntScalar, Probs
 
+LevelProbs: TypeAlias = Float[Array, "width vocab"]
+Counts: TypeAlias = Int[np.ndarray, " width"]
+LevelTokens: TypeAlias = Int[Array, "width children"]
+
 
 class Drafts(NamedTuple):
     """The drafts of one call.
@@ -39,16 +43,12 @@ class Drafts(NamedTuple):
     cache: Cache
 
 
-def iid(
-    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
-) -> Int[Array, "width children"]:
+def iid(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
     """Returns independent draws from each row of `p`; consumes `key`."""
     return _each(key, p, lambda k, probs: draw(k, probs, (int(counts.max()),)))
 
 
-def without_replacement(
-    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
-) -> Int[Array, "width children"]:
+def without_replacement(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
     """Returns draws without replacement from each row of `p` (Gumbel top-k); consumes `key`.
 
     They follow the Plackett-Luce distribution: each is drawn from p without the tokens before it.
@@ -57,9 +57,7 @@ def without_replacement(
     return _each(key, p, lambda k, probs: race_plan.arrivals(k, probs, int(counts.max())))
 
 
-def race(
-    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
-) -> Int[Array, "width children"]:
+def race(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
     """Returns draws without replacement, like `without_replacement`, with one race for all rows.
 
     The plan `transport.race` runs the same race with the same `key`.
@@ -67,9 +65,7 @@ def race(
     return jax.vmap(lambda probs: race_plan.arrivals(key, probs, int(counts.max())))(p)
 
 
-def greedy(
-    key: PRNGKeyArray, p: Float[Array, "width vocab"], counts: Int[np.ndarray, " width"]
-) -> Int[Array, "width children"]:
+def greedy(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
     """Returns the likeliest tokens of each row of `p` and, as last child, a draw from the others.
 
     Consumes `key`. Source: Hu et al., 2025.
@@ -87,10 +83,7 @@ def greedy(
     return _each(key, p, likeliest_and_one, jnp.asarray(counts))
 
 
-Rule: TypeAlias = Callable[
-    [PRNGKeyArray, Float[Array, "width vocab"], Int[np.ndarray, " width"]],
-    Int[Array, "width children"],
-]
+Rule: TypeAlias = Callable[[PRNGKeyArray, LevelProbs, Counts], LevelTokens]
 
 RULES: dict[str, Rule] = {
     "iid": iid,
@@ -291,9 +284,9 @@ def _children(
 
 def _each(
     key: PRNGKeyArray,
-    p_WxV: Float[Array, "width vocab"],
+    p_WxV: LevelProbs,
     draw_children: Callable[..., Int[Array, " children"]],
     *of_each: Shaped[Array, "width ..."],
-) -> Int[Array, "width children"]:
+) -> LevelTokens:
     """Returns `draw_children(key, p, ...)` of each row, each with its own key; consumes `key`."""
     return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV, *of_each)

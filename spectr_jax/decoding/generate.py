@@ -21,15 +21,7 @@ from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Call, Loop, add_observed, call, merged, observe_call, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, for_rows
-from spectr_jax.decoding.request import (
-    BUCKET,
-    AnyModel,
-    Observe,
-    Request,
-    checked,
-    padded,
-    sequence_keys,
-)
+from spectr_jax.decoding.request import BUCKET, AnyModel, Observe, Request, checked, sequence_keys
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.frozen import Frozen
@@ -113,13 +105,13 @@ def generate(
     rows = prompts, prompt_lengths
     request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, mesh)
     request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
-    generation: Generation = _generate(*padded(checked(request), BUCKET))
+    generation: Generation = _generate(*checked(request, BUCKET))
     return generation
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
     """Returns the lowered program of `generate(*arguments, **options)`, without running it."""
-    return _generate.lower(*padded(checked(Request(*arguments, **options)), BUCKET))
+    return _generate.lower(*checked(Request(*arguments, **options), BUCKET))
 
 
 @functools.partial(
@@ -183,23 +175,21 @@ def decode(
     refuses give undefined outputs. Each shape of prompts compiles its own program.
 
     Args:
-      key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence
-        `i` uses `fold_in(key, i)`.
+      key: as in `generate`; consumed.
       method: static.
       target: from `freeze`. Pass it to the jitted function: closed-over arrays become constants.
       draft: likewise; None for a method that needs none.
       prompts: [B, T] int32, padded at the end.
       prompt_lengths: [B] int32, from 1 to T.
       max_new_tokens: static; the longest prompt and this must fit the target's context.
-      policy: its numbers may be traced. Limits at their defaults cost nothing.
+      policy: its numbers may be traced, as those of `draft_policy`.
       observe: static.
-      draft_policy: as in `generate`; may be traced like `policy`.
+      draft_policy: as in `generate`.
       logprobs: static.
       stop: from `stopping.prepared`; traced.
 
     Returns:
-      The `Generation` of `generate` for the same key and prompts; tokens are [B, T +
-      max_new_tokens].
+      The output of `generate` for the same key and prompts; tokens are [B, T + max_new_tokens].
     """
     keys_B = sequence_keys(key, len(prompts))
     policy = for_rows(policy or Policy(), len(prompts))

@@ -28,7 +28,7 @@ LONG = 256
 
 
 class Request(NamedTuple):
-    """The arguments of `generate`; after `checked` and `padded`, those of `_generate`."""
+    """The arguments of `generate`; after `checked`, those of `_generate`."""
 
     key: PRNGKeyArray | Key[Array, " batch"]
     method: Method
@@ -45,8 +45,8 @@ class Request(NamedTuple):
     stop: Any = None
 
 
-def checked(request: Request) -> Request:
-    """Returns the request with models frozen and both policies given.
+def checked(request: Request, bucket: int) -> Request:
+    """Returns the request with frozen models, both policies, and padded prompts.
 
     Raises:
       UserError: as in `generate`.
@@ -70,10 +70,11 @@ def checked(request: Request) -> Request:
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
+    missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
     return request._replace(
         target=models[0],
         draft=models[1],
-        prompts=tokens,
+        prompts=np.pad(tokens, ((0, 0), (0, missing))),
         prompt_lengths=lengths,
         policy=for_rows(policy, len(tokens)),
         draft_policy=for_rows(draft_policy, len(tokens)),
@@ -92,13 +93,6 @@ def _check_mesh(mesh: Mesh, sequences: int) -> None:
         raise UserError(
             f"mesh: {sequences} prompts do not divide over {mesh.size} devices; give a multiple"
         )
-
-
-def padded(request: Request, bucket: int) -> Request:
-    """Returns the request with its prompts padded to their `padded_length`."""
-    T = request.prompts.shape[1]
-    missing = padded_length(T, bucket) - T
-    return request._replace(prompts=np.pad(request.prompts, ((0, 0), (0, missing))))
 
 
 def padded_length(tokens: int, bucket: int = BUCKET) -> int:

@@ -14,15 +14,7 @@ from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, call, merged, observe_call, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import (
-    LONG,
-    AnyModel,
-    Observe,
-    Request,
-    checked,
-    padded,
-    sequence_keys,
-)
+from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, sequence_keys
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.utils.errors import UserError
@@ -80,7 +72,7 @@ def stream(
     rows = tokens[None], np.array([tokens.size])
     request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
     request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
-    return _steps(padded(checked(request), LONG))
+    return _steps(checked(request, LONG))
 
 
 def _steps(request: Request) -> Iterator[Step]:
