@@ -139,7 +139,7 @@ def _llama(out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _check_runs_alone(tokenizer) -> None:
-    """Raises `UserError` for a student, which is of the Llama family too, but with parts that
+    """Raises `UserError` for a student: it is of the Llama family, but has parts that
     transformers lacks."""
     from spectr_jax.data.tokenizer import VocabularyOf
     from spectr_jax.utils.errors import UserError
@@ -154,8 +154,8 @@ def _check_runs_alone(tokenizer) -> None:
 
 
 def _check_folder(out: pathlib.Path) -> None:
-    """Raises `UserError` for flags that a folder for transformers does not take, and for one that
-    is taken."""
+    """Raises `UserError` for flags that do not apply to a transformers folder, or if the folder
+    is not empty."""
     from spectr_jax.utils.errors import UserError
 
     for flag in (_DTYPE, _PART_MB):

@@ -117,7 +117,7 @@ def main():
 
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
-    """Returns what makes these labels these, for the index of their folder."""
+    """Returns what identifies these labels, for the index of their folder."""
     from spectr_jax.data.corpus import corpus_digest
     from spectr_jax.models.frozen import digest
 
@@ -143,8 +143,11 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
 
 
 def _sentences():
-    """Returns the corpus, or None for chats; raises `UserError` for flags that do not go together,
-    and for too short a corpus."""
+    """Returns the corpus, or None for chats.
+
+    Raises:
+      UserError: the flags contradict each other, or the corpus is too short.
+    """
     from spectr_jax.data.corpus import open_sentences
     from spectr_jax.utils.errors import UserError
 
@@ -177,7 +180,7 @@ def _sentences():
 
 
 def _texts(teacher, sentences, length: int):
-    """Returns what is labelled: `teaching.Texts` that are read, or that the teacher writes."""
+    """Returns the texts to label: read from the corpus, or written by the teacher."""
     from spectr_jax.decoding import Policy
     from spectr_jax.distillation import teacher as teaching
     from spectr_jax.loading.by_name import load

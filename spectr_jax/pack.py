@@ -1,4 +1,4 @@
-"""Tokenises and packs a corpus once, for trainings that would wait for data.
+"""Tokenizes and packs a corpus once, for training runs that would otherwise wait for data.
 
     python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
 

@@ -110,7 +110,8 @@ _COLOUR = flags.DEFINE_enum(
 
 
 def main():
-    from spectr_jax.decoding import Policy  # Once flags are parsed: `--help` need not wait for JAX.
+    # After flags are parsed, so that `--help` does not wait for JAX.
+    from spectr_jax.decoding import Policy
     from spectr_jax.decoding.policy import check_policy
     from spectr_jax.loading.by_name import PUBLISHED, SMOLLM2, check_dtype
     from spectr_jax.sampling.page import checked_path
@@ -136,7 +137,7 @@ def main():
     prompts = _prompts()
     html = None if _HTML.value is None else checked_path(_HTML.value)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # A terminal that lacks a character shows another.
+        sys.stdout.reconfigure(errors="replace")  # Replaces characters that the terminal lacks.
     session = open_session(
         method,
         _TARGET.value,
@@ -159,11 +160,10 @@ def main():
 
 
 def _method():
-    """Returns the method that the flags name, or None where they leave the choice to
-    `open_session`.
+    """Returns the method that the flags name, or None to let `open_session` choose.
 
     Raises:
-      UserError: flags that do not go together; in terms of the flags where no method is named.
+      UserError: the flags contradict each other.
     """
     from spectr_jax.decoding import get_method
     from spectr_jax.utils.errors import UserError
@@ -192,7 +192,7 @@ def _method():
 
 
 def _prompts() -> Iterable[str]:
-    """Returns the prompts: a list, or those of stdin as they come."""
+    """Returns the prompts: a list, or an iterator over stdin."""
     from spectr_jax.sampling import prompts
     from spectr_jax.utils.errors import UserError
 
@@ -253,7 +253,7 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
 
 
 def _chat(session, prompts: Iterable[str]) -> None:
-    """Answers each prompt on its own; those of stdin are the messages of one conversation."""
+    """Answers each prompt separately; prompts of stdin form one conversation."""
     import jax
 
     from spectr_jax.sampling import chat, terminal

@@ -2,8 +2,7 @@
 
     python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m
 
-A run that was stopped or killed resumes from its newest checkpoint when the same command is given
-again.
+After a stop or a crash the same command resumes from the newest checkpoint.
 """
 
 from absl import flags
@@ -22,7 +21,7 @@ _WORKDIR = flags.DEFINE_string(
 
 
 def main():
-    # Once flags are parsed: `--help` need not wait for JAX.
+    # After flags are parsed, so that `--help` does not wait for JAX.
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory
 

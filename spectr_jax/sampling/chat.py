@@ -14,15 +14,15 @@ from spectr_jax.utils.errors import UserError
 
 
 class Answer(NamedTuple):
-    """An answer and what it took.
+    """An answer with its counts and times.
 
     Attributes:
-      text: without the token or the stop text that ends it.
-      tokens: how many, that one included.
-      calls: of the target.
-      first: seconds until the first token was there, compilation included.
-      speed: tokens per second after that, 0 if there were none.
-      whole: the model or a stop text ended it, not the limit.
+      text: the answer without the token or stop string that ends it.
+      tokens: number of tokens, including that one.
+      calls: number of target calls.
+      first: seconds to the first token, including compilation.
+      speed: tokens per second after the first one; 0 if there were none.
+      whole: whether the model or a stop string ended the answer, not the limit.
     """
 
     text: str
@@ -42,7 +42,7 @@ def check(session: Session) -> None:
 
 
 def encode_message(session: Session, message: str) -> list[int]:
-    """Returns the tokens of a conversation that the user's `message` begins, as `encode`."""
+    """Returns the tokens of a conversation that starts with the user's `message`."""
     return encode(session, [{"role": "user", "content": message}])
 
 
@@ -50,7 +50,7 @@ def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]
     """Returns the tokens of a conversation (roles and contents), up to where the answer begins.
 
     Raises:
-      UserError: it leaves no room for an answer in the context of a model.
+      UserError: the context of a model has no room for an answer.
     """
     prompt = session.target.tokenizer.chat(messages)
     check_room(session, messages[-1]["content"], prompt)
@@ -60,13 +60,11 @@ def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]
 def answers(
     session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]
 ) -> Iterator[Answer]:
-    """Answers messages, token by token to `show`: those of a list each on its own, others as they
-    come in one conversation.
+    """Yields the answers to messages, passing each token to `show`. A list has separate
+    conversations; any other iterable is one conversation. Consumes `key`.
 
-    Consumes `key`.
-
-    Raises:
-      UserError: as `encode`; of a list before the first is answered.
+        Raises:
+          UserError: as `encode`; for a list, before the first answer.
     """
     messages: list[dict[str, str]] = []
 
@@ -84,8 +82,7 @@ def answers(
 def answer(
     session: Session, prompt: Sequence[int], key: jax.Array, show: Callable[[Token], None]
 ) -> Answer:
-    """Answers a conversation that `encode` made tokens of, token by token to `show`; consumes
-    `key`."""
+    """Answers an encoded conversation, passing each token to `show`. Consumes `key`."""
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
     models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
@@ -112,7 +109,7 @@ def answer(
     stopped, text = text, before(text, session.stop)
     if len(text) > len(
         shown
-    ):  # The limit left a character without its last bytes, or what could have begun a stop text.
+    ):  # The limit cut a character's bytes or the possible start of a stop string.
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0

@@ -1,5 +1,5 @@
-"""Decoded sequences as one self-contained page: coloured tokens, speeds, and the draft tree of
-every call."""
+"""Decoded sequences as one self-contained HTML page: coloured tokens, speeds, and the draft tree
+of every call."""
 
 import pathlib
 import tempfile
@@ -19,14 +19,14 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
-"""Of a tree, in pixels: from one depth to the next, from one leaf to the next, around it, where an
+"""Pixels in a drawn tree: between depths, between leaves, around the tree, and from where an
 edge leaves its row."""
 LONGEST = 10
-"""Characters of a token in a tree."""
+"""Longest token in a tree, in characters."""
 
 
 class Shown(NamedTuple):
-    """What the page shows of one prompt; `baseline` only with --compare."""
+    """One prompt on the page. `baseline` is set only with --compare."""
 
     prompt: str
     decoded: Decoded
@@ -35,10 +35,10 @@ class Shown(NamedTuple):
 
 
 def checked_path(name: str) -> pathlib.Path:
-    """Returns the file of --html, which is written only once a prompt was decoded.
+    """Returns the path of --html, checked before any decoding.
 
     Raises:
-      UserError: no file of this name can be written.
+      UserError: the file cannot be written.
     """
     if not name:
         raise UserError("--html is empty; name a file")
@@ -46,11 +46,11 @@ def checked_path(name: str) -> pathlib.Path:
     try:
         if path.is_dir():
             raise UserError(f"--html={name} is a folder; name a file in it")
-        if path.exists() and not path.is_file():  # A device would be replaced by the page.
+        if path.exists() and not path.is_file():  # The page would replace a device.
             raise UserError(f"--html={name} is not a file; choose another")
         if not path.parent.is_dir():
             raise UserError(f"--html={name} is in a folder that does not exist; create it first")
-        # Rights alone do not tell: root has all, on a file system that takes no files too.
+        # Permissions alone do not decide: root has all of them, even on a read-only file system.
         with tempfile.NamedTemporaryFile(
             dir=path.parent, prefix=f"{path.name}.", suffix=".partial"
         ):
@@ -62,11 +62,11 @@ def checked_path(name: str) -> pathlib.Path:
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
-    """Returns one HTML file, light or dark as the reader's system is set.
+    """Returns an HTML page that follows the reader's light or dark mode.
 
     Args:
-      session: what all prompts share.
-      command: that made it.
+      session: shared by all prompts.
+      command: the command that made the page.
       shown: prompts with their continuations.
     """
     title = f"spectr_jax: {session.method.name}"
@@ -101,7 +101,7 @@ def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> s
 
 
 def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -> str:
-    """Returns a card for each call; as wide as the longest path needs."""
+    """Returns a card for each call, as wide as the longest path needs."""
     cards = "".join(
         f'<figure id="{_anchor(number, index)}"><figcaption>{_caption(index, call)}</figcaption>'
         f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
@@ -114,7 +114,7 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
-    """Returns the continuation as HTML; with a `number` of the prompt each token links to its
+    """Returns the continuation as HTML. If the prompt has a `number`, each token links to its
     call."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
@@ -126,7 +126,7 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
         about = f'class="{token.origin}" title="{title}"'
         tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
         text = token.text.lstrip()
-        space = token.text[: len(token.text) - len(text)]  # Not underlined.
+        space = token.text[: len(token.text) - len(text)]  # The space is not underlined.
         spans.append(f"{space}<{tag}{link} {about}>{escape(text)}</{tag}>")
     return f'<p class="text">{"".join(spans)}</p>'
 
@@ -146,8 +146,8 @@ def _name(origin: str) -> str:
 
 
 def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
-    """Returns the tree from left to right; the accepted path is bold, and the token that follows it
-    hangs on it."""
+    """Returns the tree from left to right, with the accepted path in bold and the token that
+    follows it attached."""
     drafted = np.flatnonzero(call.tokens >= 0).tolist()
     paths, tokens = [tree.path(node) for node in drafted], call.tokens[drafted].tolist()
     parents = np.searchsorted(drafted, tree.parent[drafted]).tolist()
@@ -168,7 +168,7 @@ def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
     ]
     order = sorted(
         range(1, len(paths)), key=lambda node: kinds[node] != "draft"
-    )  # What was emitted lies on top.
+    )  # Emitted edges are drawn last, on top.
     edges = [_edge(places[parents[node]], places[node], kinds[node]) for node in order]
     nodes = [
         _node(*node)
@@ -179,7 +179,7 @@ def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
-    """Along the parent's row, behind its label, and then up or down."""
+    """Returns an edge that runs along the parent's row, past its label, and then up or down."""
     (x, y), (u, v) = start, end
     half = u - BEND / 2
     return f'<path class="edge {kind}" d="M{x:g} {y:g}H{u - BEND:g}C{half:g} {y:g} {half:g} {v:g} {u:g} {v:g}"/>'

@@ -15,7 +15,8 @@ def from_flag(text: str) -> list[str]:
       UserError: it is not UTF-8.
     """
     try:
-        text.encode()  # Python keeps bytes of arguments that it cannot decode, as surrogates that no tokenizer takes.
+        # Python keeps undecodable bytes of arguments as surrogates, which no tokenizer takes.
+        text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"--prompt={shortened(text)!r} is not UTF-8; convert it, such as with iconv"
@@ -24,10 +25,10 @@ def from_flag(text: str) -> list[str]:
 
 
 def from_file(path: str) -> list[str]:
-    """Returns the prompts of a text file, one a line.
+    """Returns the prompts of a text file, one per line.
 
     Raises:
-      UserError: it cannot be read, is not UTF-8 or has no prompt.
+      UserError: the file cannot be read, is not UTF-8, or has no prompt.
     """
     try:
         lines = expanded(path).read_text(encoding="utf-8").splitlines()
@@ -42,11 +43,11 @@ def from_file(path: str) -> list[str]:
 
 
 def from_stdin(stdin: TextIO | None) -> Iterator[str]:
-    """Returns the prompts of stdin as they arrive, one per line; `stdin` is None if the shell
-    closed it.
+    """Yields the prompts of stdin as they arrive, one per line. `stdin` is None if the shell closed
+    it.
 
-    Raises:
-      UserError: it has no prompt; once it is read, that it is not UTF-8.
+        Raises:
+          UserError: stdin has no prompt, or a line is not UTF-8.
     """
     nothing = UserError("no prompt on stdin; give --prompt=TEXT or --file=FILE")
     if stdin is None:
@@ -58,7 +59,7 @@ def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
     found = False
     try:
         for line in stdin:
-            line.encode()  # In the locale C surrogates are kept here too.
+            line.encode()  # In the C locale surrogates are kept here too.
             if line.strip():
                 found = True
                 yield line.rstrip("\n")

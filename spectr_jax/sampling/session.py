@@ -1,5 +1,5 @@
-"""Decodes one prompt at a time with a method and the baseline: the origin of each token, the calls,
-tokens per second."""
+"""Decodes one prompt at a time with a method and the baseline, and reports the origin of each
+token, the calls, and tokens per second."""
 
 import dataclasses
 import statistics
@@ -23,13 +23,12 @@ from spectr_jax.utils.errors import UserError
 
 DEFAULT_DRAFT = "2m"
 ROUNDS = 5
-"""Timed runs of a method and of the baseline, in turns, after one of each that is not timed."""
+"""Timed runs of a method and of the baseline, in turns, after one untimed run of each."""
 PARTIAL = "\ufffd"
 
 
 class Session(NamedTuple):
-    """What all prompts share. `target_model` and `draft_model` are the frozen models of `target`
-    and `draft`."""
+    """What all prompts share. `target_model` and `draft_model` are frozen."""
 
     method: Method
     target: Trained
@@ -49,8 +48,8 @@ class Token(NamedTuple):
     Attributes:
       text: the characters it adds; empty while a character is incomplete.
       origin: as in `measure.trace`.
-      call: the index of the call that emitted it.
-      logprobs: under the policy and under the model, if the session has them.
+      call: index of the call that emitted it.
+      logprobs: under the policy and under the model, if the session computes them.
     """
 
     text: str
@@ -63,9 +62,9 @@ class Decoded(NamedTuple):
     """A continuation by one method.
 
     Attributes:
-      method: its name.
-      tokens: the new ones.
-      calls: of the target, as they were recorded.
+      method: name of the method.
+      tokens: the new tokens.
+      calls: the recorded target calls.
     """
 
     method: str
@@ -74,8 +73,8 @@ class Decoded(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Tokens per second of a method and of the baseline, medians over runs in turns, and the median
-    ratio of the two."""
+    """Tokens per second of a method and of the baseline: medians over runs in turns, and the
+    median ratio."""
 
     method: float
     baseline: float
@@ -93,20 +92,20 @@ def open_session(
     logprobs: bool = False,
     stop: tuple[str, ...] = (),
 ) -> Session:
-    """Loads the models; the draft only for a method that drafts with it.
+    """Returns a session with loaded models. The draft is loaded only if the method needs one.
 
     Args:
-      method: None for one that is faster than the baseline with the default models on a CPU, or for
-        the baseline where there is no draft.
-      target: any model that `load` takes.
-      logprobs: each token of `decode` has its log-probabilities.
+      method: None chooses one that beats the baseline with the default models on a CPU, or the
+        baseline if there is no draft.
+      target: any name that `load` takes.
+      draft: likewise. None means `DEFAULT_DRAFT` if it fits the target, and no draft otherwise.
+      logprobs: whether `decode` returns log-probabilities of each token.
       stop: strings before which a continuation ends.
-      draft: likewise; None for `DEFAULT_DRAFT` where it fits the target, and no draft for other
-        targets.
 
     Raises:
-      UserError: a model that is not there, or of another vocabulary; no draft for a method that
-        needs one.
+      UserError: a model does not exist or has another vocabulary, or the method needs a draft
+        and
+        there is none.
     """
     wanted = method or get_method("block", draft_length=3)
     others = (
@@ -124,7 +123,7 @@ def open_session(
         if method and not drafts:
             raise _needs_draft(method, target)
         wanted = wanted if drafts else get_method("baseline")
-    prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before anything takes long.
+    prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before any long work.
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
     return Session(
@@ -140,7 +139,7 @@ def _needs_draft(method: Method, target: str) -> UserError:
 
 
 def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
-    """Returns `DEFAULT_DRAFT`, or None for a target of another vocabulary."""
+    """Returns `DEFAULT_DRAFT`, or None if the target has another vocabulary."""
     try:
         return fitted(load(DEFAULT_DRAFT, dtype), target)
     except UserError:
@@ -148,15 +147,15 @@ def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
 
 
 def encode(session: Session, prompt: str) -> list[int]:
-    """Returns the tokens of a prompt; raises `UserError` as `check_room` does."""
+    """Returns the tokens of a prompt. Raises `UserError` as `check_room` does."""
     tokens = session.target.tokenizer.prompt(prompt)
     check_room(session, prompt, tokens)
     return tokens
 
 
 def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
-    """Raises `UserError` if a prompt leaves no room for the new tokens in the context of the
-    target."""
+    """Raises `UserError` if the target's context has no room for the new tokens after the
+    prompt."""
     context = session.target.model.context
     if len(tokens) + session.max_new_tokens > context:
         raise UserError(
@@ -169,14 +168,13 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
 def encode_all(
     session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]] = encode
 ) -> Iterator[tuple[str, list[int]]]:
-    """Returns each prompt and its tokens. Those of a list are all checked now, others as they
-    come."""
+    """Yields each prompt with its tokens. The prompts of a list are all checked first."""
     encoded = ((prompt, encode(session, prompt)) for prompt in prompts)
     return iter(list(encoded)) if isinstance(prompts, list) else encoded
 
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
-    """Continues a prompt with a method and records its calls; consumes `key`."""
+    """Returns a prompt's continuation by a method, with recorded calls. Consumes `key`."""
     generation = _generate(key, session, method, prompt, session.policy, _stop(session))
     calls = read_calls(method.tree, generation, row=0)
     added = slice(len(prompt), int(generation.lengths[0]))
@@ -198,8 +196,8 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
 def added_texts(
     tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]
 ) -> Iterator[str]:
-    """What each new token adds to the text; the bytes of a character add nothing until the last one
-    adds it."""
+    """Returns the text that each new token adds. The bytes of a character add it with the last
+    one."""
     shown = tokenizer.decode(prompt)
     for count, token in enumerate(new, start=1):
         text = tokenizer.decode([*prompt, *new[:count]])
@@ -226,11 +224,14 @@ def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
 
 
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
-    """Times the session's method and the baseline in turns on one prompt; consumes `key`.
+    """Returns the speed of the session's method and of the baseline, timed in turns on one prompt.
+    Consumes `key`.
 
-    Every run emits `max_new_tokens`, whatever EOS or stop text comes, so that the cost of a start
-    weighs alike on both. The calls are recorded, as in `decode`: then its program is timed, and no
-    other is compiled.
+        Every run emits `max_new_tokens` tokens, regardless of EOS and stop strings, so that
+        start-up
+        weighs equally on both. Calls are recorded as in `decode`, so that its program is timed and
+        no
+        other is compiled.
     """
     endless, stop = dataclasses.replace(session.policy, eos=-1), _stop(session)
     never = None if stop is None else stop.never()
@@ -254,7 +255,7 @@ def _generate(
     prompts, lengths = np.array([prompt]), np.array([len(prompt)])
     observe = recorder(
         padded_length(len(prompt)) + new
-    )  # By the padded prompt, as the program that it is part of.
+    )  # Identified by the padded prompt, as in the program.
     own, rows = session.draft_policy, (prompts, lengths)
     scores = session.logprobs
     return generate(
@@ -272,5 +273,5 @@ def _generate(
 
 
 def shortened(text: str, characters: int = 40) -> str:
-    """Returns the beginning of a text."""
+    """Returns the first `characters` of a text."""
     return text if len(text) <= characters else text[: characters - 3] + "..."

@@ -1,4 +1,4 @@
-"""Decoded sequences in a terminal: tokens coloured by origin, in columns side by side, and a line
+"""Decoded sequences in a terminal: tokens coloured by origin, columns side by side, and a line
 of figures."""
 
 import itertools
@@ -12,8 +12,8 @@ from spectr_jax.sampling.chat import Answer
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
 STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
-"""SGR codes: accepted drafts green, corrections red and underlined, bonus tokens blue and bold;
-others as they are."""
+"""SGR codes: accepted drafts are green, corrections red and underlined, bonus tokens blue and
+bold."""
 NAMES = {ACCEPTED: "accepted draft", CORRECTION: "correction", BONUS: "bonus token"}
 GAP = "   "
 
@@ -24,7 +24,7 @@ def wants_colour() -> bool:
 
 
 class Letter(NamedTuple):
-    """One character and its style; wrapping goes by these, so that colours take no room."""
+    """One character with its style. Wrapping counts these, so colour codes take no room."""
 
     text: str
     style: str
@@ -41,13 +41,13 @@ def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = 
 
 
 def token(one: Token, colour: bool) -> str:
-    """Returns one token as it is added to a text."""
+    """Returns one token as text."""
     return _painted(one.text, STYLES.get(one.origin, "") if colour else "")
 
 
 def answered(method: str, made: Answer) -> str:
-    """Returns the line below an answer: `baseline: 43 tokens in 43 calls, 1.00 a call; the first
-    after 0.4 s, then 62 tokens/s`."""
+    """Returns the line below an answer, such as `baseline: 43 tokens in 43 calls, 1.00 a call;
+    the first after 0.4 s, then 62 tokens/s`."""
     line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
     line += f"; the first after {made.first:.1f} s" + (
         f", then {made.speed:,.0f} tokens/s" if made.speed else ""
@@ -56,7 +56,7 @@ def answered(method: str, made: Answer) -> str:
 
 
 def legend(colour: bool) -> str:
-    """Returns what the colours mean; nothing without them."""
+    """Returns the legend of the colours, or "" without colours."""
     return (
         GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items())
         if colour
@@ -70,7 +70,8 @@ def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
 
 
 def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool) -> str:
-    """Two continuations side by side, each with its method above, in `width` characters."""
+    """Returns two continuations side by side in `width` characters, each below its method's
+    name."""
     each = (width - len(GAP)) // 2
     sides = [
         [
@@ -87,7 +88,7 @@ def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool
 
 
 def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str]:
-    """Returns the lines of figures: of the baseline, if it is shown, and of the method."""
+    """Returns the lines of figures of the baseline, if shown, and of the method."""
     lines = [figures(compared, speed.baseline)] if compared else []
     same = decoded.method == "baseline"
     return [*lines, figures(decoded, speed.method, None if same else speed.ratio)]
@@ -102,7 +103,7 @@ def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Iterator[Let
 
 
 def _wrapped(letters: Iterable[Letter], width: int) -> list[list[Letter]]:
-    """Lines of at most `width` letters, broken at spaces where there are any."""
+    """Returns lines of at most `width` letters, broken at spaces where possible."""
     lines: list[list[Letter]] = [[]]
     for letter in letters:
         if letter.text == "\n":

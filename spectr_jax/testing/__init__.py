@@ -1,4 +1,4 @@
-"""The checks that every plan, method and model here passes, for those that you write.
+"""The checks that every plan, method and model of this library passes, for your own.
 
     from spectr_jax import check_method, check_model, check_plan, get_method, transport
 
@@ -6,9 +6,9 @@
     check_method(get_method("mine"))   # half a minute
     check_model(MyModel())             # seconds
 
-Each raises `AssertionError`, which says what property failed, where and by how much. Each property
-of a plan or a method is a function of its own too. Keys are fixed: what passes once passes always;
-a right plan or method fails by chance once in 18,000 times.
+Each raises an `AssertionError` that names the property that failed, where, and by how much. Each
+property of a plan or method is also a function. Keys are fixed, so results are reproducible; a
+correct plan or method fails by chance once in 18,000 cases.
 """
 
 from spectr_jax.testing.methods import (

@@ -3,13 +3,14 @@
 import numpy as np
 
 LEAST = 1e-6
-"""The p-value that is too small to be chance: the check of a plan makes 56 tests."""
+"""p-values below this fail. The check of a plan makes 56 tests."""
 
 
 def p_value(counts: np.ndarray, pmf: np.ndarray) -> float:
-    """Returns the p-value of `counts` against `pmf`, up to a factor; outcomes expected fewer than 5
-    times are merged with the next rarest."""
-    import scipy.special  # Imported late: decoding tests nothing. `scipy.stats` takes a second.
+    """Returns the p-value of `counts` against `pmf`, which need not be normalised. Outcomes
+    expected fewer than 5 times are merged with the next rarest."""
+    # Imported late because decoding needs no tests; `scipy.stats` takes a second.
+    import scipy.special
 
     expected = counts.sum() * pmf / pmf.sum()
     common = expected >= 5

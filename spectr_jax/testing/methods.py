@@ -19,9 +19,9 @@ from spectr_jax.testing import chi_square
 VOCAB, EOS = 4, 3
 TARGET = random_table(0, VOCAB)
 DRAFT = perturbed(TARGET, 1, 0.8)
-"""The table models that methods are checked on."""
+"""Table models on which methods are checked."""
 PROMPT, LENGTH = (1, 2), 5
-"""The prompt of the whole outputs, and the most tokens that follow it."""
+"""The prompt of the whole outputs, and the largest number of new tokens."""
 GENERATIONS, BATCH = 200_000, 4_000
 PLAIN = Policy(eos=EOS)
 SHAPED = Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)
@@ -32,12 +32,12 @@ def check_method(method: Method) -> None:
     """Checks a method on table models of four tokens: whole outputs, greedy sequences, rows,
     counters and compilations.
 
-    Give it small options: a tree of up to a dozen nodes, and at most four children a node where
-    drafts are distinct.
+        Use small options: at most a dozen nodes, and at most four children per node if drafts are
+        distinct.
 
-    Raises:
-      AssertionError: the method is wrong; it says where.
-      UserError: `method` is something else.
+        Raises:
+          AssertionError: the method is wrong; the message says where.
+          UserError: `method` is not a method.
     """
     checks.check_method(method)
     for policy in (PLAIN, SHAPED):
@@ -55,15 +55,21 @@ def check_outputs(
     least: float = chi_square.LEAST,
     generations: int | None = None,
 ) -> None:
-    """Chi-square test of 200,000 whole outputs against the exact distribution of the target under
+    """Tests 200,000 whole outputs by chi-square against the target's exact distribution under
     `policy`, which has `eos`.
 
-    A part of them is drafted at the target's temperature, one at twice that, one greedily, of which
-    a plan sees a p that has one token. `least` is the p-value that is too small to be chance;
-    `generations`, a multiple of 12,000, how many are decoded if not 200,000.
+        Some outputs are drafted at the target's temperature, some at twice that, and some greedily,
+        so
+        that the plan sees a p with one token.
 
-    Raises:
-      AssertionError: they are not drawn from it.
+        Args:
+          method: to check.
+          policy: of the target.
+          least: p-values below this fail.
+          generations: how many outputs to decode, a multiple of 12,000; None for 200,000.
+
+        Raises:
+          AssertionError: the outputs do not follow the distribution.
     """
     pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
     prompts, lengths = (
@@ -107,13 +113,14 @@ def check_outputs(
 
 
 def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
-    """At temperature 0 every sequence is the target's likeliest, token for token, on tables and
-    prompts of that seed.
+    """Checks that at temperature 0 every sequence is the target's likeliest, token for token.
 
-    The drafts are greedy for even seeds, and at temperature 1 for odd ones.
+    Tables and prompts depend on `seed`. Drafts are greedy for even seeds and at temperature 1
+    for odd
+    seeds.
 
     Raises:
-      AssertionError: one is not.
+      AssertionError: a sequence differs.
     """
     table = random_table(seed, VOCAB)
     prompts, lengths = _ragged_prompts(seed)
@@ -139,15 +146,15 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
 
 
 def check_rows(method: Method, policy: Policy = PLAIN) -> None:
-    """A sequence depends on its own key and prompt alone: not on its row, on the other sequences,
-    or on their lengths.
+    """Checks that a sequence depends only on its own key and prompt, not on its row, on other
+    sequences or on their lengths.
 
-    Raises:
-      AssertionError: it depends on one of these.
+        Raises:
+          AssertionError: a sequence depends on one of these.
     """
     keys, (prompts, lengths) = _keys(3), _ragged_prompts(5)
     together = _texts(method, keys, prompts, lengths, policy)
-    # Those that were done first, several times over, in other places.
+    # The sequences that finished first, repeated in other rows.
     order = np.tile(np.argsort(np.asarray(together.target_calls), kind="stable")[: BATCH // 8], 8)[
         ::-1
     ]
@@ -170,10 +177,11 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
 
 
 def check_counters(method: Method, policy: Policy = PLAIN) -> None:
-    """Calls and emitted tokens add up, prompts are unchanged, and nothing follows the end.
+    """Checks that calls and emitted tokens add up, prompts stay unchanged, and nothing follows the
+    end.
 
-    Raises:
-      AssertionError: they do not.
+        Raises:
+          AssertionError: one of these fails.
     """
     prompts, lengths = _ragged_prompts(6)
     result = _texts(method, _keys(0), prompts, lengths, policy)
@@ -209,11 +217,11 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
 
 
 def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) -> None:
-    """A call with `second`, built as `first` was, compiles nothing: another key, prompts,
-    temperature and equal models.
+    """Checks that a call with `second`, built like `first`, compiles nothing for another key, other
+    prompts, another temperature and equal models.
 
-    Raises:
-      AssertionError: it compiles.
+        Raises:
+          AssertionError: it compiles.
     """
     _texts(first, _keys(0), *_ragged_prompts(7), dataclasses.replace(policy, temperature=0.9))
     with count_compilations() as compiled:
@@ -229,7 +237,7 @@ def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) ->
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """Yields a list that grows by one entry for each program that is compiled within."""
+    """Yields a list that grows by one entry for each program compiled inside the context."""
     compiled: list[str] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -253,11 +261,11 @@ def _texts(
     draft=DRAFT,
     draft_temperature=None,
 ) -> Generation:
-    """`BATCH` sequences of up to `LENGTH` new tokens; one program for all that is checked of a
-    method under a policy."""
+    """Decodes `BATCH` sequences of up to `LENGTH` new tokens. All checks of a method under one
+    policy share this program."""
     exits = (draft,) * max(
         1, method.exit_layer
-    )  # Self-speculation drafts with the target's earlier layers.
+    )  # Self-speculation drafts with the target's first layers.
     models = TableModel(table, exits=exits), TableModel(draft)
     own = (
         None
@@ -272,8 +280,8 @@ def _keys(seed: int) -> jax.Array:
 
 
 def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [B, T] of 1 to `longest` tokens, with other tokens after their ends, which must not
-    matter; and lengths [B]."""
+    """Returns prompts [B, T] of 1 to `longest` tokens and their lengths [B]. Random tokens
+    follow each prompt and must not matter."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, BATCH).astype(np.int32)
     return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
@@ -282,7 +290,8 @@ def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray
 def _likeliest(
     table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Greedy sequences [B, T + LENGTH] and their lengths [B], from the table alone."""
+    """Returns greedy sequences [B, T + LENGTH] and their lengths [B], computed from the table
+    alone."""
     rows, T = np.arange(len(prompts)), prompts.shape[1]
     texts = np.pad(np.where(np.arange(T) < lengths[:, None], prompts, 0), ((0, 0), (0, LENGTH)))
     ends, done = lengths.copy(), np.zeros(len(prompts), bool)
@@ -296,7 +305,7 @@ def _likeliest(
 
 
 def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
-    """The policy applied to a table of probabilities, written without regard to
+    """Returns the policy applied to a table of probabilities, implemented independently of
     `policy.probabilities`."""
     logits = np.log(table) / policy.temperature
     shaped = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What every model is checked for: one function a property, and `check_model` for all of them."""
+"""Checks of models: one function per property, and `check_model` for all of them."""
 
 import functools
 import numbers
@@ -14,11 +14,11 @@ from spectr_jax.models.frozen import Frozen, Loaded, freeze
 from spectr_jax.utils.errors import UserError
 
 BATCH, TOKENS, CAPACITY = 4, 12, 20
-"""Sequences, their tokens, and the slots of a cache."""
+"""Number of sequences, of their tokens, and of cache slots."""
 PREFIXES = (1, 3, 4, 6)
-"""Committed tokens of each sequence."""
+"""Number of committed tokens of each sequence."""
 PIECE = 3
-"""Tokens that are fed at a time."""
+"""Number of tokens fed per call."""
 AT = np.array(PREFIXES)[:, None] + np.arange(4)
 """The positions [B, 4] that follow them."""
 
@@ -28,19 +28,20 @@ def check_model(
 ) -> None:
     """Checks that a model follows the protocol of `spectr_jax.models.base`, on random tokens.
 
-    Its logits depend on the tokens that `visible` shows, on their positions, and on nothing else:
-    not on what is hidden, nor on other rows; a sequence that is fed in pieces through the cache,
-    and the branches of a tree that is scored in one call, have the logits of one call on each
-    alone.
+    Logits must depend only on visible tokens and their positions, not on hidden tokens or other
+    rows. A sequence fed in pieces through the cache, and the branches of a tree scored in one
+    call,
+    must have the logits of separate calls.
 
     Args:
       model: as for `generate`, with a context of at least `TOKENS`.
-      layers: check the model that its first `layers` are, for self-speculation, and that the whole
-        model works on behind it; None for all layers.
-      tolerance: the most that logits may differ by; in bfloat16 and int8, roundings differ more.
+      layers: also checks the model of the first `layers` layers, for self-speculation, and that
+        the
+        whole model continues correctly after it. None checks all layers only.
+      tolerance: largest allowed difference of logits. bfloat16 and int8 need a larger one.
 
     Raises:
-      AssertionError: the model is wrong; it says where.
+      AssertionError: the model is wrong; the message says where.
       UserError: its context is too short.
     """
     frozen = freeze(model)
@@ -65,7 +66,7 @@ def check_model(
 
 
 class _Checked:
-    """A model on NumPy arrays."""
+    """A model that takes and returns NumPy arrays."""
 
     def __init__(self, frozen: Frozen, layers: int | None, tolerance: float):
         self.frozen, self.layers, self.tolerance = frozen, layers, tolerance
@@ -85,13 +86,13 @@ class _Checked:
         return self.frozen.merge().init_cache(BATCH, CAPACITY)
 
     def prefilled(self) -> Cache:
-        """Returns a cache with the first `PREFIXES` tokens committed; behind these are rows that do
-        not count."""
+        """Returns a cache with the first `PREFIXES` tokens committed. The rows after them are
+        not committed."""
         _, cache = self.extend(*_causal(self.tokens[:, : max(PREFIXES)]), self.empty())
         return Cache(cache.rows, jnp.array(PREFIXES, jnp.int32))
 
     def same(self, logits: np.ndarray, expected: np.ndarray, message: str) -> None:
-        """Raises the message unless logits [B, N, V] are the expected ones."""
+        """Raises `message` unless logits [B, N, V] equal the expected ones."""
         with np.errstate(invalid="ignore"):
             off = np.where(logits == expected, 0, np.abs(logits - expected)).max(-1)
         if not off.max() <= self.tolerance:
@@ -110,8 +111,8 @@ def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions,
 
 
 def _check_shapes(model: _Checked) -> None:
-    """Logits are float32 [B, N, V], cache rows are [B, T, ...], and `extend` leaves the lengths of
-    a cache as they are."""
+    """Logits are float32 [B, N, V], cache rows are [B, T, ...], and `extend` does not change a
+    cache's lengths."""
     cache = model.empty()
     shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
     if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
@@ -153,7 +154,7 @@ def _check_mask(model: _Checked) -> None:
     )
     _, positions, masks = _causal(tokens)
     masks, positions = masks.copy(), positions.copy()
-    masks[1::2], positions[1::2] = visible, place % half  # Rows differ in what they see.
+    masks[1::2], positions[1::2] = visible, place % half  # Rows see different tokens.
     logits, _ = model.extend(
         np.where(np.arange(BATCH)[:, None] % 2, packed, tokens), positions, masks
     )
@@ -178,8 +179,8 @@ def _check_cache(model: _Checked) -> None:
 
 
 def _check_tree(model: _Checked) -> None:
-    """Two branches scored together, a level at a time, are as each on its own; and one, once
-    committed, goes on alike."""
+    """Two branches scored together, level by level, match each branch alone, also after one is
+    committed."""
     branches, alone = [], []
     for number in range(2):
         sequences = model.tokens.copy()
@@ -216,8 +217,8 @@ def _check_tree(model: _Checked) -> None:
 
 
 def _check_exit(model: _Checked) -> None:
-    """The first layers leave the cache rows of the others as they are: the whole model has the same
-    logits behind them."""
+    """The first layers do not change the cache rows of the others, so the whole model's later
+    logits stay the same."""
     if model.layers is None:
         return
     whole, lengths = _Checked(model.frozen, None, model.tolerance), np.array(PREFIXES, np.int32)

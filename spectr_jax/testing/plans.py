@@ -16,7 +16,7 @@ from spectr_jax.transport.enumeration import draft_tuples, emitted_pmf
 from spectr_jax.utils.errors import UserError
 
 TOLERANCE = 1e-9
-"""Of what is computed in float64."""
+"""Tolerance of float64 results."""
 
 _RNG = np.random.default_rng(0)
 DISTRIBUTIONS = {
@@ -44,16 +44,16 @@ WIDEST = 6
 VOCABULARIES = (WIDEST, 1_024)
 """Sizes of vocabularies: a plan may take another code path for large ones."""
 VALID = ((False, False, False), (False, True, False), (True, False, True), (True, True, True))
-"""Which of three drafts are valid, for 0, 1, 2 and 3 of them."""
+"""Masks of valid drafts: 0, 1, 2 and 3 of three."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution, its
-    acceptance, its draws, invalid input, precision.
+    """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution,
+    acceptance, draws, invalid input and precision.
 
-    Raises:
-      AssertionError: the plan is wrong; it says where.
-      UserError: `plan` is something else.
+        Raises:
+          AssertionError: the plan is wrong; the message says where.
+          UserError: `plan` is not a plan.
     """
     if not isinstance(plan, Plan):
         raise UserError(f"plan={plan!r}: is not a Plan; give one, such as transport.get('kseq')")
@@ -66,11 +66,11 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
-    """Over all draws of k drafts from p [V], `plan.pmf` averages to q [V], and `plan.acceptance` is
-    the enumerated acceptance.
+    """Checks that `plan.pmf`, averaged over all draws of k drafts from p [V], is q [V], and that
+    `plan.acceptance` is the enumerated acceptance.
 
-    Raises:
-      AssertionError: it does not.
+        Raises:
+          AssertionError: one of these fails.
     """
     p, q = np.asarray(p, float), np.asarray(q, float)
     where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
@@ -95,13 +95,13 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
 
 
 def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
-    """`plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from p [V], and
-    knows what it accepted.
+    """Checks that `plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from
+    p [V], and reports correctly what it accepted.
 
-    `least` is the p-value that is too small to be chance.
+        p-values below `least` fail.
 
-    Raises:
-      AssertionError: it does not.
+        Raises:
+          AssertionError: one of these fails.
     """
     p, q = (np.pad(np.asarray(pmf, float), (0, max(0, WIDEST - len(pmf)))) for pmf in (p, q))
     drawn, valid = _some_drafts(plan, p)
@@ -131,11 +131,11 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
 
 
 def check_nonsense(plan: Plan) -> None:
-    """Under jit and for any p, q and drafts, `plan.select` is as documented: no token of
-    probability 0 is chosen.
+    """Checks that under jit `plan.select` never chooses a token of probability 0, for any p, q and
+    drafts.
 
-    Raises:
-      AssertionError: one is, or the choice is wrong about the drafts.
+        Raises:
+          AssertionError: it does, or `accepted` is wrong.
     """
     rng = np.random.default_rng(2)
     calls, rows, k = 8, len(VALID), len(VALID[0])
@@ -171,14 +171,14 @@ def check_nonsense(plan: Plan) -> None:
 
 
 def check_precision(plan: Plan) -> None:
-    """No product of matrices in `plan.select` is left to a backend's default precision, for small
-    and large vocabularies.
+    """Checks that no matrix product in `plan.select` uses a backend's default precision.
 
-    For float32 the default is coarser on TPUs (bfloat16) and GPUs (TF32), which no draws on a CPU
-    would show.
+    For float32 that default is bfloat16 on TPUs and TF32 on GPUs, which draws on a CPU would
+    not
+    show. Small and large vocabularies are checked.
 
     Raises:
-      AssertionError: one is.
+      AssertionError: a product does.
     """
     for V in VOCABULARIES:
         pmfs, drafts = (
@@ -204,8 +204,8 @@ def check_precision(plan: Plan) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
-    """Choices [R, D] for keys [R, D], distributions [R, V], drafts [R, k], those of a race [R, D,
-    k], and valid [R, k]."""
+    """Returns choices [R, D] for keys [R, D], distributions [R, V], drafts [R, k] (or [R, D, k]
+    for a race), and valid [R, k]."""
 
     def select(key, *rest):
         return plan.select(jax.random.fold_in(key, 0), *rest)
@@ -215,8 +215,8 @@ def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
 
 
 def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """0, 1, 2 and 3 drafts from p, fewer where there are no more, and which places of three they
-    take [4, 3]."""
+    """Returns 0, 1, 2 and 3 drafts from p, or fewer if its support is smaller, and their places
+    among three [4, 3]."""
     rng, valid = np.random.default_rng(1), np.array(VALID)
     drawn: list[tuple[int, ...]] = [()]
     for live in range(1, len(valid)):
@@ -263,7 +263,7 @@ def _check_accepted(
 def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, least: float) -> None:
     if not (abs(pmf.sum() - 1) <= TOLERANCE and pmf.min() >= -TOLERANCE):
         _fail(plan, f"`pmf` returns {_text(pmf)}, which is not a distribution, {where}")
-    # What float32 rounding may add, where the distribution given these drafts has nothing.
+    # Float32 rounding may add mass where the distribution given these drafts has none.
     impossible = counts[pmf <= 1e-12].sum() > 2e-4 * counts.sum()
     p_value = chi_square.p_value(counts, np.maximum(pmf, 0))
     if counts.sum() <= 100 or impossible or not p_value >= least:
