@@ -31,8 +31,8 @@ class Policy:
     """A sampling policy, applied to draft and target alike unless the draft has its own.
 
     Each number is a scalar, or [B] with one value per sequence. Numbers are traced, so new values
-    compile nothing. Policies with and without limits (`top_k`, `top_p`, `min_p`) are two programs; a
-    policy without limits does no work for them.
+    compile nothing. Policies with and without limits (`top_k`, `top_p`, `min_p`) are two programs;
+    a policy without limits does no work for them.
 
     Attributes:
       temperature: 0 is greedy: all mass on the most probable token.

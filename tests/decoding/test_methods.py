@@ -52,11 +52,10 @@ METHODS = {
 
 def _cases(cases):
     # The tests of a method run in one process, because most share one compiled program.
-    optimized = pytest.mark.optimized
-    marked = [
-        pytest.param(each, marks=[pytest.mark.xdist_group(each), optimized]) for each in cases
-    ]
-    return pytest.mark.parametrize("case", marked)
+    marks = {case: [pytest.mark.xdist_group(case), pytest.mark.optimized] for case in cases}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=marks[case]) for case in cases]
+    )
 
 
 every_method = _cases(METHODS)
@@ -176,9 +175,8 @@ def test_sequences_in_turn_and_at_once_are_equal(case, monkeypatch):
         monkeypatch.setattr(base, "SMALL_VOCABULARY", small)
         in_turn.clear()
         rows = prompts, lengths, 9, Policy(eos=EOS)
-        # A new `observe` makes jit trace again.
-        seen = {"observe": lambda call: {}}
-        outs.append(generate(jax.random.key(3), _method(case), *_models(), *rows, **seen))
+        new = {"observe": lambda call: {}}  # Makes jit trace again.
+        outs.append(generate(jax.random.key(3), _method(case), *_models(), *rows, **new))
         assert bool(in_turn) == (small == 0)
     _assert_equal(*outs)
 
@@ -192,47 +190,35 @@ def test_the_draft_may_have_its_own_policy():
         return -jnp.sum(jax.scipy.special.xlogy(call.scored.p[0], call.scored.p[0]))
 
     def run(policy, own):
-        rows, options = (prompts, lengths, 9, policy), {"observe": drafted, "draft_policy": own}
-        made = generate(jax.random.key(3), method, *models, *rows, **options)
+        given = {"observe": drafted, "draft_policy": own}
+        made = generate(jax.random.key(3), method, *models, prompts, lengths, 9, policy, **given)
         return made, np.sum(made.observed) / np.sum(made.target_calls)
 
-    shaped, sharp = Policy(0.7, top_k=3), Policy(0.05)
-    (first, entropy), (second, _), (_, sharper) = (
-        run(shaped, own) for own in (None, shaped, sharp)
-    )
+    shaped = Policy(0.7, top_k=3)
+    (first, entropy), (second, _) = run(shaped, None), run(shaped, shaped)
     _assert_equal(first, second)
-    assert sharper < 0.3 < 0.6 < entropy
-    with pytest.raises(UserError, match=r"temperature=-1\.0"):
+    assert run(shaped, Policy(0.05))[1] < 0.3 < 0.6 < entropy
+    with pytest.raises(UserError, match=r"draft_temperature=-1\.0"):
         run(shaped, Policy(-1.0))
 
 
-ONE_CHAIN = {"num_drafts": 1, "draft_length": 2}
-SAME_DRAWS = {
-    "spectr, one chain": ("speculative", {"draft_length": 2}, "spectr", ONE_CHAIN),
-    "otm, one chain": ("speculative", {"draft_length": 2}, "otm", ONE_CHAIN),
-    "otm_block, one chain": ("block", {"draft_length": 2}, "otm_block", ONE_CHAIN),
-    "gbv, one chain": ("block", {"draft_length": 2}, "gbv", ONE_CHAIN),
-    "gbv_conditional, one chain": (
-        "block",
-        {"draft_length": 2},
-        "gbv_conditional",
-        {"tree": "1,1"},
-    ),
-    "otm_block, one level": ("otm", {"tree": "3"}, "otm_block", {"tree": "3"}),
-}
+L2, ONE_CHAIN = {"draft_length": 2}, {"num_drafts": 1, "draft_length": 2}
+SAME_DRAWS = [
+    (("speculative", L2), ("spectr", ONE_CHAIN)),
+    (("speculative", L2), ("otm", ONE_CHAIN)),
+    (("block", L2), ("otm_block", ONE_CHAIN)),
+    (("block", L2), ("gbv", ONE_CHAIN)),
+    (("block", L2), ("gbv_conditional", {"tree": "1,1"})),
+    (("otm", {"tree": "3"}), ("otm_block", {"tree": "3"})),
+]
 
 
-@pytest.mark.parametrize("pair", SAME_DRAWS)
+@pytest.mark.parametrize("pair", SAME_DRAWS, ids=str)
 @pytest.mark.xdist_group("chains")  # They share programs.
 def test_special_cases_make_the_same_draws(pair):
-    name, options, other, other_options = SAME_DRAWS[pair]
-    prompts, lengths = _ragged_prompts(8, rows=64)
-    _assert_equal(
-        *(
-            generate(jax.random.key(4), method, *_models(), prompts, lengths, 20)
-            for method in (get_method(name, **options), get_method(other, **other_options))
-        )
-    )
+    arguments = *_models(), *_ragged_prompts(8, rows=64), 20
+    methods = (get_method(name, **options) for name, options in pair)
+    _assert_equal(*(generate(jax.random.key(4), method, *arguments) for method in methods))
 
 
 @pytest.mark.parametrize(
@@ -350,12 +336,8 @@ def test_races_give_the_same_sequences_with_any_draft_and_tree():
     prompts, lengths = _ragged_prompts(8, rows=64)
     other = perturbed(TARGET, 2, 3.0)
     tokens, calls = [], []
-    for tree, draft in (
-        ("3,1", DRAFT),
-        ("specinfer:8", DRAFT),
-        ("chain:2", other),
-        ("3,1", TARGET),
-    ):
+    cases = ("3,1", DRAFT), ("specinfer:8", DRAFT), ("chain:2", other), ("3,1", TARGET)
+    for tree, draft in cases:
         models = TableModel(TARGET), TableModel(draft)
         method = get_method("ersd", tree=tree)
         result = generate(jax.random.key(4), method, *models, prompts, lengths, 20)
