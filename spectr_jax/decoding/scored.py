@@ -83,7 +83,7 @@ class ScoredTree:
         return jnp.concatenate([jnp.ones(1, self.p.dtype), self.p[rows, self.tokens[1:]]])
 
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
-        """Returns this drafted and scored tree cut to `tree`, whose nodes are `nodes` [N' + 1]."""
+        """Returns the part of this on `tree`, whose nodes are `nodes` [N' + 1] of this one's."""
         p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
         return dataclasses.replace(
             self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes]

@@ -182,7 +182,7 @@ def before(text: str, stop: StopSpec) -> str:
 
 
 def settled(text: str, stop: StopSpec) -> int:
-    """Returns the number of characters of an unfinished text that no stop string can include."""
+    """Returns how many leading characters of an unfinished text no later stop string can cut."""
     text = before(text, stop)
     longest = max(map(len, _texts(stop)), default=0)
     for count in range(min(len(text), longest), 0, -1):
