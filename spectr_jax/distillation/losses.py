@@ -19,17 +19,20 @@ from spectr_jax.transport import otm
 
 TINY = 1e-6
 HYBRID_DECAY = 3.0
-"""How fast `lk_hybrid` turns from KL to total variation as acceptance grows."""
+"""How fast `lk_hybrid` moves from KL to total variation as acceptance grows."""
 
 
 class Place(NamedTuple):
     """What a loss sees at one place.
 
     Attributes:
-      log_p: [L] the student's, of the labelled tokens; -inf where its head does not score one.
-      log_q: [L] the teacher's, of the same tokens.
-      log_target: [] the student's, of the token that follows in the text; -inf where none does or
-        its head lacks it.
+      log_p: [L] the student's log-probabilities of the labelled tokens; -inf for tokens that
+        its head
+        does not score.
+      log_q: [L] the teacher's log-probabilities of the same tokens.
+      log_target: [] the student's log-probability of the token that follows in the text; -inf
+        if
+        there is none or the head does not score it.
     """
 
     log_p: jax.Array
@@ -38,17 +41,17 @@ class Place(NamedTuple):
 
 
 def acceptance(place: Place) -> jax.Array:
-    """Returns [] the sum of min(p, q) over the labels: no more than the acceptance but for their
-    rounding, and less by at most what they leave out."""
+    """Returns [] the sum of min(p, q) over the labels, a lower bound on the acceptance up to the
+    rounding of labels. It misses at most the unlabelled mass."""
     return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
 
 
 def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
-    """Returns [] a lower bound, from the labels alone, on the exact plan's (`otm`) acceptance with
-    `drafts` i.i.d. drafts."""
+    """Returns [] a lower bound, from the labels alone, on the acceptance of the exact plan
+    (`otm`) with `drafts` i.i.d. drafts."""
     known = jnp.isfinite(place.log_p) & jnp.isfinite(place.log_q)
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (place.log_p, place.log_q))
-    # What is left of p and of q are two tokens of their own: neither is accepted.
+    # The rest of p and the rest of q become two separate tokens, so neither is accepted.
     p, q = jnp.append(p, jnp.stack([1 - p.sum(), 0])), jnp.append(q, jnp.stack([0, 1 - q.sum()]))
     return otm.acceptance(jnp.maximum(p, 0), jnp.maximum(q, 0), drafts)
 
@@ -61,8 +64,8 @@ def kl(place: Place) -> jax.Array:
 
 
 def reverse_kl(place: Place) -> jax.Array:
-    """Returns [] KL(p, q): seeks the likely tokens of q and leaves the others (DistillSpec: Zhou et
-    al., 2023, arXiv 2310.08461)."""
+    """Returns [] KL(p, q), which seeks the likely tokens of q (DistillSpec: Zhou et al., 2023,
+    arXiv 2310.08461)."""
     (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
     del q
     return jnp.sum(p * (log_p - log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
@@ -74,20 +77,20 @@ def total_variation(place: Place) -> jax.Array:
 
 
 def lk(place: Place) -> jax.Array:
-    """Returns [] -log(acceptance), which has no such plateau (LK losses: Samarin et al., 2026,
-    arXiv 2602.23881)."""
+    """Returns [] -log(acceptance), whose gradient does not vanish (LK losses: Samarin et al.,
+    2026, arXiv 2602.23881)."""
     return -jnp.log(jnp.maximum(acceptance(place), TINY))
 
 
 def lk_hybrid(place: Place) -> jax.Array:
-    """Returns [] KL first, total variation as acceptance grows (the same paper; here the weight is
-    of each place)."""
+    """Returns [] KL, turning into total variation as acceptance grows (same paper, with a weight
+    per place)."""
     weight = jnp.exp(-HYBRID_DECAY * jax.lax.stop_gradient(acceptance(place)))
     return weight * kl(place) + (1 - weight) * total_variation(place)
 
 
 def cross_entropy(place: Place) -> jax.Array:
-    """Returns [] of the text's own next token: training without a teacher; 0 where there is
+    """Returns [] the cross-entropy of the text's next token, without a teacher; 0 if there is
     none."""
     there = jnp.isfinite(place.log_target)
     return -jnp.where(there, place.log_target, 0)
@@ -104,8 +107,8 @@ LOSSES: dict[str, Callable[[Place], jax.Array]] = {
 
 
 class _Outcomes(NamedTuple):
-    """A distribution over the labels that the student scores, and the rest; of labels that it does
-    not, 0 and log 0 = 0."""
+    """A distribution over the labels that the student scores, and the rest. Other labels have
+    probability 0 and log 0 = 0."""
 
     labels: jax.Array
     logs: jax.Array
@@ -113,18 +116,18 @@ class _Outcomes(NamedTuple):
 
 
 def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
-    """p, and q without the labels that the student does not score, over the same outcomes; no rest
-    is 0."""
+    """Returns p, and q without the labels that the student does not score, over the same
+    outcomes. No rest is 0."""
     labelled = jnp.isfinite(
         place.log_q
-    )  # Of a vocabulary smaller than `TOP`, the last ones are not.
+    )  # In a vocabulary smaller than `TOP`, the last labels are empty.
     known = labelled & jnp.isfinite(place.log_p)
     log_p, log_q = (jnp.where(known, part, 0) for part in (place.log_p, place.log_q))
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
     unlabelled = jnp.maximum(1 - jnp.sum(jnp.exp(place.log_q)), TINY)
     drafted = (
         q.sum() + unlabelled
-    )  # Not 1 less the others: they can be nearly all, and labels are rounded.
+    )  # Not 1 minus the others: they may be nearly all, and labels are rounded.
     log_q = jnp.where(known, log_q - jnp.log(drafted), 0)
     return (
         _Outcomes(p, log_p, jnp.maximum(1 - p.sum(), TINY)),

@@ -1,8 +1,8 @@
-"""Text that a teacher labels while its student learns, so that no labels are kept on disk.
+"""Text that a teacher labels while its student learns, so that no labels are stored.
 
-Sources are corpora, which are encoded and packed as they are read, and folders of rows that
-`spectr_jax.label` wrote, such as chats, of which only the tokens are read. A batch takes a fixed
-share of its rows from each.
+Sources are corpora, encoded and packed while they are read, and folders of rows written by
+`spectr_jax.label`, such as chats, of which only the tokens are read. A batch takes a fixed share of
+its rows from each source.
 """
 
 import math
@@ -28,15 +28,15 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
 COUNTED_ROWS = 2_048
-"""Rows of which the frequent tokens are counted."""
+"""Number of rows in which tokens are counted."""
 
 
 class Lessons:
-    """Packed text from several sources, and the teacher that labels it; the other attributes are
+    """Packed text from several sources and the teacher that labels it. Its other attributes are
     those of `LabelledRows`.
 
-    Attributes:
-      model: the teacher's.
+        Attributes:
+          model: the teacher's model.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Lessons:
             else:
                 enough = min(
                     len(source), -(-count * self.length // 8)
-                )  # Hardly any text has fewer than 8 tokens a sentence.
+                )  # Almost no text has fewer than 8 tokens per sentence.
                 rows = teaching.pack_rows(
                     teaching.read_texts(source, self._tokenizer)(0, enough), self._row_type
                 )[:count]
@@ -118,7 +118,7 @@ class Lessons:
         return found
 
     def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
-        """Returns the `count` tokens that the text has most of, int32 in ascending order."""
+        """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
         counted, rows, data = (
             np.zeros(self.vocab_size, np.int64),
             0,
@@ -160,13 +160,12 @@ class Lessons:
 
 
 def short_name(spec: str) -> str:
-    """Returns the name of a source in metrics: the last part of its path, of letters, digits and
-    underscores."""
+    """Returns the name of a source in metrics: the last part of its path as an identifier."""
     return re.sub(r"\W+", "_", pathlib.PurePath(spec).name.partition(".")[0]).strip("_")
 
 
 def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
-    """Returns rows of a batch from each source, by `data.shares`."""
+    """Returns the number of rows of a batch from each source, by `data.shares`."""
     given = tuple(config.data.shares)
     shares = given * sources if len(given) == 1 else given
     if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):

@@ -1,5 +1,5 @@
-"""Small decoders of the Llama family for a teacher's vocabulary, and what they take from the
-teacher before they learn."""
+"""Students: small Llama decoders for a teacher's vocabulary, and their initialisation from the
+teacher."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.vocabulary import Kept
 
 COUNTED_ROWS = 4_096
-"""Labelled rows from which the frequent tokens are found."""
+"""Number of labelled rows from which the frequent tokens are found."""
 
 
 def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
-    """Returns the `count` tokens to which the teacher gives most probability in its labels, int32
-    in ascending order."""
+    """Returns the `count` tokens with the most probability in the teacher's labels, int32 in
+    ascending order."""
     mass = np.zeros(rows.vocab_size)
     spread = np.linspace(0, len(rows) - 1, min(len(rows), COUNTED_ROWS)).astype(int)
     for part in np.array_split(spread, -(-len(spread) // 256)):
@@ -30,7 +30,7 @@ def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
 
 
 def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
-    """Returns a student of random weights whose head scores `tokens`."""
+    """Returns a student with random weights whose head scores `tokens`."""
     model = Llama(config, rngs=rngs)
     if config.head_tokens:
         model.head.tokens = Kept(jnp.asarray(tokens))
@@ -38,11 +38,11 @@ def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
 
 
 def begin_as_teacher(model: Llama, table: jax.Array) -> None:
-    """Gives a student of random weights an embedding and a head that begin as its teacher's, as far
-    as they fit.
+    """Initialises a student's embedding and head from its teacher's, as far as they fit.
 
-    The embedding becomes the first principal components of the teacher's, `table` float32 [V, E],
-    of mean square 1; the head scores a token by its embedding.
+    The embedding becomes the first principal components of the teacher's `table`, float32 [V,
+    E],
+    scaled to mean square 1. The head scores a token by its embedding.
     """
     config = model.config
     coordinates = principal_components(table, config.embed_rank or config.width)
@@ -60,8 +60,8 @@ def begin_as_teacher(model: Llama, table: jax.Array) -> None:
 
 
 def share_head(model: Llama, head: jax.Array) -> None:
-    """Gives a student that sees its teacher's features the teacher's head, float32 [V, E], on the
-    tokens that it scores."""
+    """Copies the teacher's head, float32 [V, E], to a student that sees features, for the tokens
+    that it scores."""
     if model.config.head_tokens:
         model.head.linear.kernel[...] = head[model.head.tokens[...]].T
     else:
@@ -69,15 +69,19 @@ def share_head(model: Llama, head: jax.Array) -> None:
 
 
 def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
-    """Returns what the head of a student scores at each place of a batch [S, B, N, E].
+    """Returns the student's hidden states [S, B, N, E] at each place of a batch.
 
-    S is 1, or `depth` for a student that sees features. At level s, a place is the end of a path of
-    s - 1 drafted tokens: it sees the teacher's features up to where the path begins, and on the
-    path the student's own, as in decoding (training-time test of EAGLE-3: Li et al., 2025, arXiv
+    S is 1, or `depth` for a student that sees features. At level s a place is the end of a path
+    of s
+    - 1 drafted tokens. It sees the teacher's features up to the start of the path, and the
+      student's
+    own on the path, as in decoding (training-time test of EAGLE-3: Li et al., 2025, arXiv
     2503.01840).
 
     Args:
-      batch: of `labels.batch_of`.
+      model: the student.
+      batch: as `labels.batch_of` returns.
+      depth: number of levels.
     """
     tokens, positions, segments = batch["inputs"], batch["positions"], batch["segments"]
     if not model.config.features:
@@ -91,7 +95,7 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):
-        # The places of earlier levels are pending: of level r, one sees the place that is level - r
+        # Places of earlier levels are pending. Of level r, a place sees the one level - r places
         # before it.
         blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
         visible = jnp.concatenate([same & block for block in blocks], axis=-1)
@@ -104,26 +108,26 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
 
 
 def principal_components(table: jax.Array, rank: int) -> jax.Array:
-    """Returns [V, rank] coordinates of the rows of `table` [V, E], of mean square 1; columns beyond
-    E are 0."""
+    """Returns [V, rank] coordinates of the rows of `table` [V, E], scaled to mean square 1.
+    Columns beyond E are 0."""
     centred = jnp.asarray(table, jnp.float32) - jnp.mean(table, axis=0)
-    _, axes = jnp.linalg.eigh(centred.T @ centred)  # Ascending.
+    _, axes = jnp.linalg.eigh(centred.T @ centred)  # Eigenvalues ascend.
     coordinates = centred @ axes[:, ::-1][:, :rank]
     coordinates /= jnp.sqrt(jnp.mean(jnp.square(coordinates)))
     return jnp.pad(coordinates, ((0, 0), (0, rank - coordinates.shape[1])))
 
 
 def widened(model: Llama, config: LlamaConfig) -> Llama:
-    """Returns a student that also sees `config.feature_layers`, with the parameters of `model`,
-    which saw the last hidden state alone. Its projection of these layers is zero, so that it begins
-    where `model` is."""
+    """Returns `model` extended to see `config.feature_layers`. The new projection is zero, so
+    its outputs are unchanged."""
     wider = Llama(config, rngs=nnx.Rngs(0))
     nnx.update(wider, nnx.state(model))
     return wider
 
 
 def parameters(config: LlamaConfig) -> int:
-    """Returns parameters without the embedding table, which a call reads one row of a token of."""
+    """Returns the number of parameters without the embedding table, of which a call reads one
+    row per token."""
     _, state = abstract(config)
     rank = config.embed_rank or config.width
     total = sum(

@@ -1,8 +1,10 @@
-"""The teacher at work: texts that it reads or writes, and the labels of its next tokens.
+"""The teacher: what it reads or writes, and the labels of its next tokens.
 
-Texts are sentences of a corpus, continuations that the teacher samples of their beginnings, or
-conversations that it writes from its chat template alone, the user's part too (Magpie: Xu et al.,
-2024, arXiv 2406.08464).
+Sequences are sentences of a corpus, continuations of their first tokens that the teacher samples,
+or
+whole conversations that it writes from its chat template alone, the user's message included
+(Magpie:
+Xu et al., 2024, arXiv 2406.08464).
 """
 
 import functools
@@ -29,24 +31,23 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
 
 SHARD = 512
-"""Texts a shard: what a stopped command loses is less than one. Shards are always whole, so that
-later ones can follow."""
+"""Sequences per shard. A stopped command loses at most one shard; shards are always complete."""
 WRITTEN = 64
-"""Texts that the teacher writes at once on a CPU; an accelerator writes a whole shard."""
+"""Sequences that the teacher writes at once on a CPU. An accelerator writes a whole shard."""
 ROWS = 4
-"""Rows that the teacher reads at once."""
+"""Rows that the teacher labels at once."""
 LONGEST_BEGINNING = 12
-"""Tokens of a sentence that the teacher continues, at most; at least 1."""
+"""Largest number of first tokens of a sentence that the teacher continues; the smallest is 1."""
 
 
 class Text(NamedTuple):
-    """A text to label.
+    """A sequence to label.
 
     Attributes:
-      tokens: all of it.
-      prompt: how many of them stand before what the teacher wrote, at least 1. A text that it only
-        read has 1: any of its tokens might be one to draft.
-      ended: whether the last token ends the text, so that nothing follows it.
+      tokens: the whole sequence.
+      prompt: number of tokens before those that the teacher wrote, at least 1. It is 1 for a
+        sequence that the teacher only read, where any token may be drafted.
+      ended: whether the last token ends the sequence.
     """
 
     tokens: list[int]
@@ -55,18 +56,18 @@ class Text(NamedTuple):
 
     @property
     def drafted(self) -> np.ndarray:
-        """bool [N]: at which tokens a draft is asked for what follows, when the teacher decodes
-        such a text."""
+        """bool [N]: the tokens after which a draft is requested when the teacher decodes this
+        sequence."""
         places = np.arange(len(self.tokens))
         return (places >= self.prompt - 1) & (places < len(self.tokens) - self.ended)
 
 
 Texts = Callable[[int, int], list[Text]]
-"""Texts `first` to `end`, the same ones each time; fewer where there are no more."""
+"""Returns sequences `first` to `end`, reproducibly, or fewer at the end of the corpus."""
 
 
 def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
-    """Sentences of a corpus, as prompts are encoded, to the last."""
+    """Returns the sentences of a corpus, encoded as prompts."""
 
     def texts(first: int, end: int) -> list[Text]:
         return [
@@ -78,18 +79,18 @@ def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
 
 
 def starting_at(texts: Texts, first: int) -> Texts:
-    """Returns the same texts, from number `first` on."""
+    """Returns the same sequences, starting from number `first`."""
     return lambda begin, end: texts(first + begin, first + end)
 
 
 def continued_texts(
     teacher: Trained, sentences: Sentences, length: int, policy: Policy, seed: int
 ) -> Texts:
-    """Beginnings of sentences, 1 to `LONGEST_BEGINNING` tokens, that the teacher continues to
-    `length` tokens; after the last sentence the first comes again.
+    """Returns continuations by the teacher, up to `length` tokens, of the first 1 to
+    `LONGEST_BEGINNING` tokens of sentences. After the last sentence the first is used again.
 
-    Raises:
-      UserError: its context has no room for that.
+        Raises:
+          UserError: the teacher's context is too short.
     """
     longest = teacher.model.context + 1 - LONGEST_BEGINNING
     if length > longest:
@@ -121,11 +122,11 @@ def _written(rows: list[list[int]], prompts: list[list[int]], teacher: Trained) 
 
 
 def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
-    """Returns a user's message and the answer to it, both written by the teacher, to `length`
-    tokens.
+    """Returns conversations of up to `length` tokens: a user's message and its answer, both written
+    by the teacher.
 
-    Raises:
-      UserError: it has no chat template, or no room for such a conversation.
+        Raises:
+          UserError: the teacher has no chat template, or its context is too short.
     """
     opening, closing = chat_frame(teacher.tokenizer)
     if len(opening) + len(closing) >= length // 2:
@@ -167,8 +168,8 @@ def _too_long(length: int, teacher: Trained, longest: int) -> UserError:
 
 
 def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
-    """Returns what the chat template puts before a user's message, and what between it and the
-    answer, in tokens."""
+    """Returns the tokens that the chat template puts before a user's message, and between it and
+    the answer."""
     one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apple", "Sum"))
     same = [a == b for a, b in zip(one, two, strict=False)]
     before = same.index(False)
@@ -177,11 +178,12 @@ def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
 
 
 def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
-    """Returns a function that continues texts until an end of the teacher's, or to `length` tokens;
-    its key is consumed.
+    """Returns a function that continues sequences to an end token or to `length` tokens. It
+    consumes its key.
 
-    The texts have `shortest` to `longest` tokens. Shapes follow from these, not from the texts:
-    nothing is compiled anew.
+        The given sequences have `shortest` to `longest` tokens. Shapes depend only on these
+        numbers, so
+        nothing is recompiled.
     """
     model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
 
@@ -210,8 +212,8 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
-    """Returns rows [R] of a `labels.row_type`, labels still empty: texts cut to its tokens, first
-    fit; those of one token left out."""
+    """Returns rows [R] of a `labels.row_type` with sequences packed first-fit and cut to its
+    length. Labels are left empty, and sequences of one token are dropped."""
     found = list(
         packed(
             grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]),
@@ -222,13 +224,13 @@ def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
 
 
 def cut(text: Text, length: int) -> dict[str, np.ndarray]:
-    """Returns what `packed` takes of a text: at most `length` tokens."""
+    """Returns at most `length` tokens of a sequence, in the form that `packed` takes."""
     return {"tokens": np.asarray(text.tokens[:length], np.int32), "drafted": text.drafted[:length]}
 
 
 def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
-    """Returns rows [] of `row_type`, labels still empty, of texts that were `cut`; those of one
-    token are left out."""
+    """Returns rows of `row_type` packed from sequences that were `cut`. Labels are left empty,
+    and sequences of one token are dropped."""
     length = row_type["tokens"].shape[0]
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     filled = grain.experimental.FirstFitPackIterDataset(
@@ -249,8 +251,8 @@ def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
-    """Returns a function that fills the labels of packed rows in place, and their features if they
-    have any; its programs compile once."""
+    """Returns a function that fills the labels, and any features, of packed rows in place. It
+    compiles once."""
     model = freeze(teacher)
 
     label = jax.jit(taught, static_argnums=2)
@@ -267,7 +269,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
                 part["features"] = np.asarray(found["features"])[: len(part)]
             count = found["top"].shape[
                 -1
-            ]  # Of a toy's whole vocabulary: the labels behind it have probability 0.
+            ]  # In a toy vocabulary, the remaining labels have probability 0.
             part["log_probabilities"] = -np.inf
             for name in ("top", "log_probabilities"):
                 part[name][..., :count] = np.asarray(found[name])[: len(part)]
@@ -317,8 +319,8 @@ def write_labels(
     fill: Callable[[np.ndarray], None],
     row_type: np.dtype,
 ) -> int:
-    """Labels at least `count` texts, in whole shards, but for those that are there already; returns
-    the tokens labelled."""
+    """Labels at least `count` sequences in whole shards, skipping shards that exist. Returns the
+    number of tokens labelled."""
     tokens = 0
     firsts = range(0, count, SHARD)
     bar = tqdm.tqdm(firsts, unit="shard", dynamic_ncols=True)

@@ -1,5 +1,4 @@
-"""A student trained on its teacher's labels: what it is built of, its steps, and what it is scored
-by."""
+"""Trains a student on its teacher's labels: the student, its steps, and its held-out scores."""
 
 import dataclasses
 import functools
@@ -45,19 +44,19 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError, unknown
 
 DRAFTS = 4
-"""alpha_4 is reported with alpha_1."""
+"""Number of drafts of the second reported acceptance, alpha_4."""
 
 
 def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
-    """Trains a student until `config.steps`; as `training.loop.train` does, and with the same
+    """Trains a student until `config.steps`, like `training.loop.train` and in the same kind of
     workdir.
 
-    In addition to the files of a training run, student.json has the student's shape, the tokens that its
-    head scores, and the teacher's vocabulary.
+        In addition to the files of a training run it writes student.json: the student's shape, the
+        tokens that its head scores, and the teacher's vocabulary.
 
-    Raises:
-      UserError: a bad config, labels or teacher, or anything that stops a training run.
-      Interrupted: Ctrl-C or SIGTERM, once all is saved.
+        Raises:
+          UserError: the config, labels or teacher are invalid, or training cannot continue.
+          Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     check_distil_config(config)
     preparation.claim_workdir(config, workdir, distil_config())
@@ -102,7 +101,7 @@ def _batches(
 
 
 def check_distil_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that no run can use."""
+    """Raises `UserError` for an invalid config."""
     check_fields(config, distil_config())
     check_positive(
         config,
@@ -141,7 +140,7 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
 
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
-    """Returns the shape of a student, for a teacher's vocabulary and context."""
+    """Returns the shape of a student for a teacher's vocabulary and context."""
     return LlamaConfig(
         **model, head_width=model.width // model.heads, vocab_size=vocab_size, context=context
     )
@@ -150,14 +149,14 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
 def _student(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons
 ) -> runs.Student:
-    """Returns the run's student: chosen before its first step, and kept in the workdir."""
+    """Returns the run's student. It is chosen before the first step and stored in the workdir."""
     if (
         hosts.is_first() and not (workdir / runs.CONFIG).exists()
-    ):  # What a start left that came no further does not bind.
+    ):  # A start that got no further does not bind.
         shape = student_config(config.model, rows.vocab_size, rows.context)
         if (
             config.init and shape.head_tokens
-        ):  # Its head knows its own tokens, whatever these labels have most of.
+        ):  # The given head already has its tokens, whatever tokens these labels prefer.
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
         elif isinstance(rows, Lessons):
             tokens = rows.frequent_tokens(shape.head_tokens or rows.vocab_size, config.seed)
@@ -179,8 +178,8 @@ def _student(
 
 
 def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | Lessons:
-    """Returns the labels of the run, or the text that its teacher labels: those that it began with,
-    so that it has the same end whatever was labelled meanwhile."""
+    """Returns the labels of the run, or the text that its teacher labels, with the counts at the
+    start of the run, so that later additions do not change it."""
     counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
     if not config.online:
         rows = open_labels(config.data.train, counts)
@@ -202,8 +201,8 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
 def _heldout(
     config: ml_collections.ConfigDict, rows: LabelledRows | Lessons
 ) -> Mapping[str, PackedRows]:
-    """Returns the held-out labels by the last part of their folders' names; checks that all suit
-    `rows` and the student."""
+    """Returns the held-out labels by the last part of their folders' names, after checking that
+    they suit `rows` and the student."""
     opened: dict[str, LabelledRows] = {}
     heldout: Mapping[str, PackedRows]
     if isinstance(rows, Lessons):
@@ -245,8 +244,7 @@ def make_programs(
     tokens: np.ndarray,
     teacher: Frozen | None = None,
 ) -> Programs:
-    """Returns the programs of a student's run; with a `teacher`, they label the text of each batch
-    first."""
+    """Returns the programs of a student's run. With a `teacher`, they label each batch first."""
     graphdef, state = abstract(shape)
     rest = nnx.filter_state(state, nnx.Not(nnx.Param))
     rest = jax.tree.map(lambda _: jnp.asarray(tokens), rest)
@@ -300,11 +298,13 @@ def places(
     params: Any,
     batch: dict[str, jax.Array],
 ) -> tuple[jax.Array, losses.Place]:
-    """Returns what the losses see at each place [S, B, N] of a batch, and which of them are real.
+    """Returns what the losses see at each place [S, B, N] of a batch, and which places are real.
 
-    A batch without `top` has labels of all tokens that the head scores. The student's softmax is
-    over the tokens that its head scores. S is 1; of a student that sees features, it is `depth`:
-    there the student is run as at the first, second, ... level of a tree (`students.levels`).
+    A batch without `top` has labels of every token that the head scores. The student's softmax
+    is
+    over these tokens. S is 1, or `depth` for a student that sees features, which is run as at
+    the
+    first, second, ... level of a tree (`students.levels`).
     """
     student = model(params)
     hidden = students.levels(student, batch, depth)
@@ -331,11 +331,11 @@ def _at_each(function: Callable) -> Callable:
 
 
 def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums over the tokens of a batch, [S] each: KL(q, p), alpha_1, alpha_4 of the exact plan, and
-    how many there are.
+    """Returns sums [S] over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan,
+    and the number of tokens.
 
-    Tokens at which a draft is asked for what follows count; at level 2 both such a token and the
-    one that was drafted behind it, and so on.
+        Only tokens after which a draft is requested count. At level 2 both that token and the one
+        drafted after it must count, and so on.
     """
     real, seen = see(params, batch)
     real &= batch["drafted"] & jnp.stack(
@@ -347,7 +347,7 @@ def _sums(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, 
         "alpha_1": losses.acceptance,
         f"alpha_{DRAFTS}": optimum,
     }
-    # Of one row at a time: `optimal_acceptance` sorts.
+    # One row at a time, because `optimal_acceptance` sorts.
     sums = {
         name: jnp.sum(
             real * jax.lax.map(lambda level, each=each: jax.lax.map(jax.vmap(each), level), seen),
@@ -365,8 +365,8 @@ def _scores(
     heldout: Mapping[str, PackedRows],
     params: Any,
 ) -> dict[str, float]:
-    """Means over the held-out tokens of each set, by name; those of the first set also without
-    it."""
+    """Returns means over the held-out tokens of each set, by name. Those of the first set are
+    also returned without its name."""
     scores: dict[str, float] = {}
     size = config.batch_size // config.accumulate
     for name, rows in heldout.items():
@@ -388,7 +388,7 @@ def _scores(
             scores = {runs.REJECTION: 1 - float(means["alpha_1"][0])}
         for key, value in means.items():
             scores[f"eval_{key}_{name}"] = float(value[0])
-            there = value[1:][sums["tokens"][1:] > 0]  # No text may be so long.
+            there = value[1:][sums["tokens"][1:] > 0]  # No sequence may reach this level.
             scores |= {
                 f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(there, 2)
             }
@@ -401,7 +401,7 @@ def _given(
     tokens: np.ndarray,
     rows: LabelledRows | Lessons,
 ) -> nnx.State:
-    """Returns what a student starts from: `config.init`, or its random weights with the teacher's
+    """Returns the initial parameters: those of `config.init`, or random ones with the teacher's
     embedding."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
@@ -427,7 +427,7 @@ def _given(
 
 
 def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> str:
-    """Returns the name of the teacher: the config's, or else the labels' own."""
+    """Returns the teacher's name from the config, or else from the labels."""
     if not config.teacher and not rows.teacher.name:
         raise UserError(
             f"the labels in {config.data.train!r} do not say who made them; give --config.teacher"
@@ -438,8 +438,8 @@ def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
 def _begun(
     config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons
 ) -> Llama:
-    """Returns the student that `config.init` names; one that saw the last hidden state alone may
-    come to see more layers."""
+    """Returns the student that `config.init` names, extended to `feature_layers` if it sees only
+    the last hidden state."""
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(
@@ -461,15 +461,13 @@ def _begun(
 
 
 def teacher_embedding(teacher: Trained) -> jax.Array | None:
-    """Returns the embedding [V, E] of a loaded teacher; None of one that has none, as a model of
-    somebody's own."""
+    """Returns the embedding [V, E] of a teacher, or None if it has none."""
     embed = getattr(teacher.model, "embed", None)
     return jnp.asarray(embed.embedding[...], jnp.float32) if isinstance(embed, nnx.Embed) else None
 
 
 def teacher_head(teacher: Trained, embedding: jax.Array) -> jax.Array:
-    """Returns the head [V, E] of a loaded teacher whose features a student sees; its embedding if
-    it has no head of its own."""
+    """Returns the head [V, E] of a teacher, or its embedding if the two are tied."""
     head = getattr(teacher.model, "head", None)
     return (
         jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding

@@ -1,8 +1,9 @@
-"""Checkpoints of a run: the only file that knows Orbax.
+"""Checkpoints of a run. Only this file uses Orbax.
 
-A checkpoint holds three things: `params` and `rest` (optimizer state, step, key) as flat {path:
-array} dicts, and `data`, the JSON place in each stream of the data. It is written under a temporary
-name and renamed, so a step is whole or not there.
+A checkpoint holds `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and
+`data`, the JSON position in each data stream. It is written under a temporary name and then
+renamed,
+so a step is complete or absent.
 """
 
 import contextlib
@@ -20,16 +21,16 @@ from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts
 from spectr_jax.utils.errors import UserError
 
-# What Orbax raises for files that are missing, cut short or of another tree.
+# Raised by Orbax for files that are missing, truncated or of another tree.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
-# And for a disk that takes no more.
+# Raised for a full disk.
 _FAILURES = (*_DAMAGE, RuntimeError)
 TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `directory`; keeps the newest `keep`, and the one with the
-    lowest `metric`."""
+    """The checkpoints of one run in `directory`: the newest `keep`, and the one with the lowest
+    `metric`."""
 
     def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = BITS):
         self.directory, self._metric = directory, metric
@@ -46,14 +47,14 @@ class Checkpoints:
         )
 
     def clean(self) -> None:
-        """Removes the temporary files of a run that died while writing; only for the run that owns
-        the folder."""
+        """Removes temporary files of a run that died while writing. Only the run that owns the
+        folder may call it."""
         if hosts.is_first():
             for path in self.directory.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Returns the complete steps, oldest first, and one that is being saved."""
+        """Returns the complete steps, oldest first, and the one being saved."""
         return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
     def latest_step(self) -> int | None:
@@ -61,8 +62,8 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> tuple[int, float] | None:
-        """Returns the step with the lowest `metric` and its value, or None if there is none that
-        was evaluated."""
+        """Returns the step with the lowest `metric` and its value, or None if no step was
+        evaluated."""
         evaluated = [
             (checkpoint.metrics[self._metric], checkpoint.step)
             for checkpoint in self._checkpointer.checkpoints
@@ -74,11 +75,11 @@ class Checkpoints:
     def save(
         self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None
     ) -> None:
-        """Starts to save the state, the place in the data and `metrics`; the last save is complete
-        before this one starts.
+        """Starts to save the state, the data positions and `metrics`. Waits for the previous save
+        first.
 
-        Raises:
-          UserError: the last save failed, or this one at its start.
+                Raises:
+                  UserError: the previous save failed, or this one could not start.
         """
         step = int(state.step)
         if step in self.steps():
@@ -98,20 +99,19 @@ class Checkpoints:
             self._checkpointer.wait()
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
-        """Returns the newest checkpoint that can be read.
+        """Returns the newest readable checkpoint.
 
-        Checkpoints that cannot be read are moved to another folder, so that the run can write their
-        steps again.
+        Unreadable checkpoints are moved to another folder, so that the run can write their steps
+        again.
 
         Args:
-          like: a state of abstract arrays *with shardings*, which say where the parts go; of any
-            number of devices.
+          like: a state of abstract arrays with shardings, for any number of devices.
 
         Returns:
-          The state, the place in the data, and the steps that could not be read.
+          The state, the data positions, and the unreadable steps.
 
         Raises:
-          UserError: there is none, or all are damaged or of another model; then nothing is moved.
+          UserError: there is no readable checkpoint of this model; then nothing is moved.
         """
         rest = {"step": like.step, "opt_state": like.opt_state, "key": like.key}
         wanted = {"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None}
@@ -136,11 +136,11 @@ class Checkpoints:
         )
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
-        """Returns the parameters alone of a checkpoint (None: the newest), in the structure of
-        `like`.
+        """Returns only the parameters of a checkpoint, in the structure of `like`. A `step` of None
+        means the newest.
 
-        Raises:
-          UserError: as `restore` does; nothing is moved.
+                Raises:
+                  UserError: as `restore`; nothing is moved.
         """
         step = self.latest_step() if step is None else step
         if step is None:
@@ -148,7 +148,7 @@ class Checkpoints:
         return with_leaves(like, self._load(step, {"params": named_leaves(like)})["params"])
 
     def close(self) -> None:
-        """Waits for the save under way; its failure is not reported again."""
+        """Waits for the current save, whose failure is not reported again."""
         with contextlib.suppress(*_FAILURES):
             self._checkpointer.close()
 
@@ -181,14 +181,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Failures to save become `UserError`, but for those of JAX itself, which the run
-        explains."""
+        """A context that turns failures to save into `UserError`, except JAX's own, which the
+        run explains."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
             raise
         except _FAILURES as error:
-            self._checkpointer.reload()  # It counts a step from the start of its save on.
+            self._checkpointer.reload()  # Orbax counts a step from the start of its save.
             others = " or see why another process ended" if jax.process_count() > 1 else ""
             raise UserError(
                 f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); "

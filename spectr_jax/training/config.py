@@ -9,20 +9,25 @@ from spectr_jax.utils.errors import unknown
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
-    """Returns a training run of one model of the ladder, with the recipe of Flax's LM1B example."""
+    """Returns a training config for one model of the ladder, with the recipe of Flax's LM1B
+    example."""
     if model not in LADDER:
         raise unknown("model", model, LADDER)
     return ml_collections.ConfigDict(
         {
             "seed": 0,
-            "init": "",  # Weights to start from, a file (or FOLDER/NAME) that spectr_jax.export wrote; "" for random ones.
+            # Initial weights: a file (or FOLDER/NAME) written by spectr_jax.export; "" for random
+            # ones.
+            "init": "",
             "model": {**dataclasses.asdict(LADDER[model]), "dropout": 0.1},
             "data": {
                 "train": "tfds:lm1b:train",
                 "heldout": "tfds:lm1b:test",
-                "heldout_sentences": 2_000,  # The first ones; a number that one evaluation can afford.
+                "heldout_sentences": 2_000,  # The first ones, as many as one evaluation can afford.
                 "tfds_dir": "",
-                "tokenizer": "",  # A SentencePiece file to share, trained if not there; "" for `init`'s, or the run's own.
+                # A SentencePiece file to share, trained if missing; "" for `init`'s or the run's
+                # own.
+                "tokenizer": "",
                 "tokenizer_sentences": 250_000,
                 "streams": 8,  # At most this many; a divisor of this and of the batch size is used.
             },
@@ -58,9 +63,11 @@ def lm1b_config(model: str) -> ml_collections.ConfigDict:
     """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B
     example.
 
-    AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of 256
-    rows of 128 tokens; bfloat16 products. All four models share one tokenizer, trained by whichever
-    run comes first.
+        AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of
+        256
+        rows of 128 tokens, bfloat16 products. All four models share one tokenizer, which the first
+        run
+        trains.
     """
     config = train_config(model)
     config.model.dtype = "bfloat16"
@@ -69,8 +76,7 @@ def lm1b_config(model: str) -> ml_collections.ConfigDict:
 
 
 def open_text_config(model: str) -> ml_collections.ConfigDict:
-    """Returns a short run on a few passes of open text, or on less than one: no dropout, bfloat16
-    products, Muon, a cosine to zero.
+    """Returns a short run on open text: no dropout, bfloat16 products, Muon, a cosine to zero.
 
     The learning rates were tuned with the small models on a CPU; wider models take lower rates.
     """

@@ -1,4 +1,4 @@
-"""Held-out sentences, and the loss of a model on them."""
+"""Held-out sentences and a model's loss on them."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from spectr_jax.utils.errors import UserError
 
 
 class Heldout(NamedTuple):
-    """This process's rows of each packed batch, and the characters of all sentences; a line end
-    counts as one."""
+    """This process's rows of each packed batch, and the number of characters of all sentences. A
+    line end counts as one."""
 
     batches: list[dict[str, np.ndarray]]
     characters: int
@@ -31,19 +31,19 @@ def pack_heldout(
     length: int,
     name: str = "the corpus",
 ) -> Heldout:
-    """Returns the first held-out sentences that fit the context whole, in full batches (the last
-    one is padded).
+    """Returns the first held-out sentences that fit the context, in full batches; the last batch is
+    padded.
 
-    Args:
-      sentences: to take them from.
-      tokenizer: pieces.
-      first: how many are tried.
-      rows: of a batch, over all processes.
-      length: tokens a row, the context.
-      name: of the sentences, for the error.
+        Args:
+          sentences: source of the sentences.
+          tokenizer: SentencePiece tokenizer.
+          first: number of sentences to try.
+          rows: rows per batch over all processes.
+          length: tokens per row, the context.
+          name: name of the sentences in the error.
 
-    Raises:
-      UserError: none fits.
+        Raises:
+          UserError: no sentence fits.
     """
     tried = (sentences[index] for index in range(min(first, len(sentences))))
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
@@ -61,14 +61,15 @@ def pack_heldout(
 
 
 def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> dict[str, float]:
-    """Nats per token and bits per character: exact means over the real tokens, however they are
-    spread over devices.
+    """Returns nats per token and bits per character: exact means over the real tokens, on any
+    number of devices.
 
-    Args:
-      eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 for none), tokens.
-      params: on the mesh.
-      heldout: from `pack_heldout`.
-      mesh: to put the batches on.
+        Args:
+          eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 if none),
+            tokens.
+          params: parameters on the mesh.
+          heldout: from `pack_heldout`.
+          mesh: where the batches are placed.
     """
     sums = np.zeros(3)
     for batch in heldout.batches:

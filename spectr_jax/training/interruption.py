@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the run ends after a step that all processes agree on, and saves."""
+"""Ctrl-C and SIGTERM: the run stops after a step that all processes agree on, and saves."""
 
 import os
 import signal
@@ -9,17 +9,18 @@ import jax
 from jax.experimental import multihost_utils
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# So soon no second signal is meant: `timeout` and job systems send the same one to the process and
-# then to its group.
+# A signal within this time is not a second request: `timeout` and job systems send the same one to
+# the process and then to its group.
 _ECHO_SECONDS = 1.0
 
 
 class Interruption:
-    """A context in which the first signal is only recorded; another one, at least a second later,
-    ends the process at once.
+    """A context that records the first signal. A second one, at least a second later, ends the
+    process at once.
 
-    Of several processes any one may get the signal. There JAX's preemption service takes SIGTERM,
-    tells the others and finds the step to stop at; Ctrl-C is passed on as SIGTERM.
+        With several processes any of them may get the signal. JAX's preemption service handles
+        SIGTERM,
+        informs the others and finds the step to stop at; Ctrl-C is forwarded as SIGTERM.
     """
 
     def __init__(self):
@@ -38,8 +39,8 @@ class Interruption:
             signal.signal(number, handler)
 
     def requested(self, step: int) -> bool:
-        """Returns whether to stop after `step`; every process asks once a step, and all get the
-        same answer."""
+        """Returns whether to stop after `step`. Every process calls it once per step and gets
+        the same answer."""
         if jax.process_count() == 1:
             return self._noted_at is not None
         return multihost_utils.reached_preemption_sync_point(step)

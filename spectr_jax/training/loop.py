@@ -1,4 +1,4 @@
-"""A training run: data, steps, evaluation, checkpoints, and the record of it in the workdir."""
+"""A training run: data, steps, evaluation, checkpoints, and its record in the workdir."""
 
 import contextlib
 import dataclasses
@@ -40,13 +40,13 @@ class Task(NamedTuple):
     """What a run learns, and from what.
 
     Attributes:
-      programs: compiled when they are first called.
-      data: batches, at the place that belongs to a new run.
-      evaluate: scores of parameters on held-out text, by name.
-      metric: the score of which the best checkpoint has the least.
+      programs: compiled on their first call.
+      data: batches, positioned for a new run.
+      evaluate: maps parameters to held-out scores by name.
+      metric: the score that the best checkpoint minimises.
       curves: what loss.png shows.
       flops_per_token: of a step.
-      given: reads the parameters to start from; None for `programs.init`'s.
+      given: returns initial parameters; None to use `programs.init`.
     """
 
     programs: Programs
@@ -59,17 +59,20 @@ class Task(NamedTuple):
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
-    """Trains until `config.steps`, from the newest checkpoint in `workdir` if there is one, else
-    from `config.init`.
+    """Trains until `config.steps`, from the newest checkpoint in `workdir`, or else from
+    `config.init`.
 
-    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file,
-    lock. Of several processes (`hosts.connect`) each calls this, with the same arguments and a
-    workdir that all of them see.
+        Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty
+        file,
+        lock. With several processes (`hosts.connect`) each calls this with the same arguments and a
+        shared workdir.
 
-    Raises:
-      UserError: a bad config, a workdir of another config, weights of another shape to start from,
-        an empty or corrupt corpus, a loss that is not finite, a checkpoint that cannot be written.
-      Interrupted: Ctrl-C or SIGTERM, once all is saved.
+        Raises:
+          UserError: the config is invalid, the workdir belongs to another config, the initial
+            weights
+            have another shape, the corpus is empty or corrupt, the loss is not finite, or a checkpoint
+            cannot be written.
+          Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     preparation.check_train_config(config)
     preparation.claim_workdir(config, workdir)
@@ -84,7 +87,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             heldout_sentences,
             tokenizer,
             first=config.data.heldout_sentences,
-            rows=config.batch_size // config.accumulate,  # What goes through the model at once.
+            rows=config.batch_size // config.accumulate,  # Rows that go through the model at once.
             length=config.model.context,
             name=config.data.heldout,
         )
@@ -113,8 +116,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
 
 @contextlib.contextmanager
 def explained(workdir: pathlib.Path) -> Iterator[None]:
-    """A context in which failures of disks, memory and other processes become `UserError`, with
-    their remedy."""
+    """A context that turns failures of disks, memory and other processes into `UserError`."""
     try:
         yield
     except OSError as error:
@@ -141,8 +143,7 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
 def run(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task
 ) -> TrainState:
-    """Takes the steps of a task that are left, in a workdir that is claimed and locked; see
-    `train`."""
+    """Takes the remaining steps of a task in a claimed and locked workdir; see `train`."""
     return _Run(config, workdir, mesh, task).go()
 
 
@@ -160,7 +161,7 @@ class _Run:
         )
 
     def go(self) -> TrainState:
-        """Takes the steps that are left."""
+        """Takes the remaining steps."""
         config, data, step, stopping = self.config, self.task.data, 0, False
         try:
             state = self._start(data)
@@ -225,7 +226,7 @@ class _Run:
         return state
 
     def _log_steps(self, step: int, window: Window, log: MetricsLog | None) -> str:
-        """Logs the steps of the window and empties it; returns the short form."""
+        """Logs the steps of the window, empties it, and returns a short summary."""
         self._check_finite(step, window)
         record = {
             "step": step,
@@ -251,7 +252,7 @@ class _Run:
             tqdm.tqdm.write(f"step {step}, held out: {told}")
             if (
                 step == self.config.steps or time.monotonic() > self.redraw_at
-            ):  # It takes a fifth of a second.
+            ):  # Plotting takes a fifth of a second.
                 plot_curves(
                     self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves
                 )
@@ -279,7 +280,7 @@ class _Run:
 
 
 def _all_positions(data: grain.DatasetIterator) -> list[dict[str, Any]]:
-    """Returns the place in each stream, of all processes."""
+    """Returns the position in each stream of all processes."""
     return [
         position for positions in hosts.gather(batches.positions_of(data)) for position in positions
     ]

@@ -16,7 +16,7 @@ from spectr_jax.utils.files import naming, write_whole
 
 
 class MetricsLog:
-    """Appends JSON lines to `path`; on a restart, drops the lines of steps that will be taken
+    """Appends JSON lines to `path`. After a restart it drops the lines of steps that are taken
     again."""
 
     def __init__(self, path: pathlib.Path, first_step: int):
@@ -31,11 +31,11 @@ class MetricsLog:
 
 
 class Window:
-    """The steps since the last record and the time that they took, evaluation and checkpoints left
-    out.
+    """The steps since the last record and their time, without evaluation and checkpoints.
 
-    The first step of all, which is compiled, is in the means and not in the speed. A context: until
-    it is left, a thread notes when the device is done with each step.
+    The very first step, which compiles, counts in the means but not in the speed. This is a
+    context:
+    inside it a thread notes when the device finishes each step.
     """
 
     def __init__(self):
@@ -51,8 +51,7 @@ class Window:
         self._device.steps.put(None)
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
-        """Takes the metrics of one step, as `train_step` returns them; waits for the device at the
-        first step alone."""
+        """Adds the metrics of one step. Only the first step waits for the device."""
         self.metrics.append(metrics)
         self._dispatched += 1
         self._device.steps.put(metrics)
@@ -71,8 +70,8 @@ class Window:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time spent inside while the device is idle. Steps are dispatched ahead of it,
-        so that the host mostly waits while it works, at no cost."""
+        """A context that counts its time as waiting for data while the device is idle. Steps are
+        dispatched ahead, so the host mostly waits while the device works, at no cost."""
         started = time.monotonic()
         yield
         if self._device.done == self._dispatched:
@@ -80,15 +79,15 @@ class Window:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Does not count the time spent inside."""
-        jax.block_until_ready(self.metrics[-1:])  # The steps until now are no part of it.
+        """A context whose time does not count."""
+        jax.block_until_ready(self.metrics[-1:])  # The steps so far do not belong to it.
         started = time.monotonic()
         yield
         self._aside += time.monotonic() - started
 
     def means(self) -> dict[str, Any]:
-        """Means over the tokens of the window; and tokens per second and the share of the time
-        waited for data, unless it has the first step alone."""
+        """Returns means over the tokens of the window, with tokens per second and the share of
+        time spent waiting for data, unless the window has only the first step."""
         rows = jax.device_get(self.metrics)
         seconds = time.monotonic() - self._started - self._aside
         tokens = np.array([row["tokens"] for row in rows], np.float64)
@@ -110,7 +109,7 @@ class Window:
 
 
 class _Device:
-    """How many of the steps that were put in `steps` are done, and since when; None ends it."""
+    """Counts the finished steps put into `steps`, and since when. None ends the thread."""
 
     def __init__(self):
         self.steps: queue.SimpleQueue[dict[str, jax.Array] | None] = queue.SimpleQueue()
@@ -118,7 +117,7 @@ class _Device:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # The run itself meets it too.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # The run itself reports this error.
             while (metrics := self.steps.get()) is not None:
                 jax.block_until_ready(metrics)
                 self.done_at = time.monotonic()
@@ -126,8 +125,8 @@ class _Device:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, none if there is no such file; a last line that a
-    crash cut short is left out."""
+    """Returns the records of a metrics.jsonl, without a last line that a crash truncated. A
+    missing file has none."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -138,7 +137,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 class Curves(NamedTuple):
-    """What is drawn of a run: two names of metrics, and what both are."""
+    """Two metrics to plot and their labels."""
 
     training: str
     heldout: str
@@ -146,7 +145,7 @@ class Curves(NamedTuple):
 
 
 def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> None:
-    """Draws a metric of training and of held-out text against steps."""
+    """Plots a training metric and a held-out metric against steps."""
     from matplotlib.figure import Figure
 
     records = read_metrics(metrics)

@@ -11,18 +11,19 @@ from spectr_jax.utils.errors import unknown
 
 OPTIMIZERS = ("adamw", "muon")
 MUON_RMS = 0.2
-"""The root mean square of Muon's updates before the learning rate, as of AdamW's."""
+"""Root mean square of Muon's updates before the learning rate, equal to AdamW's."""
 
 DECAY = 0.2
-"""The part of a run in which the `constant` schedule falls to zero."""
+"""Share of a run over which the `constant` schedule decays to zero."""
 
 
 def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
-    """Returns the schedule, by `config.schedule`: linear warm-up, then
+    """Returns the schedule `config.schedule`, a linear warm-up followed by
 
     - `rsqrt`: peak * sqrt(warm-up / step), the recipe of Flax's LM1B example;
-    - `cosine`: to zero at `steps`, for short runs;
-    - `constant`: the peak until `DECAY` of `steps` are left, then linearly to zero. A lower `steps`
+    - `cosine`: a cosine to zero at `steps`, for short runs;
+    - `constant`: the peak until the last `DECAY` of `steps`, then linearly to zero. Lowering
+      `steps`
       ends a run at any time.
     """
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
@@ -43,15 +44,16 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
 
 def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
-    """Returns the optimizer of `config` (the `optimizer` part of a train config), preceded by clipping
-    by global norm (0 for none).
+    """Returns the optimizer of `config`, the `optimizer` part of a training config, preceded by
+    clipping by global norm (0 for none).
 
-    By `config.name`:
+        By `config.name`:
 
-    - `adamw`: the recipe of Flax's LM1B example;
-    - `muon`: orthogonalised momentum for the kernels of the blocks, AdamW (with Nesterov's
-      momentum) for all else (Jordan et al., 2024), with updates scaled to the size of AdamW's (Liu
-      et al., 2025, arXiv 2502.16982), so that one learning rate serves both.
+        - `adamw`: the recipe of Flax's LM1B example;
+        - `muon`: orthogonalised momentum for the kernels of the blocks, and AdamW with Nesterov's
+          momentum for everything else (Jordan et al., 2024). Updates are scaled to the size of
+          AdamW's
+          (Liu et al., 2025, arXiv 2502.16982), so that one learning rate serves both.
     """
     rate = learning_rate(config, steps)
     adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
@@ -75,7 +77,7 @@ def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.Gradi
 
 
 def _kernels_of_blocks(params: Any) -> Any:
-    """Returns which parameters Muon updates, and their axes: matrices between hidden layers,
+    """Returns the axes of the parameters that Muon updates: matrices between hidden layers,
     neither embedding nor head."""
 
     def dimensions(path, leaf):

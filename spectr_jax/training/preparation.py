@@ -1,4 +1,4 @@
-"""Before the first step: checks the config and the workdir, and finds the tokenizer."""
+"""Checks before the first step: the config, the workdir and the tokenizer."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from spectr_jax.utils.config import check_fields, check_positive, to_json
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import digest, expanded, write_whole
 
-# These may change between two starts of a run; all else would make it another run.
+# Fields that may change between two starts of a run. Any other change makes it another run.
 FREE_FIELDS = (
     *("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("mesh.fsdp", "accumulate", "remat"),
@@ -32,7 +32,7 @@ FREE_FIELDS = (
 
 
 def check_train_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that no run can use."""
+    """Raises `UserError` for an invalid training config."""
     check_fields(config, train_config())
     check_positive(
         config,
@@ -85,7 +85,7 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
 
 
 def check_optimizer(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for an optimizer, or a seed, that no run can use."""
+    """Raises `UserError` for an invalid optimizer or seed."""
     optimizer = config.optimizer
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
@@ -105,11 +105,10 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
-    """Returns the number of streams that the corpus is divided into, whatever the number of
-    processes.
+    """Returns the number of streams into which the corpus is divided, for any number of processes.
 
     Raises:
-      UserError: the rows of a batch, or the streams, cannot be dealt out evenly.
+      UserError: the rows of a batch or the streams cannot be split evenly.
     """
     if config.batch_size % (devices * config.accumulate):
         raise UserError(
@@ -128,10 +127,10 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
 
 
 def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
-    """Returns the parameters that `config.init` names, in float32; None if it names none.
+    """Returns the parameters that `config.init` names, in float32, or None if it names none.
 
     Raises:
-      UserError: they cannot be read, or are of another shape or tokenizer than the run's.
+      UserError: they cannot be read, or have another shape or tokenizer than the run.
     """
     if not config.init:
         return None
@@ -156,13 +155,13 @@ def claim_workdir(
     workdir: pathlib.Path,
     known: ml_collections.ConfigDict | None = None,
 ) -> None:
-    """Raises `UserError` if `workdir` holds a run of another config; creates it if need be. `known`
-    has the defaults of all fields, by default those of a language model."""
+    """Creates `workdir`, or raises `UserError` if it holds a run of another config. `known` has
+    the defaults of all fields; by default those of a language model."""
     path = workdir / CONFIG
     if path.exists():
         ours = flatten_dict(to_json(config), sep=".")
         try:
-            # A field that is newer than the run had its default.
+            # A field newer than the run had its default.
             defaults = flatten_dict(to_json(known or train_config()), sep=".")
             theirs = {**defaults, **flatten_dict(json.loads(path.read_text()), sep=".")}
         except ValueError as error:
@@ -186,11 +185,11 @@ def claim_workdir(
 
 @contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """A context in which no other run writes to `workdir`; a process that dies in it leaves no
+    """A context in which no other run writes to `workdir`. A process that dies inside leaves no
     lock.
 
-    Raises:
-      UserError: one does already.
+        Raises:
+          UserError: another run is active.
     """
     if not hosts.is_first():
         yield
@@ -209,15 +208,17 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 def open_tokenizer(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows
 ) -> Tokenizer:
-    """Returns the run's tokenizer, which the run keeps a copy of: `data.tokenizer`, or the one
-    beside `init`, or one of its own.
+    """Returns the run's tokenizer, of which the run keeps a copy: `data.tokenizer`, or the one next
+    to `init`, or its own.
 
-    The first process trains it if it does not exist, but for a run from `init`, which needs that of
-    the weights.
+        The first process trains a missing tokenizer, except for a run from `init`, which needs that
+        of
+        the weights.
 
-    Raises:
-      UserError: it is not of the model's vocabulary, not the one that the run had before, or not
-        the packed corpus's.
+        Raises:
+          UserError: it has another vocabulary than the model, or differs from the run's earlier one
+            or
+            from the packed corpus's.
     """
     own = workdir / TOKENIZER
     shared = own

@@ -1,4 +1,4 @@
-"""The compiled programs of a run, and where its state lives."""
+"""The compiled programs of a run and the placement of its state."""
 
 import functools
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from spectr_jax.utils import sharding
 
 
 class Programs(NamedTuple):
-    """What a run calls; each compiles when it is first called.
+    """The programs of a run. Each compiles on its first call.
 
     Attributes:
       init: (key) -> state; the key is consumed.
       step: (state, batch) -> state, metrics; the state is donated.
-      evaluate: (params, batch) -> sums over its tokens; of a language model, what `eval_step`
-        returns.
+      evaluate: (params, batch) -> sums over its tokens; for a language model, the result of
+        `eval_step`.
       like: the state as abstract arrays with shardings.
     """
 
@@ -59,9 +59,13 @@ def compiled(
     evaluate: Callable,
     given: tuple[Any, ...] = (),
 ) -> Programs:
-    """Programs with parameters and optimizer state on `mesh` by `sharding.state_sharding`; the
-    functions are as in `Programs`, and `build` makes the model of random numbers. `given` are
-    arrays, such as a teacher's weights, which `step` and `evaluate` take as further arguments."""
+    """Returns programs whose parameters and optimizer state are placed on `mesh` by
+    `sharding.state_sharding`.
+
+        The functions are as in `Programs`, and `build` makes a model with random weights. `given`
+        holds
+        further arguments of `step` and `evaluate`, such as a teacher's weights.
+    """
 
     def init(key):
         params_key, run_key = jax.random.split(key)
@@ -69,7 +73,8 @@ def compiled(
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     places = sharding.state_sharding(mesh, shapes)
-    # The state comes out where it went in, whatever XLA would prefer: one program for all steps.
+    # The state keeps its placement, whatever XLA would prefer, so that one program serves all
+    # steps.
     step, evaluate = (
         jax.jit(step, donate_argnums=0, out_shardings=(places, None)),
         jax.jit(evaluate),
