@@ -51,17 +51,17 @@ STUDENTS: dict[str, dict[str, Any]] = {
 STUDENTS["eagle3"] = {**STUDENTS["eagle"], "feature_layers": (10, 20)}
 
 
-"""Shapes of the Llama family with about as many parameters, without the embedding, as the paper's
-drafts; one that sees the features of SmolLM2-135M, and one that sees those of three of its layers.
-"""
+"""Shapes of students: the Llama family with about as many parameters outside the embedding as
+the paper's drafts, one that sees the features of SmolLM2-135M, and one that sees those of three
+of its layers."""
 
 
 NO_FEATURES: dict[str, Any] = {"features": 0, "feature_layers": ()}
 
 
 def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
-    """Returns a student of any teacher that `load` takes, trained on labels that `spectr_jax.label`
-    wrote."""
+    """Returns the config of a student trained on labels that `spectr_jax.label` wrote, for any
+    teacher."""
     if student not in STUDENTS:
         raise unknown("student", student, STUDENTS)
     common = train_config()
@@ -80,29 +80,28 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
         {
             **{name: common[name] for name in (*kept, "checkpoint_every", "keep_checkpoints")},
             "teacher": "",  # Of the labels, as `load` takes it; "" for the one that they name.
-            "online": False,  # The teacher labels text in each step; else labels are read.
-            "teacher_dtype": "bfloat16",  # In which it does.
+            "online": False,  # Whether the teacher labels text in each step.
+            "teacher_dtype": "bfloat16",  # Precision of online labels.
             "model": {
                 **NO_FEATURES,
                 **STUDENTS[student],
                 "dtype": "bfloat16",
-            },  # Of `models.llama.LlamaConfig`.
+            },  # Fields of `models.llama.LlamaConfig`.
             "data": {
-                "train": "labels/train",  # A folder of labels, or several with commas between them; online, corpora too.
-                "shares": (
-                    1,
-                ),  # Online, of a batch, for each of them; one number for equal shares.
-                "length": 256,  # Online, tokens a row.
+                # Folders of labels with commas between them; online, corpora too.
+                "train": "labels/train",
+                "shares": (1,),  # Online: shares of a batch, or one number for equal shares.
+                "length": 256,  # Online: tokens per row.
                 "tfds_dir": "",
                 "heldout": (
                     "labels/heldout",
-                ),  # Others, each scored on its own; the first finds the best checkpoint.
-                "heldout_rows": 128,  # The first ones of each.
+                ),  # Each is scored separately; the first one selects the best checkpoint.
+                "heldout_rows": 128,  # Number of first rows of each.
                 "streams": 8,
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.
             "cross_entropy": 0.0,  # Weight of the cross-entropy of the text's next token.
-            "depth": 2,  # Of a student that sees features: levels of a tree that it learns at once.
+            "depth": 2,  # Levels of a tree that a student with features learns at once.
         }
     )
     config.update(steps=4_000, batch_size=32, log_every=50, eval_every=500, checkpoint_every=500)
@@ -118,8 +117,8 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
 
 
 def online_config() -> ml_collections.ConfigDict:
-    """Returns a student that sees three layers of SmolLM2-135M, which labels text while the student
-    learns."""
+    """Returns the config of a student that sees three layers of SmolLM2-135M, which labels text
+    during training."""
     config = distil_config("eagle3")
     config.update(teacher="smollm2", online=True, loss="lk", depth=3, batch_size=16)
     config.data.update(train="my_text/train-*", heldout=("my_text/heldout-*",), heldout_rows=64)

@@ -1,11 +1,11 @@
-"""A teacher's likeliest next tokens at every place of a text, kept on disk, so that students need
-not ask it again.
+"""Labels on disk: a teacher's likeliest next tokens at every place of a text.
 
-A row is several sequences one after the other, then padding. At each place it holds the token, the
-number of its sequence (0 is padding), whether a draft is asked for what follows when the target
-decodes, and the `TOP` likeliest next tokens with the logarithms of their probabilities; for
-students that see the teacher's features, also its last hidden state there. A folder has shards of
-such rows, each written whole, and an index that names the teacher.
+A row holds several sequences and then padding. Each place has the token, the number of its sequence
+(0 is padding), whether a draft is requested after it when the target decodes, and the `TOP`
+likeliest
+next tokens with their log-probabilities. For students that see features it also has the teacher's
+last hidden state. A folder has shards of rows, each written atomically, and an index that names the
+teacher.
 """
 
 import json
@@ -22,7 +22,7 @@ from spectr_jax.utils.files import expanded, write_json
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
-"""What the index says at least; folders that are used together agree in it."""
+"""Fields that every index has. Folders used together must agree in them."""
 OLDER = {
     "features": 0,
     "drafted": False,
@@ -32,21 +32,21 @@ OLDER = {
     "weights": "",
     "corpus": "",
 }
-"""What an index says that was written before it had these fields."""
+"""Values of fields that older indices lack."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
-"""Digests, which an older index lacks, and what they are told with."""
+"""Digests that older indices lack, and the fields that identify the content instead."""
 TOP = 64
-"""Labels a place: of SmolLM2-135M on plain sentences, 64 tokens have some 0.85 of the probability.
-"""
+"""Labels per place. On plain sentences, 64 tokens hold about 0.85 of SmolLM2-135M's probability."""
 
 
 class Teacher(NamedTuple):
-    """Who made labels.
+    """The model that made labels.
 
     Attributes:
       name: as `load` takes it.
-      dtype: in which it labelled.
-      weights: their digest in that dtype (`models.frozen.digest`); "" in older folders.
+      dtype: precision in which it labelled.
+      weights: digest of its weights in that dtype (`models.frozen.digest`); "" in older
+        folders.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Teacher(NamedTuple):
     weights: str
 
     def may_be(self, other: "Teacher") -> bool:
-        """Returns whether nothing tells the two apart. Digests are of one dtype; of two dtypes the
-        names decide."""
+        """Returns whether the two can be the same teacher. Digests decide within one dtype,
+        names across two."""
         if not self.weights or not other.weights:
             return True
         return (
@@ -68,7 +68,7 @@ def row_type(
 ) -> np.dtype:
     """Returns the structured type of a row of `length` tokens with `features` features each.
 
-    `drafted` is False in older folders, and `labelled` in rows whose labels the teacher computes
+    `drafted` is False in older folders, and `labelled` is False in rows that the teacher labels
     during training.
     """
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
@@ -88,16 +88,16 @@ def row_type(
 
 
 class LabelledRows(PackedRows):
-    """Random access to labelled rows, of the type `row_type`.
+    """Random access to labelled rows of type `row_type`.
 
     Attributes:
-      teacher: who made them.
-      vocabulary: digest of the teacher's (`AnyTokenizer.vocabulary`).
-      vocab_size: of the teacher's logits.
-      context: the teacher's, in tokens.
-      features: of the teacher a place; 0 where labels have none.
-      labelled: whether rows have labels; else they are text for a teacher that labels it online.
-      counts: rows of each folder.
+      teacher: the model that made them.
+      vocabulary: digest of the teacher's vocabulary (`AnyTokenizer.vocabulary`).
+      vocab_size: size of the teacher's logits.
+      context: context of the teacher, in tokens.
+      features: features per place; 0 if there are none.
+      labelled: whether rows have labels. Otherwise they are text to be labelled online.
+      counts: number of rows of each folder.
     """
 
     def __init__(self, shards: list[np.ndarray], index: dict[str, Any], counts: tuple[int, ...]):
@@ -109,35 +109,34 @@ class LabelledRows(PackedRows):
 
     @property
     def length(self) -> int:
-        """Tokens a row."""
+        """Tokens per row."""
         return self._shards[0].dtype["tokens"].shape[0]
 
 
 def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
-    """Returns the file of a shard."""
+    """Returns the path of a shard."""
     return folder / f"labels-{number:05d}.npy"
 
 
 def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
-    """Writes the index of a folder of labels, or checks that it says the same; makes the folder if
-    need be.
+    """Creates a folder of labels with its index, or checks that an existing index agrees.
 
     The index of a folder without shards does not bind.
 
     Args:
       folder: of the labels.
-      about: JSON values: `vocabulary`, `vocab_size`, `length`, and what else makes them these
-        labels.
+      about: JSON values that identify the labels, at least `vocabulary`, `vocab_size` and
+        `length`.
 
     Raises:
-      UserError: it holds other labels.
+      UserError: the folder holds other labels.
     """
     wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
     if any(folder.glob("labels-*.npy")):
         _check_same(folder, _index(folder), wanted)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    ours = ("labels", ".")  # The index, what a killed command left of a shard, and hidden files.
+    ours = ("labels", ".")  # The index, partial shards of a killed command, and hidden files.
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
     if others:
         raise UserError(
@@ -148,7 +147,7 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
 
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises `UserError` unless two indices are of the same labels; one corpus may have two
+    """Raises `UserError` unless two indices describe the same labels. One corpus may have two
     names."""
     told = ["text", "sentences"] if there["corpus"] else []
     for name in ["teacher", "dtype", *DIGESTS, *sorted(wanted.keys() | there.keys())]:
@@ -170,15 +169,16 @@ def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, A
 
 
 def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
-    """Returns the shards of a folder, or of several with commas between them, memory-mapped.
+    """Returns the memory-mapped rows of a folder, or of several with commas between them.
 
     Args:
       name: of the folders.
-      counts: how many rows of each to take, the first ones; all by default.
+      counts: number of first rows to take from each; all by default.
 
     Raises:
-      UserError: none there, one damaged or missing, folders whose teachers or lengths differ, or
-        fewer rows than `counts`.
+      UserError: there are no rows, a shard is damaged or missing, teachers or lengths differ,
+        or
+        there are fewer rows than `counts`.
     """
     folders = [expanded(each.strip()) for each in name.split(",")]
     indices = [_index(folder) for folder in folders]
@@ -220,7 +220,7 @@ def teacher_of(index: dict[str, Any]) -> Teacher:
 
 
 def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) -> None:
-    """Raises `UserError` where two folders have labels of different teachers."""
+    """Raises `UserError` if two folders have labels of different teachers."""
     if not teacher.may_be(other):
         raise UserError(
             f"{name!r} has labels of {teacher.name!r} ({teacher.weights}) and {other_name!r} of "
@@ -230,8 +230,8 @@ def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) 
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the shards of a folder, in order; none may be missing, or a run that resumes would
-    get other rows."""
+    """Returns the shards of a folder in order. None may be missing, or a resumed run would get
+    other rows."""
     paths = sorted(folder.glob("labels-*.npy"))
     for number, path in enumerate(paths):
         if path != shard_path(folder, number):
@@ -244,7 +244,7 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _first(shards: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
-    """The first `count` rows."""
+    """Returns the first `count` rows."""
     for shard in shards:
         yield shard[:count]
         count -= min(count, len(shard))
@@ -254,10 +254,11 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the batch of labelled rows [B].
 
     Returns:
-      `inputs`, `segments`, `positions` and `targets` (the next token of the sequence; -1 at its
-      end), int32 [B, N]; `drafted`, bool [B, N], in older folders wherever there is a token; where
-      there are labels, `top` int32 and `log_probabilities` float32, [B, N, TOP]; where there are
-      features, `features` float16 [B, N, F].
+      `inputs`, `segments`, `positions` and `targets` (the next token of the sequence, -1 at its
+      end), int32 [B, N]; `drafted`, bool [B, N], True at every token in older folders; with
+      labels
+      `top` int32 and `log_probabilities` float32, [B, N, TOP]; with features `features` float16
+      [B, N, F].
     """
     fields = rows.dtype.names or ()
     tokens, segments = rows["tokens"].astype(np.int32), rows["segments"].astype(np.int32)

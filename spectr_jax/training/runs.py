@@ -1,7 +1,6 @@
-"""What a training run leaves in its workdir beside checkpoints: its config, its model's shape, its
-tokenizer.
+"""The contents of a training workdir besides checkpoints: config, model shape and tokenizer.
 
-Nothing here needs Orbax, or the code that trains.
+Nothing here needs Orbax or the training code.
 """
 
 import dataclasses
@@ -19,20 +18,20 @@ from spectr_jax.utils.files import write_json
 
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
 BITS = "eval_bits_per_character"
-"""What the best checkpoint of a language model has least of."""
+"""Metric that the best checkpoint of a language model minimises."""
 REJECTION = "eval_rejection"
-"""What the best checkpoint of a student has least of: 1 - alpha_1 on the first held-out labels."""
+"""Metric that the best checkpoint of a student minimises: 1 - alpha_1 on the first held-out
+labels."""
 
 
 class Student(NamedTuple):
-    """What a distillation chose before its first step.
+    """Choices that a distillation makes before its first step.
 
     Attributes:
-      shape: of the student.
-      head_tokens: the tokens that its head scores [W] int32.
-      vocabulary: digest of the teacher's.
-      rows: labelled rows of each folder that it learns from; empty in runs that are older than this
-        field.
+      shape: shape of the student.
+      head_tokens: tokens that its head scores, [W] int32.
+      vocabulary: digest of the teacher's vocabulary.
+      rows: number of labelled rows of each training folder; empty in older runs.
     """
 
     shape: LlamaConfig
@@ -46,10 +45,10 @@ class Run(NamedTuple):
 
     Attributes:
       config: JSON values.
-      shape: of its model.
-      tokenizer: of its vocabulary; a student knows its teacher's by name alone.
-      metric: what its best checkpoint has least of.
-      student: of a distillation; None of a language model.
+      shape: shape of its model.
+      tokenizer: of its vocabulary; a student has only the digest of its teacher's.
+      metric: the metric that its best checkpoint minimises.
+      student: set for a distillation, None for a language model.
     """
 
     config: dict[str, Any]
@@ -60,10 +59,10 @@ class Run(NamedTuple):
 
 
 def open_run(workdir: pathlib.Path) -> Run:
-    """Reads what is in a workdir.
+    """Returns the run in a workdir.
 
     Raises:
-      UserError: it is not that of a training run, or a file of it is damaged.
+      UserError: `workdir` is not a training workdir, or a file in it is damaged.
     """
     try:
         config = json.loads((workdir / CONFIG).read_text())
@@ -84,10 +83,10 @@ def open_run(workdir: pathlib.Path) -> Run:
 
 
 def read_student(workdir: pathlib.Path) -> Student:
-    """Reads student.json.
+    """Returns the contents of student.json.
 
     Raises:
-      UserError: it is not there, or damaged.
+      UserError: the file is missing or damaged.
     """
     path = workdir / STUDENT
     try:
@@ -101,7 +100,7 @@ def read_student(workdir: pathlib.Path) -> Student:
 
 
 def write_student(workdir: pathlib.Path, student: Student, teacher: str) -> None:
-    """Writes student.json; `teacher` is its name, for people to read."""
+    """Writes student.json. The name `teacher` is for people to read."""
     about = {
         "teacher": teacher,
         "vocabulary": student.vocabulary,

@@ -1,4 +1,4 @@
-"""One step of training and one of evaluation, as pure functions of a `TrainState`."""
+"""One training step and one evaluation step, as pure functions of a `TrainState`."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ class TrainState:
     """The whole state of a run, except its position in the data.
 
     Attributes:
-      step: int32 [], steps taken.
-      params: parameters, as `nnx.split` gives them.
-      opt_state: of the optimizer.
+      step: int32 [], number of steps taken.
+      params: parameters, as `nnx.split` returns them.
+      opt_state: state of the optimizer.
       key: [] typed key; step `i` draws its dropout from `fold_in(key, i)`.
     """
 
@@ -32,27 +32,28 @@ class TrainState:
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""What a step lowers: of (params, batch, key), which is consumed, the loss and what is logged, both
-summed over tokens."""
+"""Loss function: (params, batch, key) -> (loss, metrics), both summed over tokens. The key is
+consumed."""
 
 
 def init_state(
     model: nnx.Module, optimizer: optax.GradientTransformation, key: jax.Array
 ) -> TrainState:
-    """Returns the state before the first step; `key` is kept in it."""
+    """Returns the state before the first step. `key` becomes part of it."""
     params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
 
 
 class StepOptions(NamedTuple):
-    """What is static in a step, besides model and optimizer.
+    """Static options of a step.
 
     Attributes:
-      exit_layer: a second loss after this number of first layers, for self-speculation; 0 for none.
-      exit_weight: of that loss.
-      accumulate: in how many parts the rows of a batch go through the model; their gradients are
-        summed.
-      remat: recompute each block's activations in the backward pass to save memory.
+      exit_layer: number of first layers after which a second loss is taken, for
+        self-speculation; 0
+        for none.
+      exit_weight: weight of that loss.
+      accumulate: number of parts in which a batch is processed; their gradients are summed.
+      remat: whether to recompute each block's activations in the backward pass to save memory.
     """
 
     exit_layer: int = 0
@@ -68,11 +69,13 @@ def summed_loss(
     exit_layer: int = 0,
     remat: bool = False,
 ):
-    """Cross-entropy summed over the tokens of a packed batch; `dropout_key` is consumed.
+    """Returns the cross-entropy summed over the tokens of a packed batch. `dropout_key` is
+    consumed.
 
-    Returns:
-      Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the number
-      of tokens.
+        Returns:
+          Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the
+          number
+          of tokens.
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
     mask = causal(batch["segments"])
@@ -98,14 +101,15 @@ def train_step(
 
     Args:
       graphdef: of the model, from `nnx.split`.
-      optimizer: with the schedule in it.
+      optimizer: including its schedule.
       options: static.
       state: donated by the caller.
       batch: `inputs`, `targets`, `segments`, `positions`, int32 [B, N].
 
     Returns:
-      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and `exit_loss`
-      where there is an exit.
+      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and with an
+      exit
+      `exit_loss`.
     """
 
     def objective(params, part, key):
@@ -125,18 +129,18 @@ def update(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """Returns one update that lowers `objective`, over the tokens of `batch` whose `segments` [B,
-    N] are not 0.
+    """Returns one update that lowers `objective` over the tokens of `batch` whose `segments` [B, N]
+    are not 0.
 
-    Args:
-      objective: see `Objective`.
-      optimizer: with the schedule in it.
-      accumulate: see `StepOptions`.
-      state: donated by the caller.
-      batch: arrays [B, ...].
+        Args:
+          objective: see `Objective`.
+          optimizer: including its schedule.
+          accumulate: see `StepOptions`.
+          state: donated by the caller.
+          batch: arrays [B, ...].
 
-    Returns:
-      The new state, and scalars: what the objective logs, per token, `grad_norm` and `tokens`.
+        Returns:
+          The new state, and scalars: the objective's metrics per token, `grad_norm` and `tokens`.
     """
     tokens = jnp.sum(batch["segments"] > 0)
     step_key = jax.random.fold_in(state.key, state.step)
@@ -167,12 +171,12 @@ def update(
 
 
 def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0):
-    """Summed nats, those after `exit_layer`, and the number of tokens of one batch, without
-    dropout."""
+    """Returns the summed nats, those after `exit_layer`, and the number of tokens of a batch,
+    without dropout."""
     return summed_loss(nnx.merge(graphdef, params), batch, exit_layer=exit_layer)
 
 
 def _split_rows(rows_BxN: jax.Array, parts: int) -> jax.Array:
-    """Returns [parts, B / parts, N], every `parts`-th row in a part: so each device has as many
-    rows of each, its own."""
+    """Returns [parts, B / parts, N] with every `parts`-th row in one part, so that each device
+    keeps its own rows."""
     return jnp.swapaxes(rows_BxN.reshape(-1, parts, *rows_BxN.shape[1:]), 0, 1)

@@ -1,4 +1,4 @@
-"""How much of the hardware a run uses: model FLOPs utilisation, as in PaLM (Chowdhery et al., 2022,
+"""Hardware utilisation of a run: model FLOPs utilisation as in PaLM (Chowdhery et al., 2022,
 appendix B)."""
 
 import functools
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from spectr_jax.models.transformer import TransformerConfig, parameter_count
 
-# Dense bfloat16 FLOP/s of one device, by the words its `device_kind` starts with, as the makers
-# publish them.
+# Published dense bfloat16 FLOP/s of one device, by the first words of its
+# `device_kind`.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
@@ -33,28 +33,35 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(config: TransformerConfig) -> int:
-    """Of one training step, forward and backward: 6 a parameter, but for the embedding, and 12 a
-    layer, unit of width and token of the context for attention."""
+    """Returns the FLOPs of a training step per token, forward and backward.
+
+    That is 6 per parameter outside the embedding, and 12 per layer, unit of width and token of
+    the
+    context for attention.
+    """
     parameters = parameter_count(config) - config.vocab_size * config.width
     return 6 * parameters + 12 * config.layers * config.width * config.context
 
 
 @functools.cache
 def peak_flops() -> float:
-    """FLOP/s of all devices of the run: the published figure; where there is none, that of a
-    product timed here."""
+    """Returns the FLOP/s of all devices: the published figure, or else that of a product timed
+    here."""
     published = published_flops(jax.devices()[0].device_kind)
     if published is not None:
         return published * jax.device_count()
-    # Devices of one CPU are its cores cut up: they share what one product gets.
+    # The devices of one CPU share its cores, and so the speed of one product.
     return _product_flops() * (
         jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
     )
 
 
 def published_flops(kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device of a `device_kind`, or None: the longest name of
-    `PEAK_FLOPS` that it starts with, in whole words (an L40 is no L4)."""
+    """Returns the dense bfloat16 FLOP/s of a device, or None if unknown.
+
+    The longest name of `PEAK_FLOPS` that starts `kind` counts, in whole words: an L40 is not an
+      L4.
+    """
     names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}\b", kind)]
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
