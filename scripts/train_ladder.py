@@ -140,14 +140,8 @@ def evaluations(work: pathlib.Path, heldout: str, tfds_dir: str, more: Flags) ->
     def batch(size: int, prompts: int) -> tuple[str, str]:
         return f"--config.batch_size={size}", f"--config.num_prompts={prompts}"
 
-    place = f"--workdir={work}/results/figures"
-    figure = (
-        "spectr_jax.experiments.figures",
-        place,
-        "--only=spectr_figure_5",
-        f"--target={target}",
-        f"--draft={draft_6m}",
-    )
+    figure_5 = "--config.only=('spectr_figure_5',)"
+    pair = f"--config.target={target}", f"--config.draft={draft_6m}"
     return dict(
         [
             evaluate(
@@ -160,10 +154,7 @@ def evaluations(work: pathlib.Path, heldout: str, tfds_dir: str, more: Flags) ->
             evaluate("auto_1", "auto", "auto", PAIR, *decoding, draft, *batch(1, 16)),
             evaluate("auto_32", "auto", "auto", PAIR, *decoding, draft, *batch(32, 32)),
             evaluate("trees", "trees", "trees", PAIR, *decoding, draft, *batch(32, 256)),
-            (
-                "figures",
-                Stage("results/figures/spectr_figure_5.json", ((*figure, *more["figures"]),), PAIR),
-            ),
+            (*evaluate("figures", "figures", "spectr_figure_5", PAIR, figure_5, *pair),),
         ]
     )
 

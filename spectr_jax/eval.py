@@ -1,8 +1,8 @@
-"""Regenerates the papers' tables: the config says which.
+"""Regenerates the papers' tables and figures: the config says which.
 
     python -m spectr_jax.eval --config=configs/demo.py --workdir=runs/demo
 
-A table that was stopped resumes after what it has measured when the same command is given again.
+After a stop the same command resumes a table where it was.
 """
 
 from absl import flags
@@ -18,7 +18,7 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "An evaluation config, such as configs/demo.py."
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where the tables go: Markdown, JSON and PNG.", required=True
+    "workdir", None, "Where tables and figures go: Markdown, JSON and PNG.", required=True
 )
 
 
@@ -26,9 +26,17 @@ def main():
     # Once flags are parsed: `--help` need not wait for JAX.
     import jax
 
-    from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
+    from spectr_jax.experiments import (
+        auto,
+        latency,
+        quality,
+        spec_bench,
+        tokens_per_call,
+        trees,
+    )
+    from spectr_jax.experiments.figures import acceptance
 
-    all_of_them = tokens_per_call, trees, latency, auto, quality, spec_bench
+    all_of_them = tokens_per_call, trees, latency, auto, quality, spec_bench, acceptance
     experiments = {experiment.NAME: experiment.run for experiment in all_of_them}
     name = _CONFIG.value.get("experiment")
     if name is None:

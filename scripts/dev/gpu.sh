@@ -4,19 +4,18 @@
 #   tests         pytest -m gpu
 #   speed         methods and trees for 1, 8, 32 and 250 sequences of the 97M
 #   tables        SpecTr's Tables 1 and 3, then 2 and 4
-#   transformers  Hugging Face transformers on the same weights, as installed and compiled
 #   large         methods on the shapes of an 8B target
 # Each part has its time, and all have $SECONDS_IN_ALL (540). What is measured is kept in $OUT (runs/gpu): the same command
 # continues, and leaves out parts that are done. With --toy all parts rehearse on a CPU. Needs the packages of
-# requirements.txt, `transformers` torch and transformers too. results/target_97m (100 MB) is read by speed, tables and
-# transformers. On a borrowed machine: one call a part, with the weights that it reads.
+# requirements.txt. results/target_97m (100 MB) is read by speed and tables. On a borrowed machine: one call a part, with
+# the weights that it reads.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/gpu} python=${PYTHON:-python3} toy="" parts=()
 for argument; do
   if [ "$argument" = --toy ]; then toy=--toy; else parts+=("$argument"); fi
 done
-[ ${#parts[@]} -gt 0 ] || parts=(flags tests speed tables transformers large)
+[ ${#parts[@]} -gt 0 ] || parts=(flags tests speed tables large)
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TF_CPP_MIN_LOG_LEVEL=2
 
@@ -78,22 +77,14 @@ tables() {
   eval_ 240 configs/ladder.py:97m ladder --config.num_prompts=250 --config.batch_size=250 --config.max_new_tokens=64
 }
 
-transformers() {
-  local rounds=15 target=97m draft=6m
-  [ -z "$toy" ] || { rounds=1 target=6m draft=2m; }
-  limited 90 "$python" scripts/dev/compare_peers.py --workdir="$out/peers" --target=$target --draft=$draft \
-    --peers_python="${PEERS_PYTHON:-$python}" --peers_dtype=bfloat16 --compiled --dtypes=bfloat16 --trees="8x4;4,2,1,1" \
-    --rounds=$rounds --batch=1
-}
-
 large() {
   timed large 110 --seconds=80
 }
 
 status=0
 for part in "${parts[@]}"; do
-  case $part in flags | tests | speed | tables | transformers | large) ;; *)
-    echo "error: part $part is not known; give some of flags, tests, speed, tables, transformers, large" >&2 && exit 2 ;;
+  case $part in flags | tests | speed | tables | large) ;; *)
+    echo "error: part $part is not known; give some of flags, tests, speed, tables, large" >&2 && exit 2 ;;
   esac
 done
 for part in "${parts[@]}"; do

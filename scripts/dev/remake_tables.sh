@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes every table and figure on the embedded models and the 97M anew, as after new weights: four to six hours on two idle cores.
+# Regenerates the tables and figures of the published models: four to six hours on two idle cores.
 #
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
 # NAME is the folder under results/; what follows a colon tells apart the tables of one folder. Ctrl-C stops the script, or
 # SIGTERM to its process group; the same command resumes, and skips what is done: give other weights another folder. Those of
 # SmolLM2 are made where they are named, and need its package (docs/models.md). Once
-# all are done: cp -r runs/tables/. results/, then mend the pages until scripts/dev/check_figures.py finds nothing. Paths
+# all are done: cp -r runs/tables/. results/, then fix the pages until tests/test_figures_on_pages.py passes. Paths
 # count from the root of the repository; PYTHON names another interpreter. Not here: results/sample (the command is on its
 # page) and results/smollm2/quality.
 set -euo pipefail
@@ -26,13 +26,10 @@ table() { # NAME PROGRAM FLAG...
     mkdir -p "$out.done" && touch "$mark"
 }
 evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; } # NAME CONFIG FLAG...
-replayed() { table "$1" scripts/dev/compare_trees.py --num_prompts=48 "${@:2}"; }
-verified() { table "$1" scripts/dev/compare_verifiers.py --num_prompts=128 "${@:2}"; }
 fastest() { # NAME SEQUENCES FLAG...
     evaluated "$1" auto.py --config.dtype=bfloat16 --config.batch_size="$2" --config.max_new_tokens=32 \
         --config.size=16 --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' "${@:3}"
 }
-on() { printf -- '--tree=%s ' "$@"; } # TREE...: flags, to be split
 pair=(--config.target=20m --config.draft=2m)
 
 tables() {
@@ -51,27 +48,16 @@ tables() {
     evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.extra_trees="('4,1,1,1,1,1,1,1',)" \
         --config.num_prompts=48
     evaluated trees trees.py
-    replayed layer:trees --methods=otm_layer,otm_block,spectr,traversal,otm,gsd,gbv,gbv_conditional
-    local for_gsd=(--temperature=0 --methods=gsd,otm_layer $(on 1x8 2x4 4,1 3,1,1,1 1x16 2x8 2,2,1,1 3,2,1,1 4x8 4,2,1,1 3,2,2,1))
-    replayed layer/greedy --draft_temperature=0.1 "${for_gsd[@]}"
-    replayed layer/greedy/drafts_0.4 --draft_temperature=0.4 "${for_gsd[@]}"
-    replayed layer/greedy/drafts_1.0 --temperature=0 --draft_temperature=1.0 --methods=traversal,otm_layer,gsd,otm_block \
-        $(on 1x8 2x4 4x2 2,2 1x16 2x8 4x4 2,2,1,1 4x8 8x4 4,2,1,1)
-    table layer:dynamic scripts/dev/compare_dynamic.py
-    verified layer:verifiers $(on 8x8 4x8 2x8 8x4 4x4 2x4 1x8 2,2,1,1 4,2,1,1 4,2,1,1,1,1,1,1)
-    verified layer/6m --drafts=6m $(on 8x8 4x8 2x8 8x4 4x4 2x4)
-    table figures -m spectr_jax.experiments.figures
-    table ladder:figure -m spectr_jax.experiments.figures --only=spectr_figure_5 --target=20m --draft=6m
+    evaluated figures figures.py
+    evaluated ladder:figure figures.py --config.only="('spectr_figure_5',)" --config.target=20m --config.draft=6m
 }
 
 of_smollm2() {
-    local eagle=smollm2-draft students=results/smollm2/students/smollm2
+    local eagle=smollm2-draft student=smollm2-6m
     local pair=(--config.target=smollm2 --config.draft="$eagle" --config.dtype=int8)
     evaluated smollm2/ladder ladder.py:smollm2
-    evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft="${students}_6m" \
-        --config.models="('smollm2','${students}_20m','${students}_6m','${students}_2m')"
-    table smollm2/trees scripts/dev/compare_trees.py --target=smollm2 --draft="$eagle" --dtype=bfloat16 --num_prompts=48 \
-        $(on 1x4 2x2 2,1 1x8 2x4 4x2 2,2 2x8 4x4 2,2,1,1)
+    evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft="$student" \
+        --config.models="('smollm2','$student')"
     evaluated smollm2/fastest_1 auto.py "${pair[@]}" --config.num_prompts=16 --config.max_new_tokens=32 --config.size=4 \
         --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
         --config.tries=6

@@ -153,6 +153,22 @@ def auto_config() -> ml_collections.ConfigDict:
     )
 
 
+def figures_config() -> ml_collections.ConfigDict:
+    """Returns the config of the papers' figures on acceptance."""
+    return ml_collections.ConfigDict(
+        {
+            "experiment": "figures",
+            "only": ("",),  # Names of figures; an empty name stands for all.
+            "target": "6m",  # Of SpecTr's Figure 5, as are `draft` and `prompt`.
+            "draft": "2m",
+            "prompt": "He said he also has asked prosecutors to",
+            "draws": 20_000,  # Choices per measured point.
+            "pairs": 100,  # Random pairs of distributions in SpecTr++'s figures.
+            "seed": 0,  # Of the random pairs and the measured points.
+        }
+    )
+
+
 def spec_bench_config() -> ml_collections.ConfigDict:
     """Spec-Bench: speed over the baseline's, by task, of one conversation at a time."""
     return ml_collections.ConfigDict(

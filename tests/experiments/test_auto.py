@@ -1,4 +1,5 @@
-"""The search for the fastest method: whole at toy size, and what follows from given times and acceptance."""
+"""The search for the fastest method: whole at toy size, and what follows from given times and
+acceptance."""
 
 import json
 import re
@@ -58,8 +59,8 @@ def _stopping(function, calls, *at):
 
 @pytest.mark.slow
 def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
-    """Although it is stopped in its acceptance, in its times and in its tries, and goes on; each thing that was measured
-    until then is said to have taken an hour."""
+    """Although it is stopped in its acceptance, in its times and in its tries, and goes on; each
+    thing that was measured until then is said to have taken an hour."""
     calls, phases, tokens, decoded = [], [], [], []
     measure = _stopping(measurement.measure, decoded, 1, 8)  # The eighth is the last try of all.
     monkeypatch.setattr(
@@ -99,7 +100,8 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
 
 
 def _given(target, accepted=0.8, level=1.0):
-    """Acceptance `accepted` of one draft, and of two no more; a machine where a call on n tokens takes `target(n)`."""
+    """Acceptance `accepted` of one draft, and of two no more; a machine where a call on n tokens
+    takes `target(n)`."""
     carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
     acceptance = auto.Acceptance({"speculative": carriers}, 60.0, {})
     times = call_parts.Times(

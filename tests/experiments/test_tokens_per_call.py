@@ -127,7 +127,8 @@ class _Bar:
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
 def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
-    """One program a row without alpha*; although the table is stopped and goes on, the bar ends at its total."""
+    """One program a row without alpha*; although the table is stopped and goes on, the bar ends at
+    its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
     config = _config(
@@ -377,7 +378,8 @@ def test_the_ladder_of_the_papers_sizes(monkeypatch):
 
 
 def test_the_ladder_of_smollm2(monkeypatch):
-    """Its drafts share one vocabulary, which is larger than their heads, and are no larger than told."""
+    """Its drafts share one vocabulary, which is larger than their heads, and are no larger than
+    told."""
     monkeypatch.chdir(ROOT)
     config = runpy.run_path("configs/ladder.py")["get_config"]("smollm2")
     tokens_per_call.check_eval_config(config)

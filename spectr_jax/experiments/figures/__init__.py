@@ -1,2 +1,1 @@
-"""Figures of the papers: `python -m spectr_jax.experiments.figures`; and what draws them, and
-trees."""
+"""The papers' figures (`configs/figures.py`), and the drawing of figures and trees."""

@@ -13,33 +13,28 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import tqdm
 
 from spectr_jax import transport
+from spectr_jax.experiments.config import figures_config
 from spectr_jax.experiments.figures.base import Figure, Series, write
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.transport.base import draw
+from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError, unknown
 
+NAME = "figures"
 LARGEST_PROGRAM = 25_000
 """Flow variables of the linear programs that Figure 5 solves: seconds each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of the figures.
-
-    Attributes:
-      target: for Figure 5; as in `load`.
-      draft: for Figure 5, likewise.
-      prompt: for Figure 5.
-      draws: choices per measured point.
-      pairs: random pairs of distributions in SpecTr++'s figures.
-      seed: of the random pairs and the measured points.
-    """
+    """The settings of the figures, as in `experiments.config.figures_config`."""
 
     target: str = "6m"
     draft: str = "2m"
@@ -49,24 +44,22 @@ class Settings:
     seed: int = 0
 
 
-def run(settings: Settings, names: tuple[str, ...], workdir: pathlib.Path) -> dict[str, Figure]:
-    """Makes the named figures and writes each to `workdir` as PNG and JSON.
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Figure]:
+    """Makes the figures of the config and writes each to `workdir` as PNG and JSON.
 
     Raises:
-      UserError: an unknown name, or a setting out of range, before any work.
+      UserError: the config is invalid or a model cannot be loaded, before any figure is drawn.
     """
+    check_fields(config, figures_config())
+    check_positive(config, "draws", "pairs")
+    names = tuple(name for name in config.only if name) or tuple(FIGURES)
     for name in names:
         if name not in FIGURES:
             raise unknown("figure", name, FIGURES)
-    for field in ("draws", "pairs"):
-        if getattr(settings, field) < 1:
-            raise UserError(f"--{field}={getattr(settings, field)} is less than 1; give at least 1")
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir={str(workdir)!r} is a file; give a folder")
     if "spectr_figure_5" in names:
-        load_pair(
-            settings.target, (settings.draft,), "float32"
-        )  # An error is reported before the other figures are drawn.
+        load_pair(config.target, (config.draft,), "float32")
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: config[name] for name in fields})
     workdir.mkdir(parents=True, exist_ok=True)
     made = {}
     for name in (bar := tqdm.tqdm(names, unit="figure", dynamic_ncols=True)):

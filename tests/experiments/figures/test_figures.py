@@ -6,11 +6,17 @@ import json
 import numpy as np
 import pytest
 
-from spectr_jax.experiments.figures.acceptance import FIGURES, Settings, run
+from spectr_jax.experiments.config import figures_config
+from spectr_jax.experiments.figures.acceptance import FIGURES, run
 from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("figures")  # They share what they look at.
-SETTINGS = Settings(draws=300, pairs=3)
+
+
+def _config(**changes):
+    config = figures_config()
+    config.update(draws=300, pairs=3, **changes)
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +26,7 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         second = "spectr_plus_plus_figure_2"
         patched.setitem(FIGURES, second, functools.partial(FIGURES[second], vocabulary=5))
-        return folder, run(SETTINGS, tuple(FIGURES), folder)
+        return folder, run(_config(), folder)
 
 
 @pytest.mark.slow
@@ -62,18 +68,14 @@ def test_the_linear_program_is_on_the_exact_curve(made):
 
 
 @pytest.mark.parametrize(
-    ("names", "settings", "message"),
+    ("changes", "message"),
     [
-        (("spectr_figure_4",), SETTINGS, r"unknown figure 'spectr_figure_4'; did you mean"),
-        (("spectr_figure_1",), Settings(draws=0), "--draws=0 is less than 1"),
-        (("spectr_figure_5",), Settings(draft="nowhere"), "no model at 'nowhere'"),
-        (
-            ("spectr_figure_5",),
-            Settings(prompt="long " * 200),
-            "the prompt has .* tokens and 'draft_2m' a context of 128",
-        ),
+        ({"only": ("spectr_figure_4",)}, "unknown figure 'spectr_figure_4'"),
+        ({"draws": 0}, "'draws' is 0"),
+        ({"draft": "nowhere"}, "no model at 'nowhere'"),
+        ({"only": ("spectr_figure_5",), "prompt": "long " * 200}, "'draft_2m' a context of 128"),
     ],
 )
-def test_bad_settings(tmp_path, names, settings, message):
+def test_bad_settings(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
-        run(settings, names, tmp_path / "figures")
+        run(_config(**changes), tmp_path / "figures")
