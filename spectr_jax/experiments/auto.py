@@ -1,9 +1,8 @@
-"""Which method, K, L or tree is fastest here, with these models? Predicted from measured parts,
-then tried.
+"""The fastest method, K, L and tree for a pair of models on this machine: predicted, then tried.
 
-Measured once: call times of both models, times of drafting a level and of choosing a token, and
-what drafts of the pair are accepted. From these the tokens per second of every candidate are
-predicted; the best are run and printed next to the prediction.
+Call times of both models, times of drafting a level and of selecting a token, and the acceptance of
+the pair are measured once. From these the tokens per second of every candidate are predicted. The
+best candidates are run and printed next to their predictions.
 """
 
 import dataclasses
@@ -41,10 +40,9 @@ class Acceptance(NamedTuple):
     """The measured acceptance of the pair.
 
     Attributes:
-      tables: by method, what `prediction.predictor` takes for it.
-      tokens: a text has, on average.
-      replayed: by method that has no such table, tokens per call by shape, from the calls that it
-        was replayed on.
+      tables: by method, the argument of `prediction.predictor`.
+      tokens: mean number of tokens of a sequence.
+      replayed: for methods without such a table, tokens per call by shape, from replayed calls.
     """
 
     tables: dict[str, np.ndarray]
@@ -53,7 +51,7 @@ class Acceptance(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A method on a tree, and what is predicted of it."""
+    """A method on a tree, with its predicted speed."""
 
     name: str
     shape: str
@@ -63,14 +61,14 @@ class Candidate(NamedTuple):
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Measures, predicts, tries the best, and writes the table and the recommendation to `workdir`.
+    """Measures, predicts, runs the best, and writes the table and the recommendation to `workdir`.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command
-    resumes. The predictions and the candidates tried depend on these measurements alone.
+    A journal there keeps the measurements, so that after a stop the same command resumes.
+    Predictions
+    and candidates depend on these measurements only.
 
     Raises:
-      UserError: anything wrong with the config, the models, the prompts or the workdir, before any
-        measurement.
+      UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
@@ -98,7 +96,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def check_auto_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that cannot be evaluated."""
+    """Raises `UserError` for an invalid config."""
     check_fields(config, auto_config())
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths", "size", "tries")
@@ -118,9 +116,12 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
-    """Returns what batch trees show of the plans of the config's methods; i.i.d. drafts show it of
-    all plans in one run: the first k of them are k drafts, for every k. Other methods are replayed
-    on chains."""
+    """Returns the acceptance that batch trees show for the plans of the config's methods.
+
+    One run of i.i.d. drafts serves all plans, because the first k of them are k drafts. Other
+    methods
+    are replayed on chains.
+    """
     config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
     methods = {
@@ -128,7 +129,7 @@ def measure_acceptance(bench: Bench) -> Acceptance:
     }
     iid = tuple(method for method in methods.values() if statistic(method) != CHILDREN)
     programs = {
-        # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
+        # Any tree will do, because the plan's acceptance is measured.
         f"acceptance of {name}": Program(
             dataclasses.replace(method, tree=tree), bench.drafts[0], observe_nodes
         )
@@ -136,7 +137,7 @@ def measure_acceptance(bench: Bench) -> Acceptance:
         if statistic(method) == CHILDREN
     }
     if iid:
-        walked = dataclasses.replace(iid[0], tree=tree)  # Any of them would do.
+        walked = dataclasses.replace(iid[0], tree=tree)  # Any of them will do.
         entry = f"acceptance of {', '.join(method.name for method in iid)}"
         programs[entry] = Program(walked, bench.drafts[0], observe_drafts(iid))
     bench.compile({entry: program for entry, program in programs.items() if entry not in journal})
@@ -153,7 +154,7 @@ def measure_acceptance(bench: Bench) -> Acceptance:
         else:
             tables |= {name: shares(counts) for name, counts in observed.items()}
     replayed = {name: _replayed(bench, name) for name in config.methods if name not in methods}
-    if not seen:  # The length of a text is that of any method.
+    if not seen:  # The length of a sequence does not depend on the method.
         seen = {
             "": bench.measured(
                 "the baseline", Program(get_method("baseline"), None), config.seeds[0]
@@ -163,15 +164,15 @@ def measure_acceptance(bench: Bench) -> Acceptance:
 
 
 def _replayed(bench: Bench, name: str) -> dict[str, float]:
-    """Returns tokens per call of a method on K chains of L, from a batch of prompts decoded token
-    by token with its own drafts."""
+    """Returns tokens per call of a method on K chains of L, replayed on prompts that were
+    decoded with its own drafts."""
     methods = {
         shape: method
         for shape, tree in _chains(bench.config).items()
         if tree.size <= bench.config.size and (method := on_tree(name, tree)) is not None
     }
     whole = covering(method.tree for method in methods.values())
-    # Any plan of the same drafting rule would do: its own verifier may refuse the covering tree.
+    # Any plan with the same drafting rule will do; the method's own verifier may refuse this tree.
     plan = {"iid": "otm", "without_replacement": "recursive_without_replacement"}[
         get_method(name).verifier.rule
     ]
@@ -186,7 +187,7 @@ def _replayed(bench: Bench, name: str) -> dict[str, float]:
 
 
 def _chains(config: ml_collections.ConfigDict) -> dict[str, Tree]:
-    """K chains of L, for K > 1 and the L of the config, by their numbers of children."""
+    """Returns K chains of L for K > 1 and the L of the config, by numbers of children."""
     numbers = [number for number in config.num_drafts if number > 1]
     shapes = [
         (number, *[1] * (length - 1)) for number in numbers for length in config.draft_lengths
@@ -195,8 +196,8 @@ def _chains(config: ml_collections.ConfigDict) -> dict[str, Tree]:
 
 
 def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
-    """For the table's JSON, by method: R, and by number of i.i.d. drafts how often one of them
-    carried the token."""
+    """Returns, by method, R and the share of i.i.d. drafts that carried the token, for the
+    table's JSON."""
     tables = {
         name: (statistic(get_method(name)), table) for name, table in acceptance.tables.items()
     }
@@ -213,7 +214,7 @@ def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]
 def candidates(
     config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times
 ) -> Iterator[Candidate]:
-    """The baseline; every method on its chains, prefix trees or optimal trees."""
+    """Returns the baseline, and every method on its chains, prefix trees or optimal trees."""
     yield _candidate(config, acceptance, times, "baseline", "-", get_method("baseline"), 1.0)
     widest, highest = max(config.num_drafts), max(config.draft_lengths)
     shapes = {
@@ -247,7 +248,7 @@ def candidates(
 
 
 def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
-    """Of 1, 2, ... nodes, by name."""
+    """Returns the optimal trees of 1, 2, ... nodes by name."""
     most = min(size, sum(len(R) ** level for level in range(1, height + 1)))
     order = tree_search.optimal_order(R, most, height)
     return {
@@ -256,8 +257,8 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
 
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
-    """Returns the baseline, the best of each method, and the best of the others, `tries` in all;
-    `found` is sorted."""
+    """Returns `tries` candidates of the sorted `found`: the baseline, the best of each method,
+    and the best of the others."""
     baseline = next(each for each in found if not each.method.tree.size)
     best = {each.name: each for each in reversed(found) if each is not baseline}
     chosen = sorted(best.values(), key=lambda each: -each.tokens_per_second)[: config.tries]
@@ -266,7 +267,7 @@ def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Ca
 
 
 def answer(rows: list[dict[str, Any]]) -> str:
-    """Returns what to use, in a sentence."""
+    """Returns the recommendation as a sentence."""
     best = max(rows, key=lambda row: row["speedup"])
     if best is rows[0]:
         return "Use the baseline: nothing that was tried is faster here."
@@ -351,11 +352,12 @@ def _candidate(
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Runs the chosen candidates, the baseline first, in turns on each seed; ratios are medians
-    over seeds.
+    """Runs the chosen candidates in turns on each seed, the baseline first. Ratios are medians over
+    seeds.
 
-    An entry of the journal is one of them on one seed; after a stop, ratios of that seed may be of
-    two processes.
+        A journal entry is one candidate on one seed. After a stop, the ratios of that seed may come
+        from
+        two processes.
     """
     seeds = bench.config.seeds
 
@@ -405,7 +407,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
 
 
 def _options(candidate: Candidate) -> str:
-    """Of `get_method`, to be pasted."""
+    """Returns the arguments of `get_method`, to be pasted."""
     options = options_for(candidate.name, candidate.method.tree) or {}
     if "tree" in options:
         return (

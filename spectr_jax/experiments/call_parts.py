@@ -1,5 +1,5 @@
-"""What the parts of a call take on this machine, and from them the time of a call of any method on
-any tree."""
+"""Times of the parts of a call on this machine, and from them the time of any method on any
+tree."""
 
 import functools
 import time
@@ -32,11 +32,12 @@ STARTED = "speculative"
 
 
 class Times(NamedTuple):
-    """Seconds on this machine, functions of a number of tokens or drafts; `select` by method, for a
-    chosen token.
+    """Seconds on this machine, as functions of a number of tokens or drafts. `select` is by method,
+    per chosen token.
 
-    `together`: the time of the parts inside a call over their time alone. `start`: the time to
-    start a sequence, without and with drafts.
+        `together` is the time of the parts inside a call divided by their separate times. `start`
+        is the
+        time to start a sequence, without and with drafts.
     """
 
     target: Callable[[int], float]
@@ -48,7 +49,7 @@ class Times(NamedTuple):
 
 
 def measure_times(bench: Bench) -> Times:
-    """Call times of the target, and of drafting and selection by phases of calls on few chains."""
+    """Measures target calls, and drafting and selection by the phases of calls on few chains."""
     config, journal, target, draft = bench.config, bench.journal, bench.target, bench.drafts[0]
     batch, context = config.batch_size, config.prompt_tokens + config.max_new_tokens // 2
     widths, counts = sorted(set(config.num_drafts)), counted(config.size)
@@ -105,30 +106,30 @@ def measure_times(bench: Bench) -> Times:
 
 
 def call_time(times: Times, name: str, tree: Tree, expected: float) -> float:
-    """Returns seconds of a call that emits `expected` tokens."""
+    """Returns the seconds of a call that emits `expected` tokens."""
     if not tree.size:
         return times.target(1)
     widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
-    # The first level costs what its children cost; the others what their parents do.
+    # The first level costs as much as its children, the others as much as their parents.
     drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
     select = expected * times.select[name](max(len(tree.levels[1]), widths[-1]))
     return times.together * (drafting + times.target(tree.size + 1) + select)
 
 
 def on_chains(name: str, width: int) -> Method | None:
-    """On chains to time its walk on."""
+    """Returns the method on `width` chains, for timing its selection."""
     return on_tree(name, tree_lib.iid_chains(width, 4))
 
 
 def counted(size: int) -> list[int]:
-    """Returns numbers of tokens to measure calls on, up to `size` nodes and the root."""
+    """Returns the numbers of tokens on which calls are timed, up to `size` nodes and the root."""
     return [*(count for count in (1, 2, 3, 5, 9, 17, 33, 65, 129) if count <= size), size + 1]
 
 
 def _text_timer(
     method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained
 ) -> Timer:
-    """Returns the time of sequences of one new token."""
+    """Returns a timer of sequences of one new token."""
     models = freeze(target.model), freeze(draft.model)
     prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
     lengths = np.full(config.batch_size, prompts.shape[1])
@@ -143,7 +144,8 @@ def _text_timer(
 
 
 def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
-    """Interpolates between measured numbers; beyond the last, in proportion to the number."""
+    """Returns a function that interpolates between measured numbers, and is proportional beyond
+    the last."""
     return lambda number: (
         float(np.interp(number, numbers, seconds)) * max(1.0, number / numbers[-1])
     )

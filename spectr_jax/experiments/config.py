@@ -7,8 +7,7 @@ from ml_collections.config_dict import placeholder
 
 
 def decoding_config() -> dict[str, Any]:
-    """Returns the fields that all evaluations share: the target, the prompts and the sampling
-    policy."""
+    """Returns the fields that all evaluations share: target, prompts and sampling policy."""
     return {
         "target": "6m",
         "dtype": "float32",
@@ -27,7 +26,7 @@ def decoding_config() -> dict[str, Any]:
 
 
 def eval_config() -> ml_collections.ConfigDict:
-    """Returns an evaluation of tokens per serial call (SpecTr Tables 2 and 4)."""
+    """Returns the config of tokens per serial call (SpecTr Tables 2 and 4)."""
     return ml_collections.ConfigDict(
         {
             "experiment": "tokens_per_call",
@@ -40,21 +39,22 @@ def eval_config() -> ml_collections.ConfigDict:
                 "otm",
                 "otm_block",
                 "otm_layer",
-            ),  # For K > 1; at K = 1 speculative decoding.
-            "optimal_acceptance": True,  # Tell alpha* too, which takes a second program a row, and a seed's time.
+            ),  # For K > 1. K = 1 is speculative decoding.
+            # Also report alpha*, which takes a second program per row and the time of one seed.
+            "optimal_acceptance": True,
         }
     )
 
 
 def trees_config() -> ml_collections.ConfigDict:
-    """Returns a comparison of all methods at equal numbers of drafted tokens, and ERSD's Figures 3
-    and 4."""
+    """Returns the config of all methods at equal numbers of drafted tokens, and of ERSD's
+    Figures 3 and 4."""
     return ml_collections.ConfigDict(
         {
             "experiment": "trees",
             **decoding_config(),
             "draft": "2m",
-            "methods": (  # Compared at each N, on the trees that they can draft.
+            "methods": (  # Compared at each N on the trees that they can draft.
                 *(
                     "speculative",
                     "block",
@@ -77,19 +77,19 @@ def trees_config() -> ml_collections.ConfigDict:
                     "greedy_drafts",
                 ),
             ),
-            "sizes": (8, 16, 32, 64),  # N, drafted tokens a call.
-            "draft_length": 8,  # L of i.i.d. chains, and the most levels of the trees that are searched.
+            "sizes": (8, 16, 32, 64),  # N, drafted tokens per call.
+            "draft_length": 8,  # L of i.i.d. chains, and the largest height of searched trees.
             "extra_trees": (
                 "2,1,1,1,1,1,1,1",
                 "4,2,1,1,1,1,1,1",
             ),  # For i.i.d. drafts, in addition to chains and the best tree.
-            "exit_layer": 1,  # Of self-speculation; 0 for no such row.
+            "exit_layer": 1,  # For self-speculation; 0 omits this row.
         }
     )
 
 
 def latency_config() -> ml_collections.ConfigDict:
-    """Call times (SpecTr Tables 1 and 3), and the phases of a call of some methods."""
+    """Returns the config of call times (SpecTr Tables 1 and 3) and of the phases of a call."""
     return ml_collections.ConfigDict(
         {
             "experiment": "latency",
@@ -98,13 +98,13 @@ def latency_config() -> ml_collections.ConfigDict:
                 "random:draft_20m",
                 "random:draft_6m",
                 "random:draft_2m",
-            ),  # The target first.
+            ),  # The target comes first.
             "dtype": "float32",
             "context": 64,  # Committed tokens in the cache.
             "lengths": (4, 8),
             "batch_sizes": (1, 2, 4, 8),
             "runs": 1_000,
-            "draft": "random:draft_6m",  # For the phases, which take `lengths` as lengths of drafts.
+            "draft": "random:draft_6m",  # For the phases, which use `lengths` as draft lengths.
             "methods": ("spectr", "otm_block", "otm_layer"),
             "num_drafts": 8,
             "phase_batch_sizes": (1, 8),
@@ -113,7 +113,8 @@ def latency_config() -> ml_collections.ConfigDict:
 
 
 def quality_config() -> ml_collections.ConfigDict:
-    """Returns how well models predict held-out sentences, in each precision used for decoding."""
+    """Returns the config of bits per character on held-out sentences, in each decoding
+    precision."""
     return ml_collections.ConfigDict(
         {
             "experiment": "quality",
@@ -121,14 +122,15 @@ def quality_config() -> ml_collections.ConfigDict:
             "dtypes": ("float32", "bfloat16", "int8"),
             "heldout": "tfds:lm1b:test",
             "tfds_dir": "",
-            "sentences": 2_000,  # The first ones.
+            "sentences": 2_000,  # Number of first sentences.
             "batch_size": 32,  # Rows of the models' context.
         }
     )
 
 
 def auto_config() -> ml_collections.ConfigDict:
-    """Returns a search for the fastest method on this machine, for one pair of models."""
+    """Returns the config of a search for the fastest method on this machine, for one pair of
+    models."""
     return ml_collections.ConfigDict(
         {
             "experiment": "auto",
@@ -145,10 +147,10 @@ def auto_config() -> ml_collections.ConfigDict:
                 "gsd",
                 "ersd",
             ),
-            "num_drafts": (1, 2, 4, 8),  # K; the widest prefix trees too.
-            "draft_lengths": (1, 2, 3, 4, 6, 8),  # L; the highest trees too.
-            "size": 64,  # The most nodes of a tree.
-            "tries": 12,  # How many are run besides the baseline.
+            "num_drafts": (1, 2, 4, 8),  # K, and the largest width of prefix trees.
+            "draft_lengths": (1, 2, 3, 4, 6, 8),  # L, and the heights of trees.
+            "size": 64,  # Largest number of nodes of a tree.
+            "tries": 12,  # Number of candidates to run besides the baseline.
         }
     )
 
@@ -180,7 +182,7 @@ def spec_bench_config() -> ml_collections.ConfigDict:
             "questions": "",  # Spec-Bench's file, JSON lines.
             "questions_per_task": 0,  # At equal distances; 0 for all.
             "methods": (
-                "lookup chain:4",
+                "lookup chain:2",
                 "block chain:1",
                 "otm_layer 2,1",
             ),  # Compared with the baseline: names and trees.

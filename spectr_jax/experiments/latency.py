@@ -1,7 +1,8 @@
-"""How long is a call? SpecTr's Tables 1 and 3, and where the time of a call of a method goes.
+"""Call times: SpecTr's Tables 1 and 3, and the phases of a call of a method.
 
 The paper's premise is that a target call on L tokens of each of B sequences takes hardly longer
-than a call on one token of one.
+than
+a call on one token of one sequence.
 """
 
 import functools
@@ -34,12 +35,12 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Times every cell and every phase, and writes the tables, a heat map and a profile to
     `workdir`.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command
-    resumes. A stop costs the compilation, and the turn of all cells, the phases of a method or the
-    profile under way.
+        A journal there keeps the measurements, so that after a stop the same command resumes. A
+        stop
+        loses the compilation and the measurement in progress.
 
-    Raises:
-      UserError: anything wrong with the config, the models or the workdir, before any measurement.
+        Raises:
+          UserError: the config, models or workdir are invalid, before any measurement.
     """
     check_latency_config(config)
     measurement.check_table(config, workdir, NAME)
@@ -78,7 +79,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def check_latency_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that cannot be evaluated."""
+    """Raises `UserError` for an invalid config."""
     check_fields(config, latency_config())
     check_positive(
         config, "context", "lengths", "batch_sizes", "runs", "phase_batch_sizes", "num_drafts"
@@ -93,7 +94,7 @@ def check_latency_config(config: ml_collections.ConfigDict) -> None:
 
 
 def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method:
-    """On its chains, or on one chain where it drafts no more."""
+    """Returns a method on its chains, or on one chain if it drafts only one."""
     method = on_tree(name, iid_chains(config.num_drafts, length)) or on_tree(name, chain(length))
     if method is None or not method.tree.size:
         raise UserError(
@@ -106,11 +107,11 @@ def _method(config: ml_collections.ConfigDict, name: str, length: int) -> Method
 def measure_cells(
     config: ml_collections.ConfigDict, models: list[Trained], journal: Journal
 ) -> list[dict[str, Any]]:
-    """Calls from Python of every model on every length and batch, which take turns; the first cell
-    is the unit.
+    """Times calls from Python of every model on every length and batch, in turns. The first cell is
+    the unit.
 
-    An entry of the journal is one turn of all cells, so that a change of process affects all of
-    them alike.
+        A journal entry is one turn of all cells, so that a change of process affects all of them
+        alike.
     """
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
     turns = [f"turn {number} of all cells" for number in range(config.runs)]
@@ -141,7 +142,7 @@ def measure_cells(
 def measure_phases(
     config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal
 ) -> list[dict[str, Any]]:
-    """Returns the phases of one call of each method, alone and as shares of their sum."""
+    """Returns the phases of one call of each method, in seconds and as shares of their sum."""
     tasks = {}
     for name, length, batch in itertools.product(
         config.methods, config.lengths, config.phase_batch_sizes
@@ -169,7 +170,7 @@ def measure_phases(
 def profile_call(
     config: ml_collections.ConfigDict, target: Trained, draft: Trained
 ) -> list[dict[str, Any]]:
-    """Returns what a profiler sees of a generation of the first method, for one sequence."""
+    """Returns a profile of one generation with the first method, for one sequence."""
     method = _method(config, config.methods[0], config.lengths[-1])
     return profile.generation_profile(method, target.model, draft.model, config.context)
 
@@ -275,12 +276,12 @@ def _untrained(config: dict[str, Any]) -> str:
 
 
 def _chains(result: dict[str, Any]) -> str:
-    """K of the method that was profiled, the first one."""
+    """Returns K of the profiled method, the first one."""
     return "".join(f", K = {row['num_drafts']}" for row in result["phases"][:1])
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
-    """A heat map of relative latency for each model, and bars of the phases."""
+    """Plots a heat map of relative latency for each model, and bars of the phases."""
     from matplotlib.figure import Figure
 
     config, cells = result["config"], result["cells"]

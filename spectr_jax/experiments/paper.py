@@ -32,8 +32,8 @@ TOKENS_PER_CALL = {
         ("spectr", 8, 8): 4.15,
     },
 }
-"""SpecTr, Table 4 (its 6M rows, rounded, are Table 2): draft -> (method, K, L) -> tokens per serial
-call of the 97M."""
+"""SpecTr, Table 4 (its 6M rows, rounded, are Table 2): draft -> (method, K, L) -> tokens per
+serial call of the 97M."""
 
 LATENCY = {
     ("97M", 4, 1): (1.00, 0.16),
@@ -53,8 +53,8 @@ LATENCY = {
     ("6M", 8, 4): (0.16, 0.02),
     ("6M", 8, 8): (0.18, 0.04),
 }
-"""SpecTr, Tables 1 and 3: (model, length, batch) -> mean and deviation of latency on a GPU, of the
-97M's at (4, 1)."""
+"""SpecTr, Tables 1 and 3: (model, length, batch) -> mean and deviation of GPU latency relative
+to the 97M at (4, 1)."""
 
 SPEC_BENCH = (
     ("SpS", "Vicuna-13B", 1.54, "quoted, not checked"),
@@ -64,5 +64,5 @@ SPEC_BENCH = (
     ("PLD", "Vicuna-13B, A100", 1.48, "Spec-Bench's leaderboard, commit 09244ff"),
     ("EAGLE", "Vicuna-13B, A100", 2.34, "Spec-Bench's leaderboard, commit 09244ff"),
 )
-"""Spec-Bench of others, greedy: method, model and hardware, speed over the baseline's, source. SpS
-drafts with a small model, PLD is prompt lookup."""
+"""Published greedy Spec-Bench results: method, model and hardware, speedup over the baseline,
+source. SpS drafts with a small model, PLD is prompt lookup."""

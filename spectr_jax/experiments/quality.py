@@ -1,6 +1,6 @@
-"""Bits per character of models on held-out sentences, in each precision used for decoding.
+"""Bits per character of models on held-out sentences, in each decoding precision.
 
-All models score the same sentences, those that fit the context of every one, by one definition
+All models score the same sentences, those that fit every model's context, by one definition
 (`scored`).
 """
 
@@ -32,13 +32,12 @@ from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
 SEPARATOR = "<|endoftext|>"
-"""What stands between texts where a model that adds no BOS was trained: GPT-2's, SmolLM's, Qwen's.
-"""
+"""Separator of texts in the training of models that add no BOS, such as GPT-2, SmolLM and Qwen."""
 WIDTH = 32
 
 
 class Contender(NamedTuple):
-    """A model of the table: how it is named, and what is asked of it before any is scored."""
+    """A model of the table: its name, and what is checked before any model is scored."""
 
     spec: str
     name: str
@@ -51,12 +50,10 @@ class Contender(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
 
-    Scores are kept in a journal there until the table is done: after a stop the same command
-    resumes.
+    A journal there keeps the scores, so that after a stop the same command resumes.
 
     Raises:
-      UserError: anything wrong with the config, the models, the sentences or the workdir, before
-        any long work.
+      UserError: the config, models, sentences or workdir are invalid, before any long work.
     """
     check_fields(config, quality_config())
     check_positive(config, "sentences", "batch_size")
@@ -111,12 +108,12 @@ def _contender(spec: str) -> Contender:
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
-    """Returns the tokens of a sentence as a line: all but the first are scored, the first is what
-    stands before a text.
+    """Returns the tokens of a sentence as a line. The first token is context; all others are
+    scored.
 
-    That is BOS where the model's own program puts one there; else the separator that texts were
-    trained with, if the vocabulary has it. The sentence is followed by its line end: a newline, or EOS
-    where the tokenizer drops newlines, as ours.
+        The first is BOS if the model's own program adds one, or else the training separator if the
+        vocabulary has it. The last is the line end: a newline, or EOS if the tokenizer drops
+        newlines.
     """
     text = tokenizer.encode(f"{sentence}\n")
     if not tokenizer.decode(text).endswith("\n"):
@@ -132,7 +129,7 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
 def fitting(
     sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus"
 ) -> list[str]:
-    """Returns those of the first sentences that fit the context of every model whole.
+    """Returns those of the first sentences that fit the context of every model.
 
     Raises:
       UserError: none does.
@@ -169,11 +166,11 @@ def _scores(
 
 
 def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
-    """This process's rows of batches of texts, one a row, the short ones first; `real` marks what
-    is scored.
+    """Returns this process's rows of batches of sequences, short ones first. `real` marks scored
+    tokens.
 
-    All of a batch are as long as its longest, up to a multiple of `WIDTH`, and at most the
-    `context`.
+        A batch is as long as its longest sequence, rounded up to a multiple of `WIDTH` and at most
+        `context`.
     """
     mine, ordered, made = hosts.own_share(rows), sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
@@ -188,8 +185,7 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
 
 
 def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Summed nats of a batch, those of an early exit, of which there is none, and the number of
-    tokens."""
+    """Returns the summed nats of a batch, 0 for an early exit, and the number of tokens."""
     inputs = batch["inputs"]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     logits, _ = nnx.merge(graphdef, state).extend(inputs, positions, causal(jnp.zeros_like(inputs)))

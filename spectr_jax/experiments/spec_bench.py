@@ -1,10 +1,11 @@
-"""Spec-Bench (Xia et al., 2024, arXiv 2401.07851): speed over the baseline's on questions of six
+"""Spec-Bench (Xia et al., 2024, arXiv 2401.07851): speedup over the baseline on questions of six
 tasks, and where drafts are accepted.
 
-Its protocol: one conversation at a time, with the model's chat template, whose second message
-follows on the model's own answer; the speed of a question is its new tokens over the time of its
-answers, prompts included; that of a task is the mean over questions, and the speedup the ratio of
-two such means, averaged over runs. The baseline and the methods take turns.
+Its protocol is one conversation at a time with the model's chat template, where the second message
+follows the model's own answer. The speed of a question is its number of new tokens divided by the
+time of its answers, prompts included. The speed of a task is the mean over questions. The speedup
+is
+the ratio of two such means, averaged over runs. The baseline and the methods take turns.
 """
 
 import functools
@@ -38,11 +39,11 @@ from spectr_jax.utils.errors import UserError
 
 NAME, BASELINE, OVERALL = "spec_bench", "baseline", "overall"
 PARTS = 8
-"""Parts of the length of an answer in which acceptance is counted."""
+"""Number of parts of an answer in which acceptance is counted."""
 
 
 class Contender(NamedTuple):
-    """A method of the table, with the draft model that it needs."""
+    """A method of the table with the draft model that it needs."""
 
     label: str
     method: Method
@@ -50,8 +51,8 @@ class Contender(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What all conversations share. `compiled` has the programs that are ready, by method and
-    padded length."""
+    """What all conversations share. `compiled` has the compiled programs, by method and padded
+    length."""
 
     config: ml_collections.ConfigDict
     target: Trained
@@ -63,12 +64,10 @@ class Bench(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures all questions, and writes the table to `workdir` as Markdown, JSON and PNG.
 
-    What is measured of a question is kept in a journal there until the table is done: after a stop
-    the same command resumes.
+    A journal there keeps the measured questions, so that after a stop the same command resumes.
 
     Raises:
-      UserError: anything wrong with the config, the questions, the models or the workdir, before
-        any measurement.
+      UserError: the config, questions, models or workdir are invalid, before any measurement.
     """
     check_spec_bench_config(config)
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
@@ -108,7 +107,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that cannot be evaluated."""
+    """Raises `UserError` for an invalid config."""
     check_fields(config, spec_bench_config())
     check_positive(config, "max_new_tokens", "runs")
     check_dtype(config.dtype)
@@ -126,10 +125,10 @@ def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
 
 
 def method_of(spec: str) -> Method:
-    """Returns the method that `NAME TREE` or `NAME` stands for, such as `lookup chain:4`.
+    """Returns the method of a spec `NAME TREE` or `NAME`, such as `lookup chain:4`.
 
     Raises:
-      UserError: no such method or tree, or the method does not draft it.
+      UserError: the method or tree does not exist, or they do not go together.
     """
     name, _, shape = spec.partition(" ")
     method = on_tree(name, trees.parse(shape)) if shape else get_method(name)
@@ -181,16 +180,15 @@ def check_room(
 
 
 def _padded(tokens: int) -> int:
-    """Prompts of many lengths share programs: those of all up to `LONG` tokens have one."""
+    """Returns a padded prompt length. All prompts of up to `LONG` tokens share one program."""
     return padded_length(max(tokens, LONG), LONG)
 
 
 def measure_question(
     bench: Bench, question: Question, number: int, temperature: float
 ) -> dict[str, Any]:
-    """Returns what each method makes of a question: by its label, in each run tokens, calls and
-    seconds, and the counts of `observe_positions` over all runs, by level and by part of an answer.
-    """
+    """Returns the results of each method on a question, by label: tokens, calls and seconds per
+    run, and the counts of `observe_positions` over all runs by level and by part of an answer."""
     found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
     for turn in range(bench.config.runs):
         key = jax.random.fold_in(
@@ -210,11 +208,8 @@ def measure_question(
 def converse(
     bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Answers the messages of a question in turn; returns tokens, calls and seconds, and where
-    drafts were accepted.
-
-    Consumes `key`.
-    """
+    """Answers the messages of a question in turn. Returns tokens, calls and seconds, and the
+    counts of accepted drafts. Consumes `key`."""
     tokenizer, new_tokens = bench.target.tokenizer, bench.config.max_new_tokens
     policy = Policy(temperature, eos=tokenizer.eos)
     messages: list[dict[str, str]] = []
@@ -251,8 +246,8 @@ def converse(
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
-    """Returns the counts by level, and those by place as counts by part of the answer, which begins
-    at `start`."""
+    """Returns the counts by level, and those by position as counts by part of the answer that
+    starts at `start`."""
     counts = {name: np.asarray(values[0]) for name, values in observed.items()}
     edges = np.arange(PARTS) * new_tokens // PARTS
     by_place = ("calls", "chosen_at", "accepted_at")
@@ -293,14 +288,14 @@ def summaries(temperature: float, measured: list[dict[str, Any]]) -> list[dict[s
 
 
 def _speeds(runs: list[list[dict[str, float]]]) -> np.ndarray:
-    """Returns [runs] the mean over questions of tokens per second."""
+    """Returns [runs], the mean tokens per second over questions."""
     return np.array([[one["tokens"] / one["seconds"] for one in each] for each in runs]).mean(
         axis=0
     )
 
 
 def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
-    """Returns the share of accepted drafts at each place, None where there were none."""
+    """Returns the share of accepted drafts at each place, None where nothing was drafted."""
     return [yes / every if every else None for yes, every in zip(accepted, reached, strict=True)]
 
 
@@ -373,8 +368,8 @@ def _level_table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Accepted shares by level and by part of an answer: a row of pictures for each temperature, a
-    line for each task."""
+    """Plots accepted shares by level and by part of an answer, with one row per temperature and
+    one line per task."""
     from matplotlib.figure import Figure
 
     config = result["config"]

@@ -1,5 +1,4 @@
-"""SpecTr Tables 2 and 4: tokens decoded per serial call of the target, by draft model, method, K
-and L."""
+"""SpecTr Tables 2 and 4: tokens per serial target call, by draft model, method, K and L."""
 
 import itertools
 import pathlib
@@ -49,19 +48,17 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and
     PNG.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command
-    resumes.
+        A journal there keeps the measurements, so that after a stop the same command resumes.
 
-    Raises:
-      UserError: anything wrong with the config, the models, the prompts or the workdir, before any
-        measurement.
+        Raises:
+          UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_eval_config(config)
     target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))
     rows = table_rows(config, drafts)
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     summaries: list[dict[str, Any]] = []
-    # What is compared with the baseline in front of it, close together in time: all of one draft
+    # Rows compared with the preceding baseline run close in time: all of one draft
     # and L.
     groups = [
         [rows[0], *group]
@@ -93,7 +90,7 @@ def _titled(target: Trained) -> str:
 
 
 def check_eval_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that cannot be evaluated."""
+    """Raises `UserError` for an invalid config."""
     check_fields(config, eval_config())
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths")
@@ -114,8 +111,8 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
 
 
 def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
-    """Returns the baseline, and for each draft and L: at K = 1 speculative decoding and the
-    config's methods of one chain, the others above."""
+    """Returns the baseline, and for each draft and L speculative decoding and the config's
+    one-chain methods at K = 1, and the others above."""
     rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
@@ -185,7 +182,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Bars of tokens per call with error bars, and the paper's figures as ticks."""
+    """Plots tokens per call as bars with error bars, and the paper's figures as ticks."""
     from matplotlib.figure import Figure
 
     rows = result["rows"]
@@ -247,8 +244,8 @@ def _summary(
 
 
 def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
-    """Returns what is timed, with alpha counted in it; and what tells alpha*, apart: it takes
-    time."""
+    """Returns the timed program, which also counts alpha, and a separate one for alpha*, which
+    takes time."""
     asked = (
         row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"
     )  # The optimum for such drafts.
@@ -257,17 +254,17 @@ def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Pro
 
 
 def _steps(config: ml_collections.ConfigDict, row: Row, batches: int) -> int:
-    """Programs to be compiled for a row, and batches to be run."""
+    """Returns the number of programs to compile for a row plus the number of batches to run."""
     _, optimum = _programs(config, row)
     return 1 + 1 + batches * len(config.seeds) + (1 + batches if optimum else 0)
 
 
 def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
-    """Returns the rows, by turns on each seed; the first one is the baseline."""
+    """Returns the measured rows, which take turns on each seed. The first one is the baseline."""
     config, journal = bench.config, bench.journal
 
     def name(row: Row, run: int | str) -> str:
-        return f"group {number}, {_label(row)}, {run}"  # Two drafts may have one name.
+        return f"group {number}, {_label(row)}, {run}"  # Two drafts may share a name.
 
     programs = [(row, *_programs(config, row)) for row in rows]
     unfinished = [
@@ -284,7 +281,7 @@ def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str,
     bench.compile(missing | unknown)
     for timed in missing.values():
         bench.run(timed, 0, batches=1)  # The first run is not timed.
-    if bench.bar is not None:  # Of those that an earlier start has measured.
+    if bench.bar is not None:  # For rows that an earlier start measured.
         bench.bar.update(
             2 * (len(rows) - len(missing))
             + sum(best is not None for *_, best in programs)

@@ -1,9 +1,8 @@
-"""Which method should I use? All of them at equal numbers of drafted tokens, and ERSD's Figures 3
-and 4.
+"""All methods at equal numbers of drafted tokens, and ERSD's Figures 3 and 4.
 
 First the acceptance of the pair is measured: by child index for drafts without replacement (GSD and
-ERSD, batch runs), and for i.i.d. drafts how many of k carry the accepted token. From these follow
-the trees, and what theory expects of them.
+ERSD, batch runs), and for i.i.d. drafts by the number of k that carry the accepted token. The trees
+and their expected tokens per call follow from it.
 """
 
 import dataclasses
@@ -42,17 +41,17 @@ from spectr_jax.utils.errors import UserError
 
 NAME = "trees"
 ROWS_AT_ONCE = 16
-"""The number of rows whose programs are compiled side by side and kept."""
+"""Number of rows whose programs are compiled in parallel and kept."""
 
 
 class Row(NamedTuple):
     """One row of the table, before it is measured.
 
     Attributes:
-      size: the N that it is compared at; its tree may be a little smaller.
-      shape: of the tree, in words.
-      method: with the tree.
-      theory: expected tokens per call under 0-th order acceptance; None if the theory does not cover it.
+      size: the N of the comparison; the tree may be a little smaller.
+      shape: description of the tree.
+      method: the method with its tree.
+      theory: expected tokens per call under 0-th order acceptance; None if not covered.
     """
 
     size: int
@@ -62,15 +61,13 @@ class Row(NamedTuple):
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Measures acceptance and every row, and writes the table, the figures and the best trees to
+    """Measures acceptance and every row; writes the table, the figures and the best trees to
     `workdir`.
 
-    Measurements are kept in a journal there until the table is done: after a stop the same command
-    resumes.
+        A journal there keeps the measurements, so that after a stop the same command resumes.
 
-    Raises:
-      UserError: anything wrong with the config, the models, the prompts or the workdir, before any
-        measurement.
+        Raises:
+          UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_trees_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
@@ -117,7 +114,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def check_trees_config(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for a config that cannot be evaluated."""
+    """Raises `UserError` for an invalid config."""
     check_fields(config, trees_config())
     measurement.check_decoding(config)
     check_positive(config, "sizes", "draft_length")
@@ -145,8 +142,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> PairAcceptance:
-    """Runs what drafts without replacement on batch, chain, SpecInfer and optimal trees, and i.i.d.
-    batches, each with an observer."""
+    """Measures acceptance: drafts without replacement on batch, chain, SpecInfer and optimal
+    trees, and i.i.d. batches, each with an observer."""
     config, journal, size = bench.config, bench.journal, max(bench.config.sizes)
     methods = [get_method(name) for name in config.methods]
     distinct = [method.name for method in methods if statistic(method) == CHILDREN]
@@ -159,7 +156,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
 
     def run_nodes(shapes: dict[tuple[str, str], Any]) -> None:
         programs = {
-            # Whatever trees it takes by itself: it is the plan's acceptance that is measured.
+            # Any tree will do, because the plan's acceptance is measured.
             key: Program(
                 dataclasses.replace(get_method(key[0]), tree=tree_search.tree_of(paths)),
                 bench.drafts[0],
@@ -203,9 +200,10 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
         counts = {}
         if iid:
             bar.set_description("i.i.d. drafts")
-            walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them would do.
+            walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them will do.
             program = Program(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
-            # One batch of prompts: for all k together SpecTr++ takes half a minute a call.
+            # One batch of prompts, because SpecTr++ takes half a minute per call for all k
+            # together.
             counts = bench.measured("carriers", program, config.seeds[0], batches=1).observed
             bar.update()
     kl = float(np.mean(divergences)) if divergences else np.nan
@@ -213,7 +211,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
 
 
 def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) -> list[Row]:
-    """Returns the baseline; then for each size every method on its trees of that size."""
+    """Returns the baseline, and for each size every method on its trees of that size."""
     rows = [Row(0, "-", get_method("baseline"), 1.0)]
     sizes = sorted(config.sizes)
     for below, size in zip([0, *sizes], sizes, strict=False):
@@ -229,7 +227,7 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) ->
 
 
 def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
-    """Returns expected tokens a call under 0-th order acceptance, where that was measured."""
+    """Returns expected tokens per call under 0-th order acceptance, if that was measured."""
     if statistic(method) == CARRIERS:
         return prediction.predictor(method, acceptance.carriers[method.name])(method.tree)
     if statistic(method) == CHILDREN:
@@ -240,11 +238,13 @@ def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
 def _shapes(
     config: ml_collections.ConfigDict, acceptance: PairAcceptance, name: str, below: int, size: int
 ) -> dict[str, Tree]:
-    """Returns the trees that a method is measured on at one size, by what they are.
+    """Returns the trees of one size on which a method is measured, by description.
 
-    For i.i.d. drafts chains, the extra trees that are larger than `below` and the best prefix tree
-    by the acceptance of the plan, or another's where that is unknown; for distinct ones fixed
-    shapes and the optimal tree by R, or by another method's.
+    For i.i.d. drafts these are chains, the extra trees larger than `below`, and the best prefix
+    tree
+    for the acceptance of the plan, or of another plan if that is unknown. For distinct drafts
+    they
+    are fixed shapes and the optimal tree for R, of the method or of another one.
     """
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
@@ -271,7 +271,7 @@ def _shapes(
             "optimal": tree_search.optimal_tree(acceptance.R[name], size)
         }
         if get_method(name).verifier.rule != "race":
-            del shapes["chain"]  # One draft a node: speculative decoding.
+            del shapes["chain"]  # One draft per node is speculative decoding.
         return shapes
     shapes = {"batch": tree_lib.batch(size), "SpecInfer": tree_lib.specinfer(size)}
     for other, R in itertools.islice(acceptance.R.items(), 1):
@@ -298,7 +298,7 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
     def measured_row(row: Row, program: Program) -> dict[str, Any]:
         for each in (baseline, program):
             bench.run(each, 0, batches=1)  # The first run is not timed.
-        # The baseline close by in time, for the ratio.
+        # The baseline runs close in time, for the ratio.
         before = bench.run(baseline, 0, batches=2)
         runs = [bench.run(program, seed) for seed in seeds]
         return _summary(row, runs, [before, bench.run(baseline, 0, batches=2)])
@@ -341,7 +341,7 @@ def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> 
 
 
 def answer(rows: list[dict[str, Any]]) -> str:
-    """Returns which method to use, in a sentence."""
+    """Returns a sentence that names the best method."""
     drafting = [row for row in rows if row["size"]]
     best = {
         size: max(

@@ -29,7 +29,7 @@ from spectr_jax.utils.errors import UserError, unknown
 
 NAME = "figures"
 LARGEST_PROGRAM = 25_000
-"""Flow variables of the linear programs that Figure 5 solves: seconds each."""
+"""Largest linear program that Figure 5 solves, in flow variables; each takes seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ def spectr_plus_plus(settings: Settings, vocabulary: int, number: int) -> Figure
         series.append(Series(label, ks, accepted.mean(axis=1).tolist()))
         series.append(Series(label, ks, ratio.min(axis=1).tolist(), panel=1))
         worst.append(f"{label} {ratio.min():.3f}")
-        if name != "optimal_kseq":  # It only analyses.
+        if name != "optimal_kseq":  # It is for analysis only.
             series.append(
                 _measured(settings, name, pmfs, ks, "simulated" if name == "otm" else "", label)
             )
@@ -215,9 +215,11 @@ def _measured(
     like: str,
     most: int = 0,
 ) -> Series:
-    """Points at `ks`: how often the plan's `select` accepts, for a pair of distributions [2, V] or
-    on average over pairs [n, 2, V]. Series of one `most`, which is the largest of `ks` if not
-    given, share a program."""
+    """Returns points at `ks`: the rate at which the plan's `select` accepts, for one pair of
+    distributions [2, V] or on average over pairs [n, 2, V].
+
+        Series with the same `most`, by default the largest of `ks`, share a program.
+    """
     pmfs = pmfs.reshape(-1, *pmfs.shape[-2:])
     draws = -(-settings.draws // len(pmfs))
     shares = []

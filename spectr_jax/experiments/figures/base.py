@@ -1,4 +1,4 @@
-"""What a figure of a paper is: curves, points, and how they are drawn."""
+"""A figure of a paper: curves, points, and how they are drawn."""
 
 import dataclasses
 import pathlib
@@ -11,16 +11,16 @@ from spectr_jax.utils.files import naming, write_json
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve, or points.
+    """A curve or points.
 
     Attributes:
-      label: for the legend; "" for none.
+      label: legend entry; "" for none.
       x: of each point.
-      y: likewise.
-      error: the standard error of each point; None for a curve.
-      like: the label of the curve whose colour the points take; black if "".
-      marker: of points: circles, or squares "s" for K-SEQ and for the linear program.
-      panel: where it is drawn.
+      y: of each point.
+      error: standard error of each point; None for a curve.
+      like: label of the curve whose colour the points take; black if "".
+      marker: circles, or squares "s" for K-SEQ and the linear program.
+      panel: index of the panel.
     """
 
     label: str
@@ -34,7 +34,8 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What one figure shows; `caption` is the paper's, and ours; `scales` of x and y."""
+    """The content of one figure. `caption` quotes the paper's and adds ours; `scales` are of x
+    and y."""
 
     title: str
     caption: str
@@ -45,8 +46,8 @@ class Figure:
 
 
 def write(figure: Figure, path: pathlib.Path, **about: Any) -> None:
-    """Writes the curves and points to PATH.json, with `about` and the provenance, and the picture
-    to PATH.png."""
+    """Writes the data to PATH.json, with `about` and the provenance, and the picture to
+    PATH.png."""
     shown = dataclasses.asdict(figure)
     for series in shown["series"]:
         series["x"] = list(series["x"])
@@ -55,7 +56,7 @@ def write(figure: Figure, path: pathlib.Path, **about: Any) -> None:
 
 
 def plot(figure: Figure, path: pathlib.Path) -> None:
-    """Draws the figure: curves, and points with bars of two standard errors."""
+    """Draws the curves, and the points with bars of two standard errors."""
     from matplotlib import figure as canvases
     from matplotlib import ticker
 
