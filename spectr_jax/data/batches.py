@@ -1,8 +1,10 @@
-"""Turns sentences, or packed rows, into batches, with Grain.
+"""Turns sentences or packed rows into batches with Grain.
 
-Several sentences share one row of a batch; `segments` numbers them (0 is padding) so that none
-attends to another, and `positions` starts at 0 in each. Inputs are BOS and the pieces, targets the
-pieces and EOS.
+Several sentences share one row of a batch. `segments` numbers them (0 is padding) so that none
+attends
+to another, and `positions` starts at 0 in each. Inputs are BOS and the pieces, targets are the
+pieces
+and EOS.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,28 +38,30 @@ def training_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns an endless, shuffled pipeline of packed batches; each epoch has its own order.
+    """Returns an endless, shuffled pipeline of packed batches. Each epoch has its own order.
 
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and
-    packs its own, and a batch takes the same number of rows from each. So the batches depend on the
-    number of streams and not on the number of processes, each of which reads its own streams.
+    packs
+    its own, and a batch takes the same number of rows from each. So the batches depend on the
+    number
+    of streams, not on the number of processes, each of which reads its own streams.
 
     Args:
       corpus: sentences; or `PackedRows`, uint16 [length] each, which are shuffled as they are.
-      tokenizer: pieces.
+      tokenizer: SentencePiece tokenizer.
       batch: rows over all processes, a multiple of `streams`.
-      length: tokens a row.
-      seed: of the shuffle.
-      streams: how many, a multiple of `processes`.
+      length: tokens per row.
+      seed: seed of the shuffle.
+      streams: number of streams, a multiple of `processes`.
       process: index of this process.
-      processes: how many there are.
+      processes: number of processes.
 
     Returns:
       A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
-      length]. `positions_of` and `go_to` read and set the place of its iterator.
+      length]. `positions_of` and `go_to` get and set the position of its iterator.
 
     Raises:
-      UserError: fewer sentences, or rows, than streams.
+      UserError: there are fewer sentences, or rows, than streams.
     """
     if len(corpus) < streams:
         what = "packed rows" if isinstance(corpus, Rows) else "sentences"
@@ -78,7 +82,7 @@ def training_batches(
 
 
 def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.MapDataset:
-    """Returns the sentences of one stream, endless, in an order that is new in each epoch."""
+    """Returns the sentences of one stream, endlessly, in a new order in each epoch."""
     return grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
 
 
@@ -91,8 +95,7 @@ def row_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` for rows that are packed already; `form` makes a
-    batch of some of them."""
+    """Returns the pipeline of `training_batches` for packed rows. `form` makes a batch of rows."""
     count = batch // streams
     return mixed_batches(
         [lambda i: ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams)],
@@ -110,9 +113,12 @@ def mixed_batches(
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` from several sources: functions that make a
-    stream, of its number, of arrays of rows. A batch has the rows of one array from each stream of
-    each source."""
+    """Returns the pipeline of `training_batches` over several sources.
+
+    Each source is a function from the number of a stream to that stream of arrays of rows. A
+    batch
+    has the rows of one array from each stream of each source.
+    """
     share = streams // processes
     mine = range(process * share, (process + 1) * share)
     joined = grain.experimental.ZipIterDataset(
@@ -125,19 +131,19 @@ def mixed_batches(
 
 
 def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
-    """Returns the place in each stream of this process, as JSON values."""
+    """Returns the position in each stream of this process, as JSON values."""
     return iterator.get_state()["parents"]
 
 
 def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> None:
-    """Sets the place in each stream of this process."""
+    """Sets the position in each stream of this process."""
     iterator.set_state({"parents": positions})
 
 
 def evaluation_batches(
     sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int
 ) -> grain.IterDataset:
-    """Returns all sentences once, in order, packed; the last batch may have fewer rows."""
+    """Returns all sentences once, in order, packed. The last batch may have fewer rows."""
     rows = _packed(grain.MapDataset.source(sentences), tokenizer, length)
     return rows.batch(batch, drop_remainder=False).map(_batch_of)
 
@@ -159,9 +165,12 @@ def _packed(
 
 
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the batch of packed targets [B, length]. A sentence begins after each EOS; PAD
-    follows the last sentence only, and a cut sentence, which has no EOS, fills its row. Inputs are
-    the targets one later, with BOS first in each sentence."""
+    """Returns the batch of packed targets [B, length].
+
+    A sentence begins after each EOS. PAD follows only the last sentence, and a cut sentence
+    without
+    EOS fills its row. Inputs are the targets shifted by one, with BOS first in each sentence.
+    """
     targets = targets.astype(np.int32)
     places = np.arange(targets.shape[1])
     real = targets != PAD

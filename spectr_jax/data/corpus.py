@@ -1,4 +1,4 @@
-"""Where sentences come from: TFDS `lm1b`, or text files with one sentence a line."""
+"""Sources of sentences: TFDS `lm1b`, or text files with one sentence per line."""
 
 import glob
 import gzip
@@ -17,7 +17,7 @@ PACKED_PREFIX = "packed:"
 
 
 class Sentences(Protocol):
-    """Random access to sentences; also what Grain calls a random-access data source."""
+    """Random access to sentences, as Grain's random-access data sources."""
 
     def __len__(self) -> int: ...
 
@@ -25,10 +25,10 @@ class Sentences(Protocol):
 
 
 class TextSentences:
-    """The lines of text files, held as one UTF-8 buffer (a Python string per line would take three
-    times as much).
+    """The lines of text files in one UTF-8 buffer, because Python strings would take three times
+    the memory.
 
-    Blank ones are left out, and the carriage return before a line's end.
+        Blank lines and carriage returns are dropped.
     """
 
     def __init__(self, lines: bytes):
@@ -57,10 +57,10 @@ class TextSentences:
 
 
 class TfdsSentences:
-    """A TFDS data source of `{"text": bytes}` examples, read without TensorFlow (array_record
-    files).
+    """A TFDS data source of `{"text": bytes}` examples in array_record files, read without
+    TensorFlow.
 
-    Reading raises `UserError` where a file is missing, cut short or corrupt.
+        Raises `UserError` on reading a missing, truncated or corrupt file.
     """
 
     def __init__(self, spec: str, source: Sequence[dict]):
@@ -81,20 +81,18 @@ class TfdsSentences:
 
 
 def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
-    """Opens a corpus.
+    """Returns the sentences of a corpus, in the order of the sorted file names, without blank
+    lines.
 
-    Args:
-      spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of them,
-        or a glob; files that end in .gz or .xz are unpacked, all others are read as they are. The
-        folders of the unpacked LM1B release work.
-      tfds_dir: where TFDS keeps its data sets; None for its default.
+        Args:
+          spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of
+            them,
+            or a glob. Files that end in .gz or .xz are unpacked. The folders of the unpacked LM1B
+            release work.
+          tfds_dir: where TFDS keeps its data sets; None for its default.
 
-    Returns:
-      The sentences, in the order of the sorted file names, without blank lines.
-
-    Raises:
-      UserError: nothing there, nothing in it, a corrupt file, or a TFDS data set that is not
-        prepared.
+        Raises:
+          UserError: the corpus is missing, empty or corrupt, or the TFDS data set is not prepared.
     """
     if spec.startswith(PACKED_PREFIX):
         raise UserError(
@@ -113,8 +111,7 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
 
 
 def corpus_digest(sentences: Sentences) -> str:
-    """Returns a digest of how many sentences there are and of 256 of them, evenly spread: another
-    corpus has another one."""
+    """Returns a digest of the number of sentences and of 256 evenly spread ones."""
     picked = np.unique(np.linspace(0, len(sentences) - 1, 256).astype(int))
     return digest(
         "\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode()
@@ -122,14 +119,14 @@ def corpus_digest(sentences: Sentences) -> str:
 
 
 def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[str]:
-    """Yields `count` sentences (all, if there are fewer) drawn without replacement, in corpus
-    order."""
+    """Yields `count` sentences (or all) drawn without replacement, in corpus order."""
     picked = np.random.default_rng(seed).permutation(len(sentences))[:count]
     return (sentences[int(index)] for index in np.sort(picked))
 
 
 def read_text(path: pathlib.Path) -> bytes:
-    """Reads one file of UTF-8 text, unpacking .gz and .xz; raises `UserError` if it is corrupt."""
+    """Returns the UTF-8 text of a file, unpacking .gz and .xz. Raises `UserError` if it is
+    corrupt."""
     openers: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
@@ -170,7 +167,8 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
             f"corpus {spec!r} is not of the form tfds:DATASET:SPLIT, such as tfds:lm1b:train"
         )
     name, split = parts
-    import tensorflow_datasets as tfds  # Imported late: text corpora do not need it, and it takes seconds.
+    # Imported late: it takes seconds, and text corpora do not need it.
+    import tensorflow_datasets as tfds
 
     try:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
@@ -201,7 +199,7 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
 
 
 def _preparation(name: str) -> str:
-    """Returns the command that prepares a TFDS data set; only this step needs TensorFlow."""
+    """Returns the command that prepares a TFDS data set. Only this step needs TensorFlow."""
     if name == "lm1b":
         return "scripts/prepare_lm1b.sh"
     return f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"

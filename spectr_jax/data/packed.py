@@ -1,9 +1,8 @@
-"""A corpus that was tokenised and packed once: rows of uint16 targets in shards, read many times
-faster than text.
+"""A corpus tokenized and packed once: shards of uint16 rows, read many times faster than text.
 
-A row holds the targets of several sentences one after the other, each ended by EOS, then padding; a
-cut sentence fills a row of its own. Where each sentence begins follows from the tokens, so nothing
-else is stored.
+A row holds the targets of several sentences, each ended by EOS, then padding. A cut sentence fills
+a
+row of its own. The tokens themselves show where each sentence begins.
 """
 
 import io
@@ -26,7 +25,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError)
 
 
 class PackedRows:
-    """Random access to rows, uint16 [length], of shards that are memory-mapped or held."""
+    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory."""
 
     def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
         self._shards = shards
@@ -35,7 +34,7 @@ class PackedRows:
 
     @property
     def length(self) -> int:
-        """Tokens a row."""
+        """Tokens per row."""
         return self._shards[0].shape[1]
 
     def __len__(self) -> int:
@@ -45,7 +44,7 @@ class PackedRows:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return self._shards[shard][
             index - self._ends[shard]
-        ]  # From behind: index - end is negative.
+        ]  # Counted from the end, index - end is negative.
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Returns the rows at `indices`, uint16 [count, length]."""
@@ -66,19 +65,18 @@ def pack(
     length: int,
     compress: bool = False,
 ) -> dict:
-    """Packs all sentences, in their order, into `folder`: shards, tokenizer.model and, once all is
-    there, an index.
+    """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index.
 
     Args:
       sentences: the corpus.
-      tokenizer: of at most 65,536 pieces.
-      folder: made if need be.
-      length: tokens a row; longer sentences are cut.
-      compress: with xz, for copying to another machine; opening takes a few seconds longer.
+      tokenizer: with at most 65,536 pieces.
+      folder: created if needed.
+      length: tokens per row; longer sentences are cut.
+      compress: whether to compress with xz, for copying; opening then takes seconds longer.
 
     Returns:
-      The index: format, length, digest of the tokenizer, rows of each shard, and how many sentences
-      and tokens there are.
+      The index: format, length, digest of the tokenizer, rows of each shard, and the numbers of
+      sentences and tokens.
 
     Raises:
       UserError: the vocabulary is too large for uint16.
@@ -113,11 +111,10 @@ def pack(
 
 
 def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRows:
-    """Opens what a model can be trained on: `packed:FOLDER` for what `pack` wrote, or what
-    `open_sentences` takes.
+    """Returns a training corpus: `packed:FOLDER` written by `pack`, or what `open_sentences` takes.
 
     Raises:
-      UserError: nothing there, nothing in it, or damaged.
+      UserError: it is missing, empty or damaged.
     """
     if not spec.startswith(PACKED_PREFIX):
         return open_sentences(spec, tfds_dir)
@@ -148,4 +145,4 @@ def _read(path: pathlib.Path, shape: tuple[int, int]) -> np.ndarray:
         raise ValueError(f"{path.name} has {rows.dtype} {rows.shape}, not uint16 {shape}")
     return np.asarray(
         rows
-    )  # Still mapped, without what NumPy's memmap does in Python for each row.
+    )  # Still memory-mapped, without the Python overhead of NumPy's memmap for each row.

@@ -1,6 +1,6 @@
-"""SentencePiece: unigram pieces with byte fallback, so that no text is out of vocabulary.
+"""SentencePiece: unigram pieces with byte fallback, so that every text can be encoded.
 
-Tokenizers of other programs' models are in `hugging_face.py`.
+`hugging_face.py` has the tokenizers of other models.
 """
 
 import functools
@@ -18,32 +18,31 @@ from spectr_jax.utils.files import digest, write_whole
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
-"""How SentencePiece writes a space inside a piece."""
+"""SentencePiece's symbol for a space inside a piece."""
 NO_PIECE = "<none>"
-"""What -1 is shown as: a place where the target had no distribution."""
+"""How -1 is shown: a place where the target had no distribution."""
 
 
 class AnyTokenizer(Protocol):
-    """What decoding needs of a tokenizer: ours below, or another program's; inherit from it for
-    `prompts` and `texts`."""
+    """What decoding needs of a tokenizer. Inherit from it for `prompts` and `texts`."""
 
     bos: int
     eos: int | tuple[int, ...]
-    """The token that ends a sequence; several, where any of them does."""
+    """The token, or tokens, that end a sequence."""
     template: str | None = None
-    """The chat template, in Jinja, of an instructed model."""
+    """The Jinja chat template of an instructed model."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def vocabulary(self) -> str:
-        """A digest of the tokens, in order: equal for models that share a vocabulary."""
+        """Digest of the tokens in order. Models that share a vocabulary have equal ones."""
         ...
 
     @property
     def tokens(self) -> list[str] | None:
-        """The tokens by id, or None where they are not known."""
+        """The tokens by id, or None if unknown."""
         return None
 
     @property
@@ -51,7 +50,7 @@ class AnyTokenizer(Protocol):
         """The bytes that each token adds to a text, by id; none for a control token.
 
         Raises:
-          UserError: they are not known.
+          UserError: they are unknown.
         """
         raise UserError(
             "the tokenizer does not say what its tokens spell; give stop sequences as tokens, not "
@@ -59,30 +58,30 @@ class AnyTokenizer(Protocol):
         )
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, without BOS and EOS."""
+        """Returns the tokens of `text`, without BOS and EOS."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without BOS and EOS, and without -1, which is none."""
+        """Returns the text of `tokens`, without BOS, EOS and -1."""
         ...
 
     def piece(self, token: int) -> str:
-        """One token as it appears in a text, with the space before it; for a control token or a
-        part of a character, its name."""
+        """Returns one token as it appears in a text, with its leading space, or the name of a
+        control token or partial character."""
         ...
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt: BOS, and those of `text`."""
+        """Returns the tokens of a prompt: BOS and those of `text`."""
         return [self.bos, *self.encode(text)]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins.
+        """Returns the tokens of a conversation, up to where the model's answer begins.
 
         Args:
           messages: such as `[{"role": "user", "content": "Why is the sky blue?"}]`.
 
         Raises:
-          UserError: the model has no chat template, or it refuses the messages.
+          UserError: the model has no chat template, or the template refuses the messages.
         """
         raise UserError(
             "the model has no chat template; give an instructed one, or do without chat"
@@ -93,10 +92,9 @@ class AnyTokenizer(Protocol):
         return token in (self.eos if isinstance(self.eos, tuple) else (self.eos,))
 
     def prompts(self, texts: str | Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as `generate` takes them, of one string or several: tokens [B, T] and lengths
-        [B], both int32.
+        """Returns prompts in the form of `generate`: tokens [B, T] and lengths [B], both int32.
 
-        Each as `prompt` gives it; a shorter one is padded with BOS, which is ignored.
+        Each prompt is encoded by `prompt`; shorter ones are padded with BOS, which is ignored.
 
         Raises:
           UserError: there are no prompts, or one is not a string.
@@ -115,11 +113,11 @@ class AnyTokenizer(Protocol):
         return np.array(padded, np.int32), lengths
 
     def texts(self, tokens: ArrayLike, lengths: ArrayLike) -> list[str]:
-        """Returns the strings of decoded sequences, prompts included: tokens [B, T] and lengths [B]
-        of a `Generation`.
+        """Returns the strings of decoded sequences, prompts included, from tokens [B, T] and
+        lengths [B].
 
-        Raises:
-          UserError: they are of other shapes, or a token is not of the vocabulary.
+                Raises:
+                  UserError: the shapes differ, or a token is outside the vocabulary.
         """
         rows, ends = _whole(tokens), _whole(lengths)
         if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
@@ -138,7 +136,7 @@ class AnyTokenizer(Protocol):
 
 
 def _whole(given: ArrayLike) -> np.ndarray | None:
-    """Returns what is given as an array of integers, or None if it is something else."""
+    """Returns an array of integers, or None if `given` is something else."""
     try:
         array = np.asarray(given)
     except (TypeError, ValueError):
@@ -147,8 +145,8 @@ def _whole(given: ArrayLike) -> np.ndarray | None:
 
 
 def checked_text(text: str) -> str:
-    """Returns `text`; raises `UserError` if it is not a string, or has an unpaired surrogate, which
-    no tokenizer takes."""
+    """Returns `text`. Raises `UserError` if it is not a string or has an unpaired surrogate,
+    which no tokenizer takes."""
     if not isinstance(text, str):
         raise UserError(
             f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself"
@@ -163,8 +161,7 @@ def checked_text(text: str) -> str:
 
 
 class VocabularyOf(AnyTokenizer):
-    """What is known of the tokenizer of a draft that was trained for a target: that it is the
-    target's."""
+    """The vocabulary of a draft that was trained for a target, without a tokenizer."""
 
     bos = eos = 0
 
@@ -199,7 +196,7 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
     """Trains a SentencePiece unigram model on `sentences` and writes it to `path`.
 
     Raises:
-      UserError: the text is too little for `vocab_size` pieces.
+      UserError: the text is too short for `vocab_size` pieces.
     """
     import sentencepiece
 
@@ -238,12 +235,12 @@ class Tokenizer(AnyTokenizer):
     bos, eos = BOS, EOS
 
     def __init__(self, path: str | os.PathLike):
-        import sentencepiece  # Imported late, for those who bring a model and a tokenizer of their own.
+        import sentencepiece  # Imported late, because other models and tokenizers do not need it.
 
         try:
             self.proto = pathlib.Path(path).read_bytes()
             if not self.proto:
-                raise OSError("empty")  # SentencePiece takes it for no model, without a word.
+                raise OSError("empty")  # SentencePiece reads an empty file without an error.
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.proto)
         except (OSError, RuntimeError) as error:
             raise UserError(

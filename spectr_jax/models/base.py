@@ -1,5 +1,5 @@
-"""The protocol that every model follows, and what targets and drafts have beside it where the draft
-sees features."""
+"""The protocol that every model follows, with additions for targets and drafts that share
+features."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,23 +10,23 @@ from spectr_jax.models.cache import Cache
 
 @runtime_checkable
 class Model(Protocol):
-    """A decoder that scores any set of new tokens after a committed prefix, in one call."""
+    """A decoder that scores any set of new tokens after a committed prefix in one call."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def context(self) -> int:
-        """The longest sequence, in tokens, that the model was built for."""
+        """Longest supported sequence, in tokens."""
         ...
 
     @property
     def layers(self) -> int:
-        """The number of layers, for early exit."""
+        """Number of layers."""
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache of `batch` sequences with `capacity` slots each."""
+        """Returns an empty cache for `batch` sequences of `capacity` slots."""
         ...
 
     def extend(
@@ -66,7 +66,7 @@ class ShowsFeatures(Model, Protocol):
 
     @property
     def features_shown(self) -> int:
-        """The width E of a hidden state."""
+        """Width E of a hidden state."""
         ...
 
     def hidden(
@@ -79,26 +79,26 @@ class ShowsFeatures(Model, Protocol):
         *,
         also: tuple[int, ...] = (),
     ) -> tuple[jax.Array, Cache]:
-        """`extend` without the head: the last hidden states [B, N, E] float32 instead of logits.
+        """Returns the last hidden states [B, N, E] float32 instead of `extend`'s logits.
 
-        With `also`, which only drafts with `feature_layers` ask for, the outputs of these layers
+        With `also`, which only drafts with `feature_layers` request, the outputs of these layers
         (from 1) follow: [B, N, (1 + len(also)) * E].
         """
         ...
 
     def scored(self, hidden_BxNxE: jax.Array) -> jax.Array:
-        """The head alone: logits [B, N, V] float32."""
+        """Returns the head's logits [B, N, V] float32."""
         ...
 
 
 class SeesFeatures(Model, Protocol):
-    """A draft that sees its target's features. It has `scored` and `hidden` too, as
-    `ShowsFeatures`; its `hidden` also takes `features_BxNxE`, the target's hidden states at the
-    token before each."""
+    """A draft that sees its target's features. It has `scored` and `hidden` as `ShowsFeatures`,
+    where `hidden` also takes `features_BxNxE`: the target's hidden state at the token before
+    each."""
 
     @property
     def features_seen(self) -> int:
-        """The width E of the target's hidden states."""
+        """Width E of the target's hidden states."""
         ...
 
     @property
@@ -114,7 +114,7 @@ def features_seen(model: Any) -> int:
 
 
 def feature_layers(model: Any) -> tuple[int, ...]:
-    """Layers of its target that a draft sees besides the last hidden state; empty for none."""
+    """Returns the target layers that a draft sees besides the last hidden state; empty if none."""
     return getattr(model, "feature_layers", ())
 
 

@@ -1,9 +1,12 @@
-"""The cache: one row per token that a model has run on, with a length per sequence.
+"""The KV cache: one row per token that a model has run on, with a length per sequence.
 
 Slots [0, length) of a sequence hold its committed tokens. The slots after them are *pending*: a
-call appends its new tokens there (a draft tree, level by level), and `keep` then moves the rows of
-the accepted path to the front of that region and commits them. The prefix is stored once, whatever
-the number of drafts, and no sequence waits for another.
+call
+appends its new tokens there (a draft tree, level by level), and `keep` moves the rows of the
+accepted
+path to the front of that region and commits them. The prefix is stored once for any number of
+drafts,
+and no sequence waits for another.
 
 Shape suffixes: B sequences, T slots, N new tokens, M pending and new tokens, D rows of a path.
 """
@@ -20,11 +23,11 @@ from spectr_jax.models.layers import cpu
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What a model remembers of the tokens it ran on.
+    """The rows of a model's earlier tokens.
 
     Attributes:
-      rows: pytree of arrays [B, T, ...], one row per slot; only the model knows what is in them.
-      lengths: [B] int32, the number of committed slots of each sequence.
+      rows: pytree of arrays [B, T, ...], one row per slot; only the model knows their meaning.
+      lengths: [B] int32, number of committed slots of each sequence.
     """
 
     rows: Any
@@ -32,19 +35,20 @@ class Cache:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns an empty buffer [B, T, ...] for rows of `dtype`; `write` fills it, `read` has them
-    again.
+    """Returns an empty buffer [B, T, ...] for rows of `dtype`, to be used with `write` and `read`.
 
-    A CPU keeps bfloat16 rows of a batch as integers of their bits: it has no writes of bfloat16 at
-    places of their own, and would convert the whole buffer to float32 and back for each. No
-    gradients flow through those (`differentiable`).
+    A CPU stores bfloat16 rows of a batch as the integers of their bits. It has no scattered
+    writes of
+    bfloat16, and would convert the whole buffer to float32 and back at each one. No gradients
+    flow
+    through those (`differentiable`).
     """
     bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and cpu.on_cpu()
     return jnp.zeros(shape, jnp.uint16 if bits else dtype)
 
 
 def read(buffer_BT: jax.Array) -> jax.Array:
-    """Returns the rows in a buffer of `zeros`, in their dtype."""
+    """Returns the rows of a buffer of `zeros` in their dtype."""
     return (
         jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16)
         if buffer_BT.dtype == jnp.uint16
@@ -81,19 +85,20 @@ def _written(buffer_BT, rows_BN, starts_B):
         len(buffer_BT) == 1 and not cpu.on_cpu()
     ):  # Under `vmap` it is a scatter, which takes two kernels on a GPU.
         return jax.lax.dynamic_update_slice_in_dim(buffer_BT, rows_BN, starts_B[0], axis=1)
-    # On a CPU XLA moves the write of one row behind a reshape of the buffer, and keeps two copies
-    # of it, one of each shape.
+    # On a CPU XLA moves the write of one row after a reshape of the buffer, and keeps two copies,
+    # one of each shape.
     alone = cpu.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
 def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int) -> jax.Array:
-    """Turns "which pending tokens does a new token see" into a mask over slots.
+    """Returns a mask over slots from the visibility among pending and new tokens.
 
     Args:
-      visible_BxNxM: bool; entry (i, j): new token i sees token j, where j counts pending tokens
-        first, then new ones.
-      lengths_B: committed slots; all of them are visible.
+      visible_BxNxM: bool; entry (i, j) says that new token i sees token j, where j counts
+        pending
+        tokens first, then new ones.
+      lengths_B: number of committed slots, which are always visible.
       capacity: T.
 
     Returns:
@@ -130,7 +135,7 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
     buffers, structure = jax.tree.flatten(cache.rows)
     kept = [jax.vmap(gather_one)(buffer_BT, cache.lengths, path_BxD) for buffer_BT in buffers]
     if not cpu.on_cpu() and len({(rows.shape, rows.dtype) for rows in kept}) == 1:
-        # One kernel on a GPU for all layers, which would take one each.
+        # One kernel on a GPU for all layers instead of one each.
         kept = list(jax.lax.optimization_barrier(jnp.stack(kept)))
     written = [write(*both, cache.lengths + settled) for both in zip(buffers, kept, strict=True)]
     return Cache(jax.tree.unflatten(structure, written), lengths_B)

@@ -1,5 +1,5 @@
-"""The first layers of a model as a model of their own, for self-speculation (Zhang et al., 2024;
-LayerSkip, 2024)."""
+"""The first layers of a model as a model, for self-speculation (Zhang et al., 2024; LayerSkip,
+2024)."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from spectr_jax.models.base import Model
 class EarlyExit:
     """The first `layers` of `model`, with its final norm and head.
 
-    It runs on the model's own cache: what it writes there are the model's rows of these layers.
+    It uses the model's own cache and writes the model's rows of these layers.
     """
 
     model: Model
@@ -31,7 +31,7 @@ class EarlyExit:
     def extend(
         self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
     ):
-        """See `Model.extend`; the rows of the other layers are passed on."""
+        """See `Model.extend`. The rows of the other layers are unchanged."""
         layers = self.layers if layers is None else layers
         return self.model.extend(
             tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers

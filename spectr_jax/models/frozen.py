@@ -1,5 +1,5 @@
-"""A model split once into arrays and structure, for many decodings: `nnx.split` of the 97M and its
-draft takes 10 ms of Python each time."""
+"""A model split once into arrays and structure, for many decodings. `nnx.split` of the 97M and
+its draft takes 10 ms of Python."""
 
 import dataclasses
 import functools
@@ -25,20 +25,18 @@ from spectr_jax.utils.errors import UserError
 )
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """The arrays and the structure of a model: a pytree that goes through `jax.jit`.
+    """The arrays and the structure of a model: a pytree that passes through `jax.jit`.
 
     Attributes:
-      leaves: its arrays.
+      leaves: arrays of the model.
       graphdef: static; `merge` builds the model from it, `structure` and the leaves.
-      structure: see `graphdef`.
-      vocab_size: the model's, as are `context` and `layers`.
-      context: see `vocab_size`.
-      layers: see `vocab_size`.
-      features_seen: numbers that come with each token of a draft that sees its target's features; 0
-        for none.
-      features_shown: numbers a token of the features that a target can show to such drafts; 0 for
-        none.
-      feature_layers: layers of its target that such a draft sees besides the last hidden state.
+      structure: tree structure of the leaves.
+      vocab_size: size of the vocabulary.
+      context: longest supported sequence.
+      layers: number of layers.
+      features_seen: width of the target features that a draft consumes; 0 if none.
+      features_shown: width of the features that a target can show; 0 if none.
+      feature_layers: target layers that a draft sees besides the last hidden state.
     """
 
     leaves: list[jax.Array]
@@ -52,7 +50,7 @@ class Frozen:
     feature_layers: tuple[int, ...] = ()
 
     def merge(self) -> Any:
-        """Returns the model; its arrays are traced inside jit."""
+        """Returns the model. Its arrays are traced inside jit."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.leaves))
 
 
@@ -68,11 +66,11 @@ class Loaded(Protocol):
 
 
 def freeze(model: Model | Frozen | Loaded) -> Frozen:
-    """Splits an `nnx.Module` that follows `Model`. Later changes of its weights do not affect the
-    frozen copy.
+    """Returns the frozen form of an `nnx.Module` that follows `Model`. Later changes of its weights
+    have no effect on it.
 
-    Raises:
-      UserError: `model` is something else.
+        Raises:
+          UserError: `model` is not a model.
     """
     if isinstance(model, Frozen):
         return model
@@ -100,11 +98,11 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
 
 
 def digest(model: Model | Frozen | Loaded) -> str:
-    """Returns twelve hexadecimal digits that tell a model's weights from others: a hash of its
-    arrays, their shapes and dtypes.
+    """Returns twelve hexadecimal digits that identify a model's weights: a hash of its arrays,
+    shapes and dtypes.
 
-    Raises:
-      UserError: as `freeze`.
+        Raises:
+          UserError: as `freeze`.
     """
     content = hashlib.sha256()
     for leaf in map(jnp.asarray, freeze(model).leaves):

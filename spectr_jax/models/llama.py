@@ -31,31 +31,34 @@ from spectr_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a decoder of the family. `dtype` is that of the factors of its matrix products
-    and of its cache; sums, norms and residuals are float32.
+    """The shape of a decoder of the family. `dtype` is that of matrix products and the cache; sums,
+    norms and residuals are float32.
 
-    Attributes:
-      kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
-      head_width: of each head; `width / heads` in most models.
-      tied: the head is the embedding.
-      qkv_bias: queries, keys and values have biases (Qwen 2).
-      qk_norm: queries and keys have RMS norms, over each head (Qwen 3).
-      rope_divisors: of the rotary frequencies, one for each pair of channels; empty for none
-        (`llama3_divisors`).
-      embed_rank: numbers a token in the embedding, of a draft for a large vocabulary
-        (`models.vocabulary`); 0 for `width`.
-      head_tokens: tokens that the head scores, of such a draft; 0 for all.
-      features: numbers that come with each token, of a draft that sees its target's (EAGLE: Li et
-        al., 2024, arXiv 2401.15077): the target's last hidden state at the token before. Where the
-        target has not run yet, the draft's own take their place, so that they are `width`; 0 for
-        none.
-      feature_layers: numbers, from 1, of the layers of the target whose outputs the draft sees
-        besides the last hidden state (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are
-        projected and added to that state; empty for none.
+        Attributes:
+          kv_heads: number of key and value heads; each serves `heads / kv_heads` query heads.
+          head_width: width of a head; `width / heads` in most models.
+          tied: whether the head is the embedding.
+          qkv_bias: whether queries, keys and values have biases (Qwen 2).
+          qk_norm: whether queries and keys have RMS norms over each head (Qwen 3).
+          rope_divisors: divisors of the rotary frequencies, one per pair of channels; empty for
+            none
+            (`llama3_divisors`).
+          embed_rank: width of the embedding table of a draft with a large vocabulary
+            (`models.vocabulary`); 0 for `width`.
+          head_tokens: number of tokens that the head of such a draft scores; 0 for all.
+          features: width of the target features that the draft consumes, the target's last hidden
+            state
+            at the token before (EAGLE: Li et al., 2024, arXiv 2401.15077); 0 if none. The draft's own
+            state replaces it where the target has not run, so it equals `width`.
+          feature_layers: target layers, from 1, whose outputs the draft sees besides the last
+            hidden
+            state (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are projected and added to it; empty
+            for none.
 
-    Raises:
-      UserError: the key and value heads do not divide the heads, the width of a head is odd, or a
-        head that is the embedding shall score a part of the tokens.
+        Raises:
+          UserError: the key and value heads do not divide the heads, the width of a head is odd, or
+            a
+            tied head has `head_tokens`.
     """
 
     layers: int
@@ -119,7 +122,7 @@ class LlamaConfig:
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Radians per position [R] of the pairs of a head."""
+    """Returns radians per position [R] of the channel pairs of a head."""
     plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
     return (plain / np.array(config.rope_divisors or 1.0)).astype(np.float32)
 
@@ -127,9 +130,13 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 def llama3_divisors(
     theta: float, head_width: int, *, factor: float, low: float, high: float, context: int
 ) -> tuple[float, ...]:
-    """Returns how Llama 3.1 stretches rotary positions beyond the `context` of its first training:
-    frequencies that turn less than `low` times in it are divided by `factor`, those that turn more
-    than `high` times are kept."""
+    """Returns the divisors by which Llama 3.1 stretches rotary positions beyond its first training
+    `context`.
+
+        Frequencies with fewer than `low` turns in that context are divided by `factor`; those with
+        more
+        than `high` turns are kept.
+    """
     plain = theta ** (-np.arange(0, head_width, 2) / head_width)
     kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
     return tuple((1 / (kept + (1 - kept) / factor)).tolist())
@@ -142,8 +149,9 @@ class Block(nnx.Module):
         linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.config = config
         self.norm_attention = RMSNorm(config.width, config.norm_epsilon)
-        # One product for all three, and one for gate and up: a call on few tokens costs what its
-        # products cost to start.
+        # One product for queries, keys and values, and one for gate and up: launch overhead
+        # dominates a
+        # call on few tokens.
         parts = (config.heads + 2 * config.kv_heads) * config.head_width
         self.qkv = linear(config.width, parts, use_bias=config.qkv_bias)
         self.out = linear(config.heads * config.head_width, config.width, use_bias=False)
@@ -154,7 +162,7 @@ class Block(nnx.Module):
         self.down = linear(config.mlp, config.width, use_bias=False)
 
     def __call__(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
-        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, K, D], or
+        """Runs the block. `rows` are this layer's cached (keys, values), each [B, T, K, D], or
         None."""
         attended_BxNxE, rows = self._attend(
             self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B
@@ -197,16 +205,17 @@ def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Arra
 
     if not cpu.on_cpu():
         return of(positions_BxN)
-    # In a loop over tokens, or sequences: XLA would fuse them into all that reads them, and compute
-    # them for each head anew.
+    # In a loop over tokens or sequences: XLA would otherwise fuse them into every reader and
+    # recompute
+    # them for each head.
     axis = 1 if positions_BxN.shape[1] > 1 else 0
     found = jax.lax.map(of, jnp.moveaxis(positions_BxN, axis, 0))
     return jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), found)
 
 
 def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads turned by their positions; a pair is a channel of the first half and the same one of
-    the second."""
+    """Returns heads rotated by their positions. A pair is a channel of the first half and the
+    same one of the second."""
     cosines, sines = (part[:, :, None] for part in turns_BxNxR)
     first, second = jnp.split(x_BxNxHxD, 2, axis=-1)
     return jnp.concatenate(
@@ -215,8 +224,8 @@ def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> j
 
 
 class Llama(nnx.Module):
-    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each
-    layer."""
+    """A decoder that follows the `Model` protocol. Its cache rows are the keys and values of
+    each layer."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -232,8 +241,9 @@ class Llama(nnx.Module):
             self.join = dense_layer(config.features, E, use_bias=False, dtype=dtype, rngs=rngs)
         if count := len(config.feature_layers):
             self.norms_fuse = nnx.List([RMSNorm(E, config.norm_epsilon) for _ in range(count)])
-            # Zeros: a new draft, or one that saw the last hidden state alone, begins as if there
-            # were no other layers.
+            # Zeros: a new draft, or one that saw only the last hidden state, starts as if there
+            # were no other
+            # layers.
             zeros = nnx.initializers.zeros_init()
             self.fuse = dense_layer(
                 count * E, E, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs
@@ -261,22 +271,21 @@ class Llama(nnx.Module):
 
     @property
     def features_seen(self) -> int:
-        """Numbers of the target's that come with each token; 0 for none."""
+        """Width of the target features that the draft consumes; 0 if none."""
         return self.config.features
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs come with each token, besides its last hidden
-        state."""
+        """Target layers whose outputs the draft sees besides the last hidden state."""
         return self.config.feature_layers
 
     @property
     def features_shown(self) -> int:
-        """The width of a hidden state."""
+        """Width of a hidden state."""
         return self.config.width
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, K,
+        """Returns an empty cache. Rows are a tuple over layers of (keys, values), each [B, T, K,
         D]."""
         config = self.config
         shape = (batch, capacity, config.kv_heads, config.head_width)
@@ -305,18 +314,17 @@ class Llama(nnx.Module):
         features_BxNxE=None,
         also=(),
     ):
-        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of
-        `extend`'s logits.
+        """Returns the input of the head [B, N, E] float32, after the last norm.
 
         Args:
-          features_BxNxE: of `LlamaConfig.features`; zeros at the first token of a sequence. Those
-            of a target are as its `hidden` returns them with `also=feature_layers`; the draft's own
-            have no other layers.
-          also: numbers, from 1, of layers whose outputs follow the last hidden state: [B, N, (1 +
-            len(also)) * E].
+          features_BxNxE: see `LlamaConfig.features`; zeros at the first token of a sequence. A
+            target's `hidden` returns them with `also=feature_layers`; the draft's own have no other
+            layers.
+          also: layers, from 1, whose outputs follow the last hidden state: [B, N, (1 + len(also)) *
+            E].
 
         Raises:
-          UserError: the model takes features and there are none.
+          UserError: the model needs features and none are given.
         """
         config = self.config
         if config.features and features_BxNxE is None:
@@ -352,8 +360,8 @@ class Llama(nnx.Module):
         return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def _fused(self, features_BxNxF):
-        """Features of several layers of the target as one hidden state [B, N, E]; the draft's own
-        as they are."""
+        """Returns the features of several target layers as one hidden state [B, N, E]. The
+        draft's own features are unchanged."""
         parts = jnp.split(features_BxNxF, features_BxNxF.shape[-1] // self.config.width, axis=-1)
         if len(parts) == 1:
             return features_BxNxF
@@ -363,19 +371,18 @@ class Llama(nnx.Module):
         return parts[0] + self.fuse(lower).astype(jnp.float32)
 
     def scored(self, x_BxNxE):
-        """Returns logits [B, N, V] float32 of what `hidden` returns."""
+        """Returns logits [B, N, V] float32 of the result of `hidden`."""
         head = self.embed.attend if self.head is None else self.head
         return head(x_BxNxE).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(graphdef, state, *arguments):
-    """Returns a block, traced once for all layers: of thirty, that takes most of the time until the
-    first token."""
+    """Runs a block. Tracing it once for all layers saves most of the time to the first token."""
     return nnx.merge(graphdef, state)(*arguments)
 
 
 def abstract(config: LlamaConfig) -> tuple[Any, Any]:
-    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of
-    abstract arrays)."""
+    """Returns `nnx.split` of an abstract decoder of this shape: (graphdef, state of abstract
+    arrays)."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
