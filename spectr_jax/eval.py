@@ -26,14 +26,7 @@ def main():
     # Once flags are parsed: `--help` need not wait for JAX.
     import jax
 
-    from spectr_jax.experiments import (
-        auto,
-        latency,
-        quality,
-        spec_bench,
-        tokens_per_call,
-        trees,
-    )
+    from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
     from spectr_jax.experiments.figures import acceptance
 
     all_of_them = tokens_per_call, trees, latency, auto, quality, spec_bench, acceptance

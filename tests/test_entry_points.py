@@ -139,16 +139,8 @@ CASES = [
         "--config.target=results/target_97m/target_97m-00002-of-00007.safetensors",
         "did you mean 'results/target_97m/target_97m'?",
     ),
-    (
-        EVAL,
-        f"{TREES} --config.extra_trees=('4,0',)",
-        "tree='4,0': k_2=0",
-    ),
-    (
-        EVAL,
-        f"{TREES} --config.extra_trees=('4;2',)",
-        "tree='4;2'",
-    ),
+    (EVAL, f"{TREES} --config.extra_trees=('4,0',)", "tree='4,0': k_2=0"),
+    (EVAL, f"{TREES} --config.extra_trees=('4;2',)", "tree='4;2'"),
     (
         EVAL,
         f"{TREES} --config.exit_layer=2",
@@ -572,10 +564,7 @@ def run_body(run, tmp_path):
             "sys.modules['ml_collections'] = None; import spectr_jax.eval",
             "error: ml_collections is not installed; run pip install '.[train]'",
         ),
-        (
-            "bytearray(2**60)",
-            "error: out of memory (host); use a smaller batch_size",
-        ),
+        ("bytearray(2**60)", "error: out of memory (host); use a smaller batch_size"),
     ],
 )
 def test_errors_of_the_users(run_body, body, message):

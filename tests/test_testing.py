@@ -151,11 +151,7 @@ def _changed(result, **change):
             {"target_calls": lambda calls: calls * 2},
             "emitted_per_call does not add up to target_ca",
         ),
-        (
-            testing.check_counters,
-            {"tokens": lambda tokens: tokens | 1},
-            "tokens follow the end",
-        ),
+        (testing.check_counters, {"tokens": lambda tokens: tokens | 1}, "tokens follow the end"),
         (testing.check_counters, {"tokens": lambda tokens: tokens * 0}, "the prompt has changed"),
         (
             testing.check_counters,

@@ -63,11 +63,7 @@ def test_table_is_written(whole):
     folder, first = whole
     assert [
         (row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]
-    ] == [
-        ("baseline", 0, 0),
-        ("speculative", 1, 2),
-        ("otm_block", 2, 2),
-    ]
+    ] == [("baseline", 0, 0), ("speculative", 1, 2), ("otm_block", 2, 2)]
     assert all(row["tokens_per_second"] > 0 for row in first["rows"])
     assert first["rows"][0]["tokens_per_call"] == 1.0 and first["rows"][0]["speedup"] == 1.0
     assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
@@ -250,10 +246,7 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            '{"config_hash": "other", "hardware": "abacus"}\n',
-            "another config.*abacus",
-        ),
+        ('{"config_hash": "other", "hardware": "abacus"}\n', "another config.*abacus"),
         ("{}}\n", "is damaged"),
     ],
 )

@@ -21,11 +21,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
-PAIRS = {
-    "embedded": ("20m", "2m"),
-    "97m": ("97m", "6m"),
-    "smollm2": ("smollm2", "smollm2-draft"),
-}
+PAIRS = {"embedded": ("20m", "2m"), "97m": ("97m", "6m"), "smollm2": ("smollm2", "smollm2-draft")}
 METHODS = {
     "block": {"draft_length": 8},
     "spectr": {"num_drafts": 2, "draft_length": 3},
