@@ -1,11 +1,12 @@
-"""Which method is fastest here? Predicted for `methods`, K, L and trees from measured parts, then
+"""The fastest method for a pair of models on this machine, predicted from measured parts and then
 tried.
 
     python -m spectr_jax.eval --config=configs/auto.py --workdir=runs/auto
 
-One sequence at a time on the 20M and 2M models, 32 prompts: minutes on two CPU cores. Other models:
---config.target=PATH --config.draft=PATH, random:target_97m and random:draft_6m for times of
-untrained ones; --config.batch_size for more sequences.
+By default one sequence at a time with the 6M target and the 2M draft, 32 prompts; minutes on two
+CPU
+cores. Set --config.target and --config.draft for other models (random:target_97m and
+random:draft_6m for the times of untrained ones), and --config.batch_size for more sequences.
 """
 
 from spectr_jax.experiments.config import auto_config

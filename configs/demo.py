@@ -1,10 +1,11 @@
-"""Tokens per serial call of the embedded ladder: the form of SpecTr's Table 2 at L = 4, in a minute or two on two CPU cores.
+"""Tokens per serial call of a 6M target with 2M drafts, in the form of SpecTr's Table 2 at L = 4.
 
     python -m spectr_jax.eval --config=configs/demo.py --workdir=runs/demo
-    python -m spectr_jax.eval --config=configs/demo.py:full --workdir=runs/demo_full  # `otm`, L = 8, alpha*: 10 to 40 min
+    python -m spectr_jax.eval --config=configs/demo.py:full --workdir=runs/demo_full
 
-The 6M model is the target and the 2M model the draft, both trained on the open corpus that results/README.md names,
-with prompts of our own; the paper's column is for its 2M draft and 97M target on LM1B.
+One or two minutes on two CPU cores; `full` adds `otm`, L = 8 and alpha* and takes 10 to 40 minutes.
+Both models were trained on the open corpus of results/README.md, and the prompts are our own. The
+paper's column is for its 2M draft and 97M target on LM1B.
 """
 
 from spectr_jax.experiments.config import eval_config

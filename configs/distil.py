@@ -1,20 +1,25 @@
-"""A draft for any target: a small student that learns to agree with its teacher. Students: 2m, 6m, 20m; eagle, which
-sees the teacher's features; and eagle3, which sees those of three layers.
+"""A draft for any target: a small student that learns the distribution of its teacher.
+
+Students are 2m, 6m and 20m; eagle, which sees the teacher's features; and eagle3, which sees those
+of
+three layers.
 
     python -m spectr_jax.label --text='corpus/train-*.txt.xz' --count=20000 --out=labels/train
     python -m spectr_jax.label --text='corpus/heldout-*' --count=512 --out=labels/heldout
-    python -m spectr_jax.train --config=configs/distil.py:6m --workdir=runs/draft_6m --config.steps=600
+    python -m spectr_jax.train --config=configs/distil.py:6m --workdir=runs/draft_6m \\
+        --config.steps=600
     python -m spectr_jax.export --model=runs/draft_6m --out=drafts --dtype=int8
     python -m spectr_jax.sample --target=smollm2 --draft=drafts/draft_6m
 
 Without labels on disk, the teacher labels text while the student (eagle3) learns:
 
-    python -m spectr_jax.train --config=configs/distil.py:online --workdir=runs/draft_online \
+    python -m spectr_jax.train --config=configs/distil.py:online --workdir=runs/draft_online \\
         --config.data.train='my_text/train-*' --config.data.heldout="('my_text/heldout-*',)"
 
-The teacher is SmolLM2-135M; --teacher of `label` names another, and the labels name their teacher. Labels take most of the
-time: two CPU cores read 750 to 1,500 tokens a second of it. 600 steps are four passes over such labels: label more before
-you train on.
+The teacher is SmolLM2-135M; `label --teacher` names another, and labels name their teacher.
+Labelling
+takes most of the time: two CPU cores read 750 to 1,500 tokens per second. 600 steps are four passes
+over these labels, so label more text before training longer.
 """
 
 from spectr_jax.distillation.config import distil_config, online_config

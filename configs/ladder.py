@@ -1,16 +1,15 @@
-"""Tokens per serial call of a target with smaller and larger drafts: SpecTr's Tables 2 and 4 in
-form.
+"""Tokens per serial call of a target with smaller and larger drafts, in the form of SpecTr's Tables
+2 and 4.
 
     python -m spectr_jax.eval --config=configs/ladder.py --workdir=runs/ladder
     python -m spectr_jax.eval --config=configs/ladder.py:97m --workdir=runs/target_97m
     python -m spectr_jax.eval --config=configs/ladder.py:smollm2 --workdir=runs/smollm2
 
-`20m`, the default: the 20M target and its drafts of 2M and 6M, all trained on two CPU cores
-(`configs/embedded.py`). 20 to 60 minutes on two such cores. `97m`: the paper's own sizes, the 97M
-target of results/target_97m and drafts of 2M, 6M and 20M, in bfloat16, without `otm` and alpha*; 45
-minutes, from the repository's root. `smollm2`: the published SmolLM2-135M with three drafts of 2M,
-6M and 20M, in bfloat16, without alpha*, two seeds; from the root too, 55 minutes. Prompts of ours.
-The paper's column is for its 97M target on LM1B.
+`20m`, the default, is the 20M target with drafts of 2M and 6M; 20 to 60 minutes on two CPU cores.
+`97m` is the paper's 97M target with drafts of 2M, 6M and 20M, in bfloat16, without `otm` and
+alpha*;
+45 minutes. `smollm2` is SmolLM2-135M with its plain draft of 6M, in bfloat16, without alpha*, two
+seeds; 20 minutes. Prompts are our own. The paper's column is for its 97M target on LM1B.
 """
 
 from spectr_jax.experiments.config import eval_config

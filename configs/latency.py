@@ -1,10 +1,11 @@
-"""How long is a call? SpecTr's Tables 1 and 3 on this machine, and where the time of a SpecTr call
-goes.
+"""Call times: SpecTr's Tables 1 and 3 on this machine, and the phases of a SpecTr call.
 
     python -m spectr_jax.eval --config=configs/latency.py --workdir=runs/latency
 
-Random weights of the ladder's shapes: half an hour on two CPU cores, most of it the 1,000 runs of
-the 97M's large batches. `--config.dtype=bfloat16` for a GPU or TPU, `--config.models` for trained
+Random weights in the ladder's shapes. It takes half an hour on two CPU cores, mostly for 1,000 runs
+of
+the 97M's large batches. Set --config.dtype=bfloat16 on a GPU or TPU, and --config.models for
+trained
 models.
 """
 

@@ -1,13 +1,15 @@
-"""The paper's ladder on open text, packed once: one of the trainings of `scripts/train_ladder.sh --data=...`.
+"""The paper's ladder on open text that is packed once; `scripts/train_ladder.sh --data=...` uses
+it.
 
     python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
-    python -m spectr_jax.train --config=configs/open_text.py:target_97m --workdir=runs/open/target_97m \\
-        --config.data.train=packed:packed --config.data.tokenizer=packed/tokenizer.model \\
-        --config.data.heldout='corpus/heldout-*'
+    python -m spectr_jax.train --config=configs/open_text.py:target_97m \\
+        --workdir=runs/open/target_97m --config.data.train=packed:packed \\
+        --config.data.tokenizer=packed/tokenizer.model --config.data.heldout='corpus/heldout-*'
 
-The recipe is `open_text_config`'s at 10,000 steps of 256 rows of 128 tokens: 317 million in all, 3.7 passes over the corpus
-that results/README.md names. For one data-centre GPU: the 97M trains at 390,000 tokens a second on an H200, 80 ms a step.
-5,800 steps of it made the weights in results/target_97m; 10,000 were not tried.
+The recipe is `open_text_config` at 10,000 steps of 256 rows of 128 tokens: 317 million tokens, 3.7
+passes over the corpus of results/README.md. It is meant for one data-centre GPU; the 97M trains at
+390,000 tokens per second on an H200. The published 97M took 5,800 such steps; 10,000 were not
+tried.
 """
 
 from spectr_jax.training.config import open_text_config

@@ -1,11 +1,10 @@
-"""Which method should I use? Every method at equal numbers of drafted tokens, and ERSD's Figures 3
-and 4.
+"""Every method at equal numbers of drafted tokens, and ERSD's Figures 3 and 4.
 
     python -m spectr_jax.eval --config=configs/trees.py --workdir=runs/trees
 
-The embedded pair: the 2M model drafts for the 6M model. 40 minutes to two hours on two CPU cores,
-much of it compilation: a hundred programs. For another pair: --config.target=PATH
---config.draft=PATH.
+The 2M model drafts for the 6M model. It takes 40 minutes to two hours on two CPU cores, much of it
+to
+compile a hundred programs. Set --config.target and --config.draft for another pair.
 """
 
 from spectr_jax.experiments.config import trees_config
