@@ -283,12 +283,12 @@ def markdown(result: dict[str, Any]) -> str:
         "Method",
         "Tree",
         "Nodes",
-        "Tokens per call",
+        "Tokens/call",
         "measured",
         "Tokens/s",
         "measured",
         "ratio",
-        "x baseline",
+        "Speedup",
     ]
     rows = []
     for row in result["rows"]:
@@ -319,7 +319,7 @@ def markdown(result: dict[str, Any]) -> str:
         "alone, measured once. Tried "
         "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted "
         "over measured tokens/s.",
-        "Those that were tried took turns on each seed; tokens/s and `x baseline` are medians "
+        "Those that were tried took turns on each seed; tokens/s and speedups are medians "
         "over the seeds.",
         f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch "
         f"{config['batch_size']}, "

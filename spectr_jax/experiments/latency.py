@@ -189,7 +189,7 @@ def markdown(result: dict[str, Any]) -> str:
     unseen = "" if result["profile"] else " This machine shows it nothing."
     parts += [
         f"1.00 is {unit:.2f} ms (median). {config['dtype']}; calls from Python on random tokens "
-        f"behind {config['context']} "
+        f"after {config['context']} "
         "committed ones in the cache, all cells in turns. The paper: SpecTr, Table 1 (97M) and "
         "Table 3 (6M), on a GPU. The "
         f"spread is the machine's.{_untrained(config)}",
@@ -199,7 +199,7 @@ def markdown(result: dict[str, Any]) -> str:
                 "Method",
                 "K",
                 "L",
-                "Texts",
+                "Sequences",
                 *(f"{phase}, ms" for phase in PHASES),
                 "sum",
                 "whole call",

@@ -306,22 +306,19 @@ def markdown(result: dict[str, Any]) -> str:
     for temperature in config["temperatures"]:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
         parts += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
-    header = ["Published by others", "Model, hardware", "x baseline", "Source"]
+    header = ["Published by others", "Model, hardware", "Speedup", "Source"]
     cited = [
         [name, model, f"{speedup:.2f}", source] for name, model, speedup, source in paper.SPEC_BENCH
     ]
     parts += ["## Other models, other hardware", report.markdown_table(header, cited)]
     parts += [
         f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a "
-        "time, at most "
-        f"{config['max_new_tokens']} new tokens an answer, runs in which the methods take turns: "
-        f"{config['runs']}. x: speed "
-        "over the baseline's, prompts included: the ratio of the means over questions, averaged "
-        "over runs. Tokens per call "
-        "count accepted drafts and one more.",
-        "Accepted: of the tokens that were chosen among drafts of a level, the share that were "
-        "drafts; by part of an answer "
-        f"in the picture and in `{NAME}.json`.",
+        f"time, at most {config['max_new_tokens']} new tokens per answer, {config['runs']} run(s) in "
+        "which the methods take turns. Speedup is the ratio of mean tokens per second over "
+        "questions to the baseline's, prompts included, averaged over runs. Tokens per call count "
+        "the accepted drafts and one more token.",
+        "Accepted is the share of drafts among the tokens selected at a level where drafts were "
+        f"available. The picture and `{NAME}.json` also have it by part of an answer.",
         f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
         report.made_by(result),
     ]
@@ -334,7 +331,7 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
         "Task",
         "Questions",
         "Baseline tokens/s",
-        *(f"`{label}`: {what}" for label in labels for what in ("tokens/call", "x")),
+        *(f"`{label}`: {what}" for label in labels for what in ("tokens/call", "speedup")),
     ]
     table = []
     for task in dict.fromkeys(row["task"] for row in rows):

@@ -133,12 +133,12 @@ def markdown(result: dict[str, Any]) -> str:
         "Algorithm",
         "K",
         "L",
-        "Tokens per call",
+        "Tokens/call",
         "Paper*",
         "alpha",
         *best,
         "Tokens/s",
-        "x baseline",
+        "Speedup",
     ]
     rows = [
         [
@@ -163,7 +163,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{config['max_new_tokens']} new ones "
         f"each, batch {config['batch_size']}, {report.temperatures(config)}; "
         f"{report.over_seeds(config['seeds'])}; "
-        "tokens/s over the batch, x baseline in the same run.",
+        "tokens/s over the batch; the speedup is over the baseline of the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; "
         "a figure to look at, not "
         "to match, where models or data differ; at temperature 1 only.",

@@ -371,10 +371,10 @@ def markdown(result: dict[str, Any]) -> str:
         "Tree",
         "Nodes",
         "Levels",
-        "Tokens per call",
+        "Tokens/call",
         "Theory",
         "Tokens/s",
-        "x baseline",
+        "Speedup",
     ]
     rows = [
         [
@@ -405,7 +405,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{config['max_new_tokens']} new ones "
         f"each, batch {config['batch_size']}, {report.temperatures(config)}; "
         f"{report.over_seeds(config['seeds'])}; "
-        "x baseline against baseline runs just before and after.",
+        "the speedup is over baseline runs just before and after.",
         "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as "
         "measured at the root: for "
         "drafts without replacement by child index, for i.i.d. ones by the number of drafts that "
