@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
 METHODS = ("otm_layer", "traversal", "otm_block", "gsd", "spectr", "ersd", "block", "speculative")
+SIZES = (8, 16, 32, 64)
 SPEEDS = {  # Line of the plot: (sequences at once, table).
     "97M, 6M drafts, H200": [
         (1, "target_97m/h200/one/tokens_per_call"),
@@ -30,54 +31,70 @@ def read(table: str) -> list[dict]:
     return json.loads((ROOT / f"results/{table}.json").read_text())["rows"]
 
 
-def best_by_size(rows: list[dict], method: str) -> list[tuple[int, float]]:
-    """Returns, for each number of drafted tokens, the most tokens per call on any tree."""
-    best: dict[int, float] = {}
-    for row in rows:
-        if row["method"] == method and row["nodes"]:
-            best[row["size"]] = max(best.get(row["size"], 0.0), row["tokens_per_call"])
-    return sorted(best.items())
+def count_nodes(tree: str) -> int:
+    """Returns the number of drafted tokens of a tree such as 8x4 or 4,2,1."""
+    if "x" in tree:
+        chains, length = map(int, tree.split("x"))
+        return chains * length
+    width, nodes = 1, 0
+    for children in map(int, tree.split(",")):
+        width *= children
+        nodes += width
+    return nodes
 
 
-def best_speedup(table: str) -> float:
-    """Returns the highest measured speedup of a method with drafts."""
-    return max(row["speedup"] for row in read(table) if row["nodes"])
+def by_size(table: str) -> list[tuple[str, int, float]]:
+    """Returns (method, drafted tokens rounded up to a size, tokens per call) for each tree."""
+    found = []
+    for row in read(table):
+        if "tokens" in row:  # results/layer has the tokens of each prompt by tree.
+            means = {tree: sum(n) / sum(row["calls"]) for tree, n in row["tokens"].items()}
+            sizes = {tree: min(n for n in SIZES if n >= count_nodes(tree)) for tree in means}
+            found += [(row["method"], sizes[tree], mean) for tree, mean in means.items()]
+        elif row["nodes"]:
+            found.append((row["method"], row["size"], row["tokens_per_call"]))
+    return found
 
 
 def plot_tokens() -> None:
-    """Draws tokens per call against drafted tokens: 6M target, 2M drafts."""
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    rows = read("trees/trees")
-    for method in METHODS:
-        axes.plot(*zip(*best_by_size(rows, method), strict=True), marker="o", label=method)
-    axes.set(xscale="log", xlabel="Drafted tokens per call", ylabel="Tokens/call")
-    axes.set_xticks([8, 16, 32, 64], ["8", "16", "32", "64"])
-    axes.minorticks_off()
-    save(figure, axes, "tokens_by_size")
+    """Draws the best tokens per call of each method against the number of drafted tokens."""
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), sharey=True)
+    tables = {"6M target, 2M drafts": "trees/trees", "20M target, 2M drafts": "layer/trees"}
+    for axes, (title, table) in zip(panels, tables.items(), strict=True):
+        found = by_size(table)
+        for color, method in enumerate(METHODS):
+            best = [[n for name, s, n in found if (name, s) == (method, size)] for size in SIZES]
+            if any(best):
+                axes.plot(SIZES, [max(n) for n in best], "o-", color=f"C{color}", label=method)
+        axes.set(title=title, xscale="log", xlabel="Drafted tokens per call, at most")
+        axes.set_xticks(SIZES, map(str, SIZES))
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("Tokens/call")
+    panels[0].legend(fontsize=8)
+    save(figure, "tokens_by_size")
 
 
 def plot_speed() -> None:
     """Draws the best speedup over the baseline against the number of sequences at once."""
     figure, axes = plt.subplots(figsize=(6, 3.6))
-    markers = iter("oDs^")
-    for label, points in SPEEDS.items():
-        speeds = [best_speedup(table) for _, table in points]
-        axes.plot(
-            [n for n, _ in points], speeds, marker=next(markers), ms=8, mfc="none", label=label
-        )
+    for marker, (label, points) in zip("oDs^", SPEEDS.items(), strict=True):
+        best = [max(row["speedup"] for row in read(table) if row["nodes"]) for _, table in points]
+        sequences = [n for n, _ in points]
+        axes.plot(sequences, best, ":", marker=marker, ms=8, mfc="none", label=label)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set(xscale="log", xlabel="Sequences at once", ylabel="Best speedup over the baseline")
     axes.set_xticks([1, 8, 32, 250], ["1", "8", "32", "250"])
     axes.minorticks_off()
-    save(figure, axes, "speed_by_batch")
-
-
-def save(figure, axes, name: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+    save(figure, "speed_by_batch")
+
+
+def save(figure, name: str) -> None:
     figure.tight_layout()
     FIGURES.mkdir(exist_ok=True)
-    figure.savefig(FIGURES / f"{name}.png", dpi=110)
+    figure.savefig(FIGURES / f"{name}.png", dpi=96)
     plt.close(figure)
 
 
