@@ -20,7 +20,7 @@ use `spectr_jax.decoding.generate.decode`. Your own `Method` combines a `Tree` a
 | package | question it answers | read first |
 | --- | --- | --- |
 | `spectr_jax.transport` | How is one token chosen among drafts? | `base`, then `kseq` and `otm` |
-| `spectr_jax.decoding` | How are the tokens of a call drafted and chosen? | `methods`, then `generate` |
+| `spectr_jax.decoding` | How are tokens drafted and chosen? | `methods`, then `generate` |
 | `spectr_jax.testing` | Is my plan, method or model correct? | `check_plan` |
 | `spectr_jax.models` | What predicts the next token? | `base`, then `transformer` |
 | `spectr_jax.data` | Where do tokens come from? | `corpus` |
@@ -71,8 +71,7 @@ _PLACES = {
     "get_method": "decoding.methods",
     "load": "loading",
 }
-"""The module of each name. It is imported when the name is asked for: a command's `--help` need not
-wait for JAX."""
+"""The module of each name. Imports are lazy so that a command's `--help` does not wait for JAX."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,4 @@
-"""Pages about the project: what they point to exists, and what they say can run. scripts/docs.sh
-renders the site."""
+"""Pages name files, headings, flags and code that exist; the architecture page matches the code."""
 
 import ast
 import pathlib
@@ -10,13 +9,17 @@ import pytest
 from spectr_jax.decoding import METHODS
 from spectr_jax.transport import PLANS
 
-yaml = pytest.importorskip("yaml")  # Comes with ml_collections.
+yaml = pytest.importorskip("yaml")  # Installed with ml_collections.
 
 ROOT = pathlib.Path(__file__).parents[1]
-README = ROOT / "README.md"
-SITE = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("results/**/*.md"))]
-MODULES = sorted(ROOT.glob("spectr_jax/**/*.py"))
+PACKAGE = ROOT / "spectr_jax"
+SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(*SITE, ROOT / "CHANGELOG.md", PACKAGE / "embedded/README.md"),
+    *sorted(ROOT.glob("results/**/*.md")),
+]
+MODULES = sorted(PACKAGE.glob("**/*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
 
 
 def _name(path: pathlib.Path) -> str:
@@ -27,17 +30,20 @@ def _outside_code(page: pathlib.Path) -> str:
     return re.sub(r"^```[\s\S]*?^```$|^ {4}.*$", "", page.read_text(), flags=re.MULTILINE)
 
 
-def _headings(page: pathlib.Path) -> list[str]:
-    return re.findall(r"^#+ (.+)$", _outside_code(page), re.MULTILINE)
-
-
-def _anchor(heading: str) -> str:
-    """As GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+def _anchors(page: pathlib.Path) -> list[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _outside_code(page), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
 
 
 def _code(page: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def _section(heading: str) -> str:
+    """Returns a section of the architecture page."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -47,26 +53,21 @@ def test_links_point_to_files_and_headings(page):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
-            assert not anchor or anchor in map(_anchor, _headings(target)), link
+            assert not anchor or anchor in _anchors(target), link
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
 def test_files_that_are_named_exist(page):
-    for path in re.findall(
-        r"(?<![\w/.])(?:configs|docs|scripts|tests)/[\w/]+\.\w+", page.read_text()
-    ):
+    names = r"(?<![\w/.])(?:configs|docs|scripts|tests)/[\w/]+\.\w+"
+    for path in re.findall(names, page.read_text()):
         assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
 def test_commands_have_flags_that_exist(page):
     for module, rest in re.findall(r"python -m spectr_jax\.(\w+)([^#`\n]*)", page.read_text()):
-        places = [
-            ROOT / f"spectr_jax/{module}.py",
-            ROOT / f"spectr_jax/{module}/__main__.py",
-            ROOT / "spectr_jax/utils/cli.py",
-        ]
-        source = "".join(path.read_text() for path in places if path.exists())
+        files = [PACKAGE / f"{module}.py", PACKAGE / "utils/cli.py"]
+        source = "".join(path.read_text() for path in files)
         known = set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))
         assert known.issuperset(named := re.findall(r" --(\w+)", rest)), (module, named)
 
@@ -84,31 +85,29 @@ def test_the_example_of_a_plan_runs():
     names: dict = {}
     exec(example, names)
     p, q, plan = names["p"], names["q"], names["plan"]
-    assert plan.acceptance(p, q, k=8) == pytest.approx(
-        names["transport"].optimal_acceptance(p, q, k=8), abs=1e-9
-    )
+    best = names["transport"].optimal_acceptance(p, q, k=8)
+    assert plan.acceptance(p, q, k=8) == pytest.approx(best, abs=1e-9)
     assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
-def test_the_index_of_results_has_all_folders():
+def test_the_index_of_results_has_all_folders_and_notes():
     index = (ROOT / "results/README.md").read_text()
-    for folder in ROOT.glob("results/*/"):
-        named = (
-            f"](notes/{next(folder.glob('*.md')).name}"
-            if folder.name == "notes"
-            else f"| [`{folder.name}/`]"
-        )
-        assert named in index, folder.name
-    for note in ROOT.glob("results/notes/*.md"):
-        assert f"](notes/{note.name})" in index, note.name
+    folders = {path.name for path in ROOT.glob("results/*/")} - {"notes"}
+    assert [name for name in sorted(folders) if f"| [`{name}/`]" not in index] == []
+    notes = [path.name for path in ROOT.glob("results/notes/*.md")]
+    assert [name for name in notes if f"](notes/{name})" not in index] == []
 
 
-def test_headings_of_the_first_page_differ():
-    """Links to them are links inside one page there."""
-    headings = [_anchor(heading) for page in SITE for heading in _headings(page)]
-    assert len(set(headings)) == len(headings), sorted(
-        heading for heading in set(headings) if headings.count(heading) > 1
-    )
+def test_the_gallery_has_all_figures():
+    gallery = (ROOT / "results/gallery.md").read_text()
+    figures = [str(path.relative_to(ROOT / "results")) for path in ROOT.glob("results/**/*.png")]
+    assert [name for name in figures if f"]({name})" not in gallery] == []
+
+
+def test_headings_of_the_sites_first_page_differ():
+    """scripts/dev/docs.py puts all pages on one page, where links need unique anchors."""
+    anchors = [anchor for page in SITE for anchor in _anchors(page)]
+    assert sorted(set(anchors)) == sorted(anchors)
 
 
 @pytest.mark.parametrize("name", ["test", "publish"])
@@ -129,18 +128,15 @@ def test_github_tests_the_oldest_and_the_newest_jax():
 
 
 @pytest.mark.parametrize(("heading", "named"), [("Methods", METHODS), ("Plans", PLANS)])
-def test_the_tables_of_the_architecture_have_all(heading, named):
-    section = (
-        (ROOT / "docs/architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    )
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+def test_the_architecture_lists_all_methods_and_plans(heading, named):
+    rows = [line.split("|")[1] for line in _section(heading).splitlines() if line.startswith("| `")]
     assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(named)
 
 
-def _imported_parts(path: pathlib.Path) -> set[str]:
-    """The names behind `spectr_jax.` in all imports of a module, also of those inside functions."""
+def _imported_packages(path: pathlib.Path) -> set[str]:
+    """Returns the packages of spectr_jax that a module imports, inside functions too."""
     modules: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -150,73 +146,50 @@ def _imported_parts(path: pathlib.Path) -> set[str]:
 
 
 def test_imports_run_as_the_architecture_says():
-    page = (
-        (ROOT / "docs/architecture.md")
-        .read_text()
-        .split("\nImports run one way")[1]
-        .split("\n## ")[0]
-    )
+    page = _section("The packages").split("\nImports run one way")[1]
     lines = re.findall(r"^    (\w+) +(-|\w+(?:, \w+)*)$", page, re.MULTILINE)
-    said = {part: set(re.findall(r"\w+", behind)) for part, behind in lines}
-    entries, servants = (
-        set(re.findall(r"`(\w+)`", text))
-        for text in page.split("The entry points ")[1].split(". ")[:2]
-    )
+    said = {package: set(re.findall(r"\w+", imports)) for package, imports in lines}
+    sentences = page.split("The entry points ")[1].split(". ")[:2]
+    entries, servants = (set(re.findall(r"`(\w+)`", sentence)) for sentence in sentences)
     found: dict[str, set[str]] = {}
     for path in MODULES:
-        part = path.relative_to(ROOT / "spectr_jax").parts[0].removesuffix(".py")
-        found[part] = found.get(part, set()) | _imported_parts(path) - {part}
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        found[package] = found.get(package, set()) | _imported_packages(path) - {package}
     assert found.keys() == {*said, *entries, *servants, "__init__"}
-    assert {part: found[part] - servants for part in said} == said
-    assert all(found[part] <= servants for part in servants) and not entries & set().union(
-        *found.values()
-    )
-    for index, (part, _) in enumerate(lines):
-        assert said[part] <= {below for below, _ in lines[index + 1 :]}, part
+    assert {package: found[package] - servants for package in said} == said
+    assert all(found[package] <= servants for package in servants)
+    assert not entries & set().union(*found.values())
+    for index, (package, _) in enumerate(lines):
+        assert said[package] <= {below for below, _ in lines[index + 1 :]}, package
 
 
-def test_the_first_page_has_all_rooms():
-    rooms = {
-        path.relative_to(ROOT / "spectr_jax").parts[0]
-        for path in MODULES
-        if path.parent.name != "spectr_jax"
-    }
-    named = re.findall(
-        r"^\| `spectr_jax\.(\w+)` \|", (ROOT / "spectr_jax/__init__.py").read_text(), re.MULTILINE
-    )
-    assert set(named) == rooms
+def test_the_packages_docstring_lists_all_packages():
+    packages = {path.relative_to(PACKAGE).parts[0] for path in MODULES if path.parent != PACKAGE}
+    docstring = ast.get_docstring(TREES[PACKAGE / "__init__.py"]) or ""
+    assert set(re.findall(r"^\| `spectr_jax\.(\w+)` \|", docstring, re.MULTILINE)) == packages
 
 
 def test_modules_have_docstrings():
-    assert [
-        path.name for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))
-    ] == []
+    assert [path.name for path in MODULES if not ast.get_docstring(TREES[path])] == []
 
 
 def test_formulas_are_typeset():
-    """No backslash is an escape of Python's, and none stands indented, which is code in
-    Markdown."""
-    pages = 0
-    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
-        docstring = (
-            ast.get_docstring(node)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            else None
-        )
-        if docstring and "$$" in docstring:
-            pages += 1
-            assert docstring.count("$$") % 2 == 0 and not re.search(
-                r"[\x00-\x09\x0b-\x1f]", docstring
-            ), docstring
-            assert not re.search(r"^ {4,}.*\$\$", docstring, re.MULTILINE), docstring
-    assert pages > 10
+    """A formula has no Python escape, and no indentation, which Markdown reads as code."""
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
+    formulas = [docstring for docstring in docstrings if "$$" in docstring]
+    assert formulas
+    for docstring in formulas:
+        assert docstring.count("$$") % 2 == 0, docstring
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", docstring), docstring
+        assert not re.search(r"^ {4,}.*\$\$", docstring, re.MULTILINE), docstring
 
 
-def test_citation():
+def test_citation_is_valid():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
     assert citation["message"] and citation["title"] and citation["authors"]
-    assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text()
     for reference in citation["references"]:
         assert {"type", "title", "authors", "year"} <= set(reference), reference["title"]
         for author in reference["authors"]:
@@ -225,8 +198,8 @@ def test_citation():
             assert re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"]), identifier
 
 
-def test_changelog_has_this_version():
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[
-        1
-    ]
+def test_changelog_and_citation_have_this_version():
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

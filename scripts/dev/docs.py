@@ -1,5 +1,7 @@
-"""Renders the documentation with pdoc, for scripts/docs.sh: one page per module, and the Markdown
-pages of the repository on the first."""
+"""Renders the documentation with pdoc, for scripts/docs.sh.
+
+The site has one page per module. The first page also has the Markdown pages of the repository.
+"""
 
 import importlib
 import pathlib
@@ -56,7 +58,7 @@ def drop_boilerplate(module) -> None:
 
 
 def included_pages() -> dict[pathlib.Path, str]:
-    """Returns the Markdown pages shown on the first page of the site, with their titles' anchors."""
+    """Returns the Markdown pages of the site's first page, with their titles' anchors."""
     files = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "CONTRIBUTING.md"]
     titles = [file.read_text().partition("\n")[0].removeprefix("# ") for file in files]
     anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
@@ -64,7 +66,7 @@ def included_pages() -> dict[pathlib.Path, str]:
 
 
 def with_local_links(page: str, folder: pathlib.Path) -> str:
-    """Returns the first page with working links: to included pages, and to copies of other files."""
+    """Returns the first page with links to included pages and to copies of other files."""
     included = included_pages()
 
     def linked(match: re.Match) -> str:
