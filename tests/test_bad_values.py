@@ -110,7 +110,7 @@ def test_a_model_may_be_named_by_its_path(toy):
 
 def test_text_that_is_none_and_tokens_that_are_not_there(toy):
     tokenizer = load(toy.folder / "draft", "float32").tokenizer
-    for wrong, message in (("a\ud800b", "is not valid Unicode"), (b"a", "is no string")):
+    for wrong, message in (("a\ud800b", "is not valid Unicode"), (b"a", "must be a string")):
         with pytest.raises(UserError, match=message):
             tokenizer.prompts([wrong])
     with pytest.raises(UserError, match="is not valid Unicode"):

@@ -27,7 +27,7 @@ def test_they_are_short():
         "policy_gradient",
         "train_draft",
     ]
-    assert all(len(file.read_text().splitlines()) < 80 for file in files)
+    assert all(len(file.read_text().splitlines()) < 90 for file in files)
 
 
 def test_a_plan_alone():

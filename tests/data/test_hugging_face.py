@@ -327,9 +327,7 @@ def test_files_of_old_are_read_for_a_gpt2_only(byte_pairs, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert read_tokenizer(tmp_path).get_vocab_size() > 256
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(
-        UserError, match=r"no tokenizer\.json, without which it is unknown how a qwen2 splits texts"
-    ):
+    with pytest.raises(UserError, match=r"no tokenizer\.json, .*qwen2"):
         read_tokenizer(tmp_path)
 
 

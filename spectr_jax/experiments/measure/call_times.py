@@ -139,7 +139,7 @@ def phase_timers(
     keys = jax.random.split(jax.random.key(0), batch)
     prompts = _random_tokens(target, batch, context)
 
-    def merged(models):
+    def merged(models) -> tuple[Any, Any]:
         return models[0].merge(), models[1].merge()
 
     start = jax.jit(lambda models: prefill(method, *merged(models), prompts, lengths, room))(models)

@@ -86,8 +86,8 @@ def summary(
         entry[1] += seconds
     whole = sum(seconds for _, seconds in sums.values())
     rows: list[dict[str, Any]] = []
-    for (phase, kind), (number, seconds) in sums.items():
-        per_call = {"operations": number / calls, "ms": seconds / calls * 1e3}
+    for (phase, kind), (count, seconds) in sums.items():
+        per_call = {"operations": count / calls, "ms": seconds / calls * 1e3}
         rows.append({"phase": phase, "kind": kind, **per_call, "share": seconds / whole})
     return sorted(rows, key=lambda row: -row["ms"])
 

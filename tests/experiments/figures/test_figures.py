@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("figures")  # They share what they look at.
 
 def _config(**changes):
     config = figures_config()
-    config.update(draws=300, pairs=3, **changes)
+    config.update({"draws": 300, "pairs": 3, **changes})
     return config
 
 

@@ -367,7 +367,7 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
         ({"model": "llama"}, "has a tokenizer of kind 'llama', and only 'gpt2' is read"),
         (
             {"pre": "tekken"},
-            "splits texts as 'tekken'; known are smollm, gpt-2, llama-bpe, llama3, llama-v3, qwen2",
+            "'tekken'; known are smollm, gpt-2, llama-bpe, llama3, llama-v3, qwen2",
         ),
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
@@ -377,7 +377,7 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
         ({"token_type": 3}, "has tokenizer.ggml.token_type=3, no list; fetch it again"),
         ({"pre": ["smollm"]}, "has tokenizer.ggml.pre=['smollm'], no str; fetch it again"),
         ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
-        ({"pre": "default"}, "splits texts as 'default'"),  # Which llama.cpp warns of.
+        ({"pre": "default"}, "'default'"),  # Which llama.cpp warns of.
         ({"token_type": [1, 3]}, "has 300 tokens and 2 types of them; fetch it again"),
     ],
 )

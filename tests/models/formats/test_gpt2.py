@@ -285,7 +285,7 @@ def test_damaged_folders_are_refused(tmp_path):
         with pytest.raises(UserError, match="not a JSON object; save or fetch it again"):
             load_gpt2(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is no folder of a Hugging Face model"):
+    with pytest.raises(UserError, match="is not a Hugging Face model folder"):
         load_gpt2(folder)
 
 
