@@ -33,7 +33,7 @@ auto_20m = rows("ladder/fastest_1/auto", method="block", shape="1")
 auto_20m_32 = rows("ladder/fastest_32/auto", method="block", shape="1,1")
 auto_smollm2 = rows("smollm2/fastest_1/auto", method="block", shape="1")
 trees = rows("trees/trees", "method", "size", "shape")
-lookup = rows("spec_bench/spec_bench", method="lookup chain:4", task="overall", temperature=0)
+lookup = rows("spec_bench/spec_bench", method="lookup chain:2", task="overall", temperature=0)
 phases = rows(
     "target_97m/h200/latency", place=("phases",), method="spectr", draft_length=4, batch=1
 )
