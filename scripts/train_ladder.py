@@ -245,7 +245,7 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
 
 
 def _script(stages: dict[str, Stage], name: str) -> str:
-    """The commands behind a stage's work, with those of the stages that it needs: what is done is
+    """The commands of a stage and of the stages that it needs: what is done is
     done by these."""
     before = "".join(_script(stages, need) for need in stages[name].needs if need in stages)
     return before + "".join(shlex.join(command) + "\n" for command in stages[name].commands)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax import Policy, generate, get_method, load
-from spectr_jax.distillation import labels, losses, online, students, training
+from spectr_jax.distillation import labels, losses, online, programs, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.config import online_config
 from spectr_jax.models.layers.attention import causal
@@ -134,7 +134,7 @@ def test_training_labels_every_token_that_the_head_scores(config, teacher):
     student = students.build(shape, tokens, nnx.Rngs(3))
     number_of = np.full(made.vocab_size, -1, np.int32)
     number_of[tokens] = np.arange(KEPT)
-    _, seen = training.places(lambda _: student, jnp.asarray(number_of), 1, None, labelled)
+    _, seen = programs.places(lambda _: student, jnp.asarray(number_of), 1, None, labelled)
     p = jax.nn.softmax(student.head.linear(students.levels(student, labelled, 1)[0]))
     wanted = np.minimum(p, q[..., tokens]).sum(-1)
     found = jax.vmap(jax.vmap(losses.acceptance))(jax.tree.map(lambda part: part[0], seen))

@@ -17,7 +17,7 @@ from absl.testing import flagsaver
 from flax import nnx
 
 from spectr_jax import Policy, export, generate, get_method, load
-from spectr_jax.distillation import labels, students, training
+from spectr_jax.distillation import labels, programs, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.config import distil_config
 from spectr_jax.loading.by_name import LOADERS
@@ -282,8 +282,8 @@ def test_what_counts_at_each_level(config, folder, teacher):
     )
     rows = labels.open_labels(str(folder / "train")).take(np.arange(3))
     rows["drafted"] &= np.random.default_rng(1).random(rows["drafted"].shape) < 0.5
-    see = functools.partial(training.places, lambda params: params, number_of, 3)
-    found = training._sums(see, student, labels.batch_of(rows))["tokens"]
+    see = functools.partial(programs.places, lambda params: params, number_of, 3)
+    found = programs.summed_scores(see, student, labels.batch_of(rows))["tokens"]
     wanted = [0, 0, 0]
     for row in rows:
         for at, level in itertools.product(np.flatnonzero(row["segments"]), range(3)):
