@@ -279,60 +279,35 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the answer, the table and its provenance, as Markdown."""
-    header = [
-        "Method",
-        "Tree",
-        "Nodes",
-        "Tokens/call",
-        "measured",
-        "Tokens/s",
-        "measured",
-        "ratio",
-        "Speedup",
+    header = ["Method", "Tree", "Nodes", "Tokens/call", "Measured", "Tokens/s", "Measured"]
+    header += ["Predicted / measured", "Speedup"]
+    rows = [
+        [
+            *(f"`{row['method']}`", row["shape"], str(row["nodes"])),
+            *(f"{row['tokens_per_call']:.2f}", f"{row['measured_per_call']:.2f}"),
+            *(f"{row['tokens_per_second']:,.1f}", f"{row['measured_per_second']:,.1f}"),
+            f"{row['tokens_per_second'] / row['measured_per_second']:.2f}",
+            f"{row['speedup']:.2f}",
+        ]
+        for row in result["rows"]
     ]
-    rows = []
-    for row in result["rows"]:
-        ratio = row["tokens_per_second"] / row["measured_per_second"]
-        rows.append(
-            [
-                f"`{row['method']}`",
-                row["shape"],
-                str(row["nodes"]),
-                f"{row['tokens_per_call']:.2f}",
-                f"{row['measured_per_call']:.2f}",
-                f"{row['tokens_per_second']:,.1f}",
-                f"{row['measured_per_second']:,.1f}",
-                f"{ratio:.2f}",
-                f"{row['speedup']:.2f}",
-            ]
-        )
-    config, calls = result["config"], result["target_ms"]
+    config = result["config"]
+    calls = ", ".join(f"{count}: {ms:.1f} ms" for count, ms in result["target_ms"].items())
     notes = [
         result["answer"],
-        f"{len(result['predicted'])} candidates were predicted from measured parts (`{NAME}.json` "
-        "has all): the call of the "
-        f"target ({', '.join(f'{count}: {ms:.1f} ms' for count, ms in calls.items())} by tokens), "
-        "drafting a level, "
-        "choosing a token, starting a sequence, and the measured acceptance at a node, assumed to "
-        "be the same at all nodes "
-        f"(0-th order). The parts of a call take {result['together']:.2f} x as long in it as "
-        "alone, measured once. Tried "
-        "were the baseline, the best of each method, and the best of the rest. `ratio`: predicted "
-        "over measured tokens/s.",
-        "Those that were tried took turns on each seed; tokens/s and speedups are medians "
-        "over the seeds.",
+        f"{len(result['predicted'])} candidates were predicted (all are in `{NAME}.json`) from the "
+        f"measured times of a target call ({calls}, by tokens), of drafting a level, of selecting a "
+        "token and of starting a sequence, and from the acceptance at a node, assumed to be the same "
+        f"at all nodes. Inside a call the parts take {result['together']:.2f} x as long as alone. "
+        "The baseline, the best of each method and the best of the rest were run.",
+        "They took turns on each seed; tokens/s and speedups are medians over the seeds.",
         f"{result['prompts']} prompts, up to {config['max_new_tokens']} new tokens, batch "
-        f"{config['batch_size']}, "
-        f"{config['dtype']}, {report.temperatures(config)}; tokens/s with the call on the prompt, "
-        "over the batch. In "
-        "a batch, sequences end at different times, which the prediction ignores.",
+        f"{config['batch_size']}, {config['dtype']}, {report.temperatures(config)}. Tokens/s are over "
+        "the batch and include the call on the prompt. The prediction ignores that sequences of a "
+        "batch end at different times.",
         report.made_by(result),
     ]
-    return (
-        f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n"
-        + "\n\n".join(notes)
-        + "\n"
-    )
+    return report.page(result["title"], report.markdown_table(header, rows), notes)
 
 
 def _candidate(

@@ -205,19 +205,16 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
-        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}` the "
-        f"{result['sentences']:,} that fit the "
-        f"context of every model, each on its own. Before a sentence stands BOS, or `{SEPARATOR}` "
-        "where the model's own "
-        "program adds no BOS; it is not scored. After it comes the line end, which is scored and "
-        "counts as one character: "
-        "a newline, or EOS where the tokenizer has none. Tokenizers differ, so that bits per "
-        "character compare and nats per "
-        f"token, here in {config['dtypes'][0]}, do not.",
+        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}`, the "
+        f"{result['sentences']:,} that fit every model's context, each on its own. BOS, or "
+        f"`{SEPARATOR}` for a model that adds no BOS, precedes a sentence and is not scored. The line "
+        "end, a newline or EOS, follows it, is scored, and counts as one character. Tokenizers "
+        "differ, so bits per character can be compared and nats per token (in "
+        f"{config['dtypes'][0]}) cannot.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
         report.made_by(result),
     ]
-    return f"# Held-out sentences\n\n{table}\n\n" + "\n\n".join(notes) + "\n"
+    return report.page("Held-out sentences", table, notes)
 
 
 def _cells(row: dict[str, Any], dtypes) -> list[str]:

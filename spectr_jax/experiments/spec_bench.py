@@ -327,25 +327,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _speed_table(rows: list[dict[str, Any]]) -> str:
     labels = [label for label in dict.fromkeys(row["method"] for row in rows) if label != BASELINE]
-    header = [
-        "Task",
-        "Questions",
-        "Baseline tokens/s",
-        *(f"`{label}`: {what}" for label in labels for what in ("tokens/call", "speedup")),
-    ]
+    header = ["Task", "Questions", "Baseline tokens/s"]
+    header += [f"`{label}`: {what}" for label in labels for what in ("tokens/call", "speedup")]
     table = []
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = {row["method"]: row for row in rows if row["task"] == task}
-        cells = [
-            task,
-            str(of_task[BASELINE]["questions"]),
-            f"{of_task[BASELINE]['tokens_per_second']:.1f}",
-        ]
-        for label in labels:
-            cells += [
-                f"{of_task[label]['tokens_per_call']:.2f}",
-                f"{of_task[label]['speedup']:.2f}",
-            ]
+        own = of_task[BASELINE]
+        cells = [task, str(own["questions"]), f"{own['tokens_per_second']:.1f}"]
+        for row in (of_task[label] for label in labels):
+            cells += [f"{row['tokens_per_call']:.2f}", f"{row['speedup']:.2f}"]
         table.append(cells)
     return report.markdown_table(header, table)
 
@@ -382,23 +372,14 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
             ("accepted", "reached", "level"),
             ("accepted_at", "chosen_at", "part of the answer"),
         )
-        for axes, (accepted, reached, what) in zip(
-            grid[line, column : column + 2], pictures, strict=True
-        ):
+        pair = grid[line, column : column + 2]
+        for axes, (accepted, reached, what) in zip(pair, pictures, strict=True):
             share = [np.nan if one is None else one for one in shares(row[accepted], row[reached])]
-            places, width = np.arange(1, len(share) + 1), 2 if row["task"] == OVERALL else 1
-            axes.plot(
-                places,
-                share,
-                "k.-" if row["task"] == OVERALL else ".-",
-                linewidth=width,
-                label=row["task"],
-            )
-            axes.set(
-                xlabel=what,
-                title=f"{row['method']}, temperature {row['temperature']}",
-                ylim=(-0.02, 1.02),
-            )
+            places = np.arange(1, len(share) + 1)
+            style, width = ("k.-", 2) if row["task"] == OVERALL else (".-", 1)
+            axes.plot(places, share, style, linewidth=width, label=row["task"])
+            title = f"{row['method']}, temperature {row['temperature']}"
+            axes.set(xlabel=what, title=title, ylim=(-0.02, 1.02))
             axes.set_xticks(places)
             axes.title.set_fontsize(8)
             axes.grid(alpha=0.3)

@@ -128,57 +128,34 @@ def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
     config = result["config"]
     best = ["alpha*"] if config["optimal_acceptance"] else []
-    header = [
-        "Draft",
-        "Algorithm",
-        "K",
-        "L",
-        "Tokens/call",
-        "Paper*",
-        "alpha",
-        *best,
-        "Tokens/s",
-        "Speedup",
-    ]
-    rows = [
-        [
-            row["draft"] or "-",
-            row["algorithm"],
-            str(row["num_drafts"] or "-"),
-            str(row["draft_length"] or "-"),
-            report.mean_and_std(row["tokens_per_call_by_seed"]),
-            f"{row['paper']:.2f}" if row["paper"] else "-",
-            f"{row['acceptance']:.3f}" if row["draft"] else "-",
-            *(
-                f"{row['optimal_acceptance']:.3f}" if row["optimal_acceptance"] is not None else "-"
-                for _ in best
-            ),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['speedup']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
+    header = ["Draft", "Algorithm", "K", "L", "Tokens/call", "Paper*", "alpha", *best]
+    header += ["Tokens/s", "Speedup"]
+    rows = []
+    for row in result["rows"]:
+        optimum = row["optimal_acceptance"]
+        rows.append(
+            [
+                *(row["draft"] or "-", row["algorithm"]),
+                *(str(row["num_drafts"] or "-"), str(row["draft_length"] or "-")),
+                report.mean_and_std(row["tokens_per_call_by_seed"]),
+                f"{row['paper']:.2f}" if row["paper"] else "-",
+                f"{row['acceptance']:.3f}" if row["draft"] else "-",
+                *("-" if optimum is None else f"{optimum:.3f}" for _ in best),
+                *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
+            ]
+        )
+    drafts = ", ".join(f"`{draft}`" for draft in config["drafts"])
     notes = [
-        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
-        f"{config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, {report.temperatures(config)}; "
-        f"{report.over_seeds(config['seeds'])}; "
-        "tokens/s over the batch; the speedup is over the baseline of the same run.",
-        "*Paper: SpecTr (Sun et al., 2023), Table 4, same draft size with its 97M target on LM1B; "
-        "a figure to look at, not "
-        "to match, where models or data differ; at temperature 1 only.",
-        "alpha: share of the nodes at which the token was a draft, over all seeds.",
+        f"{report.decoded(result)} Tokens/s are over the batch; the speedup is over the baseline of "
+        "the same run.",
+        "*Paper: SpecTr (Sun et al., 2023), Table 4, for a draft of the same size and the paper's 97M "
+        "target on LM1B, at temperature 1 only. It is not meant to match other models or data.",
+        "alpha is the share of nodes at which the emitted token was a draft, over all seeds.",
         *(_ABOUT_BEST.format(seed=config["seeds"][0]) for _ in best),
-        f"Target `{config['target']}`, drafts "
-        f"{', '.join(f'`{draft}`' for draft in config['drafts'])}, prompts "
-        f"`{config['prompts']}`.",
+        f"Target `{config['target']}`, drafts {drafts}, prompts `{config['prompts']}`.",
         report.made_by(result),
     ]
-    return (
-        f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n"
-        + "\n\n".join(notes)
-        + "\n"
-    )
+    return report.page(result["title"], report.markdown_table(header, rows), notes)
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:

@@ -365,72 +365,39 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with the answer and its provenance, as Markdown."""
-    header = [
-        "N",
-        "Method",
-        "Tree",
-        "Nodes",
-        "Levels",
-        "Tokens/call",
-        "Theory",
-        "Tokens/s",
-        "Speedup",
-    ]
+    header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens/call", "Theory", "Tokens/s"]
     rows = [
         [
-            str(row["size"] or "-"),
-            row["method"],
-            row["shape"],
-            str(row["nodes"]),
-            str(row["levels"]),
+            *(str(row["size"] or "-"), row["method"], row["shape"]),
+            *(str(row["nodes"]), str(row["levels"])),
             report.mean_and_std(row["tokens_per_call_by_seed"]),
             "-" if row["theory"] is None else f"{row['theory']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['speedup']:.2f}",
+            *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
         ]
         for row in result["rows"]
     ]
-    config = result["config"]
-    children = {
-        name: ", ".join(f"{value:.3f}" for value in R[:6])
-        for name, R in result["acceptance_by_child"].items()
-    }
-    alpha = {
-        name: [f"{values[k]:.3f} ({k})" for k in (1, 2, 4, 8, 16, 32, 64) if k < len(values)]
-        for name, values in result["acceptance_by_drafts"].items()
-    }
+    config, kl_bits = result["config"], result["kl_bits"]
     notes = [
         f"**Which should I use?** {result['answer']}",
-        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
-        f"{config['max_new_tokens']} new ones "
-        f"each, batch {config['batch_size']}, {report.temperatures(config)}; "
-        f"{report.over_seeds(config['seeds'])}; "
-        "the speedup is over baseline runs just before and after.",
-        "Theory: expected tokens a call if acceptance were the same at all nodes (0-th order), as "
-        "measured at the root: for "
-        "drafts without replacement by child index, for i.i.d. ones by the number of drafts that "
-        "carry the accepted token.",
-        *(
-            f"Acceptance by child index, `{name}`: {values}, ..."
-            for name, values in children.items()
-        ),
-        *(
-            f"Acceptance by number of i.i.d. drafts, `{name}`, on the first batch of prompts: "
-            f"{', '.join(values)}."
-            for name, values in alpha.items()
-        ),
-        *(
-            []
-            if result["kl_bits"] is None
-            else [f"KL(target, draft) = {result['kl_bits']:.2f} bits."]
-        ),
-        f"Target `{config['target']}`, draft `{config['draft']}`, prompts "
-        f"`{config['prompts']}`. `self_speculative` drafts with the first {config['exit_layer']} "
-        "of the target's layers.",
+        f"{report.decoded(result)} The speedup is over baseline runs just before and after.",
+        "Theory is the expected number of tokens per call if acceptance were the same at all nodes "
+        "as at the root, by child index for drafts without replacement, and by the number of drafts "
+        "that carry the accepted token for i.i.d. drafts.",
+    ]
+    for name, R in result["acceptance_by_child"].items():
+        values = ", ".join(f"{value:.3f}" for value in R[:6])
+        notes.append(f"Acceptance by child index, `{name}`: {values}, ...")
+    for name, alpha in result["acceptance_by_drafts"].items():
+        numbers = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < len(alpha)]
+        values = ", ".join(f"{alpha[k]:.3f} ({k})" for k in numbers)
+        notes.append(
+            f"Acceptance by number of i.i.d. drafts, `{name}`, first batch of prompts: {values}."
+        )
+    notes += [f"KL(target, draft) = {kl_bits:.2f} bits."] if kl_bits is not None else []
+    notes += [
+        f"Target `{config['target']}`, draft `{config['draft']}`, prompts `{config['prompts']}`. "
+        f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",
         report.made_by(result),
     ]
-    return (
-        f"# {result['title']}\n\n{report.markdown_table(header, rows)}\n\n"
-        + "\n\n".join(notes)
-        + "\n"
-    )
+    table = report.markdown_table([*header, "Speedup"], rows)
+    return report.page(result["title"], table, notes)

@@ -69,6 +69,21 @@ def temperatures(config: dict[str, Any]) -> str:
     return f"temperature {config['temperature']}{drafts}"
 
 
+def decoded(result: dict[str, Any]) -> str:
+    """Returns the sentence about the prompts and the sampling of a table."""
+    config = result["config"]
+    return (
+        f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
+        f"{config['max_new_tokens']} new tokens each, batch {config['batch_size']}, "
+        f"{temperatures(config)}; {over_seeds(config['seeds'])}."
+    )
+
+
+def page(title: str, table: str, notes: Sequence[str]) -> str:
+    """Returns a page of Markdown with a title, a table and paragraphs below it."""
+    return "\n\n".join([f"# {title}", table, *notes]) + "\n"
+
+
 def write(workdir: pathlib.Path, name: str, result: dict[str, Any], text: str) -> None:
     """Writes a table as NAME.json, and its Markdown `text` as NAME.md; prints the text."""
     workdir.mkdir(parents=True, exist_ok=True)
