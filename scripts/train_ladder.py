@@ -1,10 +1,9 @@
-"""The paper's experiment at its own size: trains the ladder of models, and makes every table and
-figure on it.
+"""The paper's experiment at its own size: trains the ladder of models and makes its tables and figure.
 
-    scripts/train_ladder.sh --workdir=runs/lm1b                 # on LM1B, once
-    scripts/prepare_lm1b.sh has prepared it scripts/train_ladder.sh --workdir=runs/open
-    --data='corpus/train-*.txt.xz' --heldout='corpus/heldout-*' scripts/train_ladder.sh
-    --workdir=runs/lm1b --only=train_2m,train_6m --stage_flags='train: --config.steps=20000'
+    scripts/train_ladder.sh --workdir=runs/lm1b      # on LM1B, prepared by scripts/prepare_lm1b.sh
+    scripts/train_ladder.sh --workdir=runs/open --data='corpus/train-*.txt.xz' --heldout='corpus/heldout-*'
+    scripts/train_ladder.sh --workdir=runs/lm1b --only=train_2m,train_6m \\
+        --stage_flags='train: --config.steps=20000'
 
 For one accelerator. Stop it at any time: the same command resumes. What is done is skipped, and a
 stage that fails does not stop those that do not need it. The stages, and where each leaves its work
@@ -154,7 +153,7 @@ def evaluations(work: pathlib.Path, heldout: str, tfds_dir: str, more: Flags) ->
             evaluate("auto_1", "auto", "auto", PAIR, *decoding, draft, *batch(1, 16)),
             evaluate("auto_32", "auto", "auto", PAIR, *decoding, draft, *batch(32, 32)),
             evaluate("trees", "trees", "trees", PAIR, *decoding, draft, *batch(32, 256)),
-            (*evaluate("figures", "figures", "spectr_figure_5", PAIR, figure_5, *pair),),
+            evaluate("figures", "figures", "spectr_figure_5", PAIR, figure_5, *pair),
         ]
     )
 

@@ -558,11 +558,11 @@ def run_body(run, tmp_path):
         ),
         (
             "sys.modules['gguf'] = None; import gguf",
-            "error: gguf is not installed; run pip install '.[hf]'",
+            "error: gguf is not installed; run pip install 'spectr_jax[hf]'",
         ),
         (  # Imported before flags are parsed.
             "sys.modules['ml_collections'] = None; import spectr_jax.eval",
-            "error: ml_collections is not installed; run pip install '.[train]'",
+            "error: ml_collections is not installed; run pip install 'spectr_jax[train]'",
         ),
         ("bytearray(2**60)", "error: out of memory (host); use a smaller batch_size"),
     ],
@@ -678,7 +678,7 @@ def test_help_says_all(run, program):
     assert re.search(rf"^ *(python -m |python |){re.escape(called)} ", ended.stdout, re.M)
     if "config_flags" in source:
         assert "--coordinator: HOST:PORT" in ended.stdout and "--config.FIELD=VALUE" in ended.stdout
-        assert "--config: " in ended.stdout and "spectr_jax/config.py" in ended.stdout
+        assert "--config: " in ended.stdout and "spectr_jax/training" in ended.stdout
         assert "\nRequired: --config, --workdir\n" in ended.stdout
 
 

@@ -91,7 +91,7 @@ class Forked:
     def wait(self):
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
-for module in ("training.loop", "figures.acceptance", "data.packed"):
+for module in ("training.loop", "experiments.figures.acceptance", "data.packed"):
     importlib.import_module("spectr_jax." + module)
 for experiment in ("auto", "latency", "quality", "tokens_per_call", "trees"):
     importlib.import_module("spectr_jax.experiments." + experiment)

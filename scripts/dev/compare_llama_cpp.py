@@ -127,7 +127,8 @@ def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
         files[kind] = str(cache / f"smollm2-{kind}.gguf")
         if not pathlib.Path(files[kind]).is_file():
             quantize = [f"{programs}/llama-quantize", "--allow-requantize"]
-            execute([*quantize, files[KINDS[0]], files[kind], kind], cache)
+            execute([*quantize, files[KINDS[0]], f"{files[kind]}.partial", kind], cache)
+            pathlib.Path(f"{files[kind]}.partial").rename(files[kind])
     return programs, files
 
 
@@ -185,7 +186,7 @@ def main() -> None:
     if jax.default_backend() != "cpu":
         raise UserError("llama.cpp runs on the CPU here; set JAX_PLATFORMS=cpu")
     workdir, about = expanded(_WORKDIR.value), report.provenance()
-    programs, files = built(expanded(_CACHE.value))
+    programs, files = built(expanded(_CACHE.value).absolute())
     started = time.monotonic()
     runs = our_runs(_DRAFT.value, _NEW_TOKENS.value)
     for kind, file in files.items():

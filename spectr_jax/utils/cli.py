@@ -32,7 +32,8 @@ flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its o
 
 _CONFIG_HELP = """
 Any field of the config can be set with --config.FIELD=VALUE, such as
---config.batch_size=64. spectr_jax/config.py lists the fields with their defaults,
+--config.batch_size=64. The config.py of spectr_jax/training, distillation and
+experiments list the fields with their defaults,
 and configs/ has configs to begin with.
 """
 _STATUS_HELP = f"""
@@ -250,7 +251,7 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
         ):  # Raises if the config file could not be loaded.
             raise UserError(
                 f"get_config() returns {flags.FLAGS.config!r}; return a config of "
-                "spectr_jax/config.py"
+                "spectr_jax (training, distillation, experiments)"
             )
         return left
     except SystemExit as error:
@@ -296,7 +297,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, AttributeError | KeyError) and "get_config" not in text:
         # Some messages are quoted twice.
         text = text.strip('"').replace("\\n", "; ").replace("\\'", "'")
-        return f"unknown config field {text}; the fields are listed in spectr_jax/config.py"
+        return f"unknown config field {text}; config.py of spectr_jax/training, distillation or experiments lists them"
     if isinstance(error, OSError):
         return f"the config file cannot be loaded: {text.splitlines()[-1].strip()}; check the path"
     return f"the config file fails: {type(error).__name__}: {text}; fix it (--verbose shows where)"

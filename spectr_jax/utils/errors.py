@@ -78,7 +78,7 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
     path = f"{str(error.filename or 'a file')!r}"
     if error.errno in _FULL:
         return f"{path} cannot be written ({error.strerror}); free some space and run it again"
-    parents = pathlib.Path(error.filename or "").parents
+    parents = pathlib.Path(str(error.filename or "")).parents
     gone = error.errno == errno.ENOENT and output is not None and pathlib.Path(output) in parents
     if gone or error.errno in _REFUSED:
         return (
@@ -112,5 +112,5 @@ def _missing(error: ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
-            return f"{module} is not installed; run pip install '.[{extra}]' in the clone"
+            return f"{module} is not installed; run pip install 'spectr_jax[{extra}]', or '.[{extra}]' in a clone"
     return None

@@ -129,3 +129,15 @@ def test_each_is_least_where_the_student_is_the_teacher(name):
     for number in range(2_000):
         logits = step(logits, 1.0 / (1 + number / 50))
     assert float(acceptance(Place(jax.nn.log_softmax(logits), log_q, jnp.float32(0)))) > 0.99
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl"])
+def test_divergences_of_a_fully_labelled_head_leave_out_what_it_does_not_score(name):
+    """They are those of q normalised over the head."""
+    p, q = distributions(5, KNOWN)
+    q_head, p_head = q[:KNOWN] / q[:KNOWN].sum(), p[:KNOWN]
+    first, second = (q_head, p_head) if name == "kl" else (p_head, q_head)
+    seen = place(p, q)._replace(rest=jnp.float32(0))
+    assert float(LOSSES[name](seen)) == pytest.approx(
+        (first * np.log(first / second)).sum(), abs=1e-4
+    )
