@@ -63,7 +63,7 @@ _DRAFT = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
-    "Precision of both models: float32, bfloat16 or int8. (default: int8 for embedded models and "
+    "Precision of both models: float32, bfloat16 or int8. (default: int8 for published models and "
     "smollm2; for others what "
     "is fastest without loss)",
 )

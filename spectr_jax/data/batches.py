@@ -1,10 +1,8 @@
 """Turns sentences or packed rows into batches with Grain.
 
 Several sentences share one row of a batch. `segments` numbers them (0 is padding) so that none
-attends
-to another, and `positions` starts at 0 in each. Inputs are BOS and the pieces, targets are the
-pieces
-and EOS.
+attends to another, and `positions` starts at 0 in each. Inputs are BOS and the pieces, targets are
+the pieces and EOS.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +39,8 @@ def training_batches(
     """Returns an endless, shuffled pipeline of packed batches. Each epoch has its own order.
 
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and
-    packs
-    its own, and a batch takes the same number of rows from each. So the batches depend on the
-    number
-    of streams, not on the number of processes, each of which reads its own streams.
+    packs its own, and a batch takes the same number of rows from each. So the batches depend on the
+    number of streams, not on the number of processes, each of which reads its own streams.
 
     Args:
       corpus: sentences; or `PackedRows`, uint16 [length] each, which are shuffled as they are.
@@ -115,8 +111,7 @@ def mixed_batches(
 ) -> grain.IterDataset:
     """Returns the pipeline of `training_batches` over several sources.
 
-    Each source is a function from the number of a stream to that stream of arrays of rows. A
-    batch
+    Each source is a function from the number of a stream to that stream of arrays of rows. A batch
     has the rows of one array from each stream of each source.
     """
     share = streams // processes
@@ -167,8 +162,7 @@ def _packed(
 def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the batch of packed targets [B, length].
 
-    A sentence begins after each EOS. PAD follows only the last sentence, and a cut sentence
-    without
+    A sentence begins after each EOS. PAD follows only the last sentence, and a cut sentence without
     EOS fills its row. Inputs are the targets shifted by one, with BOS first in each sentence.
     """
     targets = targets.astype(np.int32)

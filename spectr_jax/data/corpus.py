@@ -28,7 +28,7 @@ class TextSentences:
     """The lines of text files in one UTF-8 buffer, because Python strings would take three times
     the memory.
 
-        Blank lines and carriage returns are dropped.
+    Blank lines and carriage returns are dropped.
     """
 
     def __init__(self, lines: bytes):
@@ -60,7 +60,7 @@ class TfdsSentences:
     """A TFDS data source of `{"text": bytes}` examples in array_record files, read without
     TensorFlow.
 
-        Raises `UserError` on reading a missing, truncated or corrupt file.
+    Raises `UserError` on reading a missing, truncated or corrupt file.
     """
 
     def __init__(self, spec: str, source: Sequence[dict]):
@@ -84,15 +84,14 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     """Returns the sentences of a corpus, in the order of the sorted file names, without blank
     lines.
 
-        Args:
-          spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of
-            them,
-            or a glob. Files that end in .gz or .xz are unpacked. The folders of the unpacked LM1B
-            release work.
-          tfds_dir: where TFDS keeps its data sets; None for its default.
+    Args:
+      spec: `tfds:DATASET:SPLIT` (for example `tfds:lm1b:train`), or a text file, a folder of
+        them, or a glob. Files that end in .gz or .xz are unpacked. The folders of the unpacked
+        LM1B release work.
+      tfds_dir: where TFDS keeps its data sets; None for its default.
 
-        Raises:
-          UserError: the corpus is missing, empty or corrupt, or the TFDS data set is not prepared.
+    Raises:
+      UserError: the corpus is missing, empty or corrupt, or the TFDS data set is not prepared.
     """
     if spec.startswith(PACKED_PREFIX):
         raise UserError(

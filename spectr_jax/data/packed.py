@@ -1,8 +1,7 @@
 """A corpus tokenized and packed once: shards of uint16 rows, read many times faster than text.
 
 A row holds the targets of several sentences, each ended by EOS, then padding. A cut sentence fills
-a
-row of its own. The tokens themselves show where each sentence begins.
+a row of its own. The tokens themselves show where each sentence begins.
 """
 
 import io

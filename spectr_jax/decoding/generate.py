@@ -166,10 +166,9 @@ def decode(
 ) -> Generation:
     """Returns the output of `generate`, as a pure function for your own `jax.jit`.
 
-        @jax.jit
-        def reward(key, target, draft, prompts, lengths):  # target and draft from `freeze`
-            out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2))
-            return jnp.mean(out.lengths - lengths)
+    @jax.jit def reward(key, target, draft, prompts, lengths):  # target and draft from `freeze`
+    out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2)) return
+    jnp.mean(out.lengths - lengths)
 
     It checks nothing, pads no prompts and moves nothing to other devices: arguments that `generate`
     refuses give undefined outputs. Each shape of prompts compiles its own program.

@@ -49,9 +49,9 @@ def stream(
 ) -> Iterator[Step]:
     """Continues one prompt; yields the tokens of each call of the target as soon as it is done.
 
-        prompt, policy = tokenizer.prompt("The committee"), Policy(eos=tokenizer.eos)
-        for step in stream(key, method, target, draft, prompt, 64, policy):
-            print(tokenizer.decode(step.tokens))
+    prompt, policy = tokenizer.prompt("The committee"), Policy(eos=tokenizer.eos)
+    for step in stream(key, method, target, draft, prompt, 64, policy):
+        print(tokenizer.decode(step.tokens))
 
     The tokens are those of `generate` for the same key and prompt. Prompts of up to `LONG` tokens
     share a program. Arguments that are not listed are as in `generate`.

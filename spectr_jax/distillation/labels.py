@@ -2,10 +2,9 @@
 
 A row holds several sequences and then padding. Each place has the token, the number of its sequence
 (0 is padding), whether a draft is requested after it when the target decodes, and the `TOP`
-likeliest
-next tokens with their log-probabilities. For students that see features it also has the teacher's
-last hidden state. A folder has shards of rows, each written atomically, and an index that names the
-teacher.
+likeliest next tokens with their log-probabilities. For students that see features it also has the
+teacher's last hidden state. A folder has shards of rows, each written atomically, and an index that
+names the teacher.
 """
 
 import json
@@ -176,8 +175,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
       counts: number of first rows to take from each; all by default.
 
     Raises:
-      UserError: there are no rows, a shard is damaged or missing, teachers or lengths differ,
-        or
+      UserError: there are no rows, a shard is damaged or missing, teachers or lengths differ, or
         there are fewer rows than `counts`.
     """
     folders = [expanded(each.strip()) for each in name.split(",")]

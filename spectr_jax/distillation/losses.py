@@ -26,12 +26,10 @@ class Place(NamedTuple):
     """What a loss sees at one place.
 
     Attributes:
-      log_p: [L] the student's log-probabilities of the labelled tokens; -inf for tokens that
-        its head
-        does not score.
+      log_p: [L] the student's log-probabilities of the labelled tokens; -inf for tokens that its
+        head does not score.
       log_q: [L] the teacher's log-probabilities of the same tokens.
-      log_target: [] the student's log-probability of the token that follows in the text; -inf
-        if
+      log_target: [] the student's log-probability of the token that follows in the text; -inf if
         there is none or the head does not score it.
       rest: [] the teacher's probability of tokens without a label that the student may score; None
         for 1 minus that of the labels.

@@ -35,8 +35,8 @@ class Lessons:
     """Packed text from several sources and the teacher that labels it. Its other attributes are
     those of `LabelledRows`.
 
-        Attributes:
-          model: the teacher's model.
+    Attributes:
+      model: the teacher's model.
     """
 
     def __init__(

@@ -88,10 +88,8 @@ def places(
 ) -> tuple[jax.Array, losses.Place]:
     """Returns what the losses see at each place [S, B, N] of a batch, and which places are real.
 
-    A batch without `top` has labels of every token that the head scores. The student's softmax
-    is
-    over these tokens. S is 1, or `depth` for a student that sees features, which is run as at
-    the
+    A batch without `top` has labels of every token that the head scores. The student's softmax is
+    over these tokens. S is 1, or `depth` for a student that sees features, which is run as at the
     first, second, ... level of a tree (`students.levels`).
     """
     student = model(params)
@@ -125,8 +123,8 @@ def summed_scores(see: Callable, params: Any, batch: dict[str, jax.Array]) -> di
     """Returns sums [S] over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan,
     and the number of tokens.
 
-        Only tokens after which a draft is requested count. At level 2 both that token and the one
-        drafted after it must count, and so on.
+    Only tokens after which a draft is requested count. At level 2 both that token and the one
+    drafted after it must count, and so on.
     """
     real, seen = see(params, batch)
     real &= batch["drafted"] & jnp.stack(

@@ -40,8 +40,7 @@ def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
 def begin_as_teacher(model: Llama, table: jax.Array) -> None:
     """Initialises a student's embedding and head from its teacher's, as far as they fit.
 
-    The embedding becomes the first principal components of the teacher's `table`, float32 [V,
-    E],
+    The embedding becomes the first principal components of the teacher's `table`, float32 [V, E],
     scaled to mean square 1. The head scores a token by its embedding.
     """
     config = model.config
@@ -74,9 +73,8 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     S is 1, or `depth` for a student that sees features. At level s a place is the end of a path
     of s
     - 1 drafted tokens. It sees the teacher's features up to the start of the path, and the
-      student's
-    own on the path, as in decoding (training-time test of EAGLE-3: Li et al., 2025, arXiv
-    2503.01840).
+      student's own on the path, as in decoding (training-time test of EAGLE-3: Li et al., 2025,
+      arXiv 2503.01840).
 
     Args:
       model: the student.

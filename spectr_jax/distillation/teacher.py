@@ -1,10 +1,8 @@
 """The teacher: what it reads or writes, and the labels of its next tokens.
 
 Sequences are sentences of a corpus, continuations of their first tokens that the teacher samples,
-or
-whole conversations that it writes from its chat template alone, the user's message included
-(Magpie:
-Xu et al., 2024, arXiv 2406.08464).
+or whole conversations that it writes from its chat template alone, the user's message included
+(Magpie: Xu et al., 2024, arXiv 2406.08464).
 """
 
 import functools
@@ -89,8 +87,8 @@ def continued_texts(
     """Returns continuations by the teacher, up to `length` tokens, of the first 1 to
     `LONGEST_BEGINNING` tokens of sentences. After the last sentence the first is used again.
 
-        Raises:
-          UserError: the teacher's context is too short.
+    Raises:
+      UserError: the teacher's context is too short.
     """
     longest = teacher.model.context + 1 - LONGEST_BEGINNING
     if length > longest:
@@ -125,8 +123,8 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
     """Returns conversations of up to `length` tokens: a user's message and its answer, both written
     by the teacher.
 
-        Raises:
-          UserError: the teacher has no chat template, or its context is too short.
+    Raises:
+      UserError: the teacher has no chat template, or its context is too short.
     """
     opening, closing = chat_frame(teacher.tokenizer)
     if len(opening) + len(closing) >= length // 2:
@@ -181,9 +179,8 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
     """Returns a function that continues sequences to an end token or to `length` tokens. It
     consumes its key.
 
-        The given sequences have `shortest` to `longest` tokens. Shapes depend only on these
-        numbers, so
-        nothing is recompiled.
+    The given sequences have `shortest` to `longest` tokens. Shapes depend only on these
+    numbers, so nothing is recompiled.
     """
     model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
 

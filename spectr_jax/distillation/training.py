@@ -45,12 +45,12 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     """Trains a student until `config.steps`, like `training.loop.train` and in the same kind of
     workdir.
 
-        In addition to the files of a training run it writes student.json: the student's shape, the
-        tokens that its head scores, and the teacher's vocabulary.
+    In addition to the files of a training run it writes student.json: the student's shape, the
+    tokens that its head scores, and the teacher's vocabulary.
 
-        Raises:
-          UserError: the config, labels or teacher are invalid, or training cannot continue.
-          Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
+    Raises:
+      UserError: the config, labels or teacher are invalid, or training cannot continue.
+      Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     check_distil_config(config)
     preparation.claim_workdir(config, workdir, distil_config())

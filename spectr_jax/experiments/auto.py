@@ -64,8 +64,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Measures, predicts, runs the best, and writes the table and the recommendation to `workdir`.
 
     A journal there keeps the measurements, so that after a stop the same command resumes.
-    Predictions
-    and candidates depend on these measurements only.
+    Predictions and candidates depend on these measurements only.
 
     Raises:
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
@@ -119,8 +118,7 @@ def measure_acceptance(bench: Bench) -> Acceptance:
     """Returns the acceptance that batch trees show for the plans of the config's methods.
 
     One run of i.i.d. drafts serves all plans, because the first k of them are k drafts. Other
-    methods
-    are replayed on chains.
+    methods are replayed on chains.
     """
     config, journal = bench.config, bench.journal
     tree = tree_lib.batch(max(2, *config.num_drafts))
@@ -330,9 +328,8 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
     """Runs the chosen candidates in turns on each seed, the baseline first. Ratios are medians over
     seeds.
 
-        A journal entry is one candidate on one seed. After a stop, the ratios of that seed may come
-        from
-        two processes.
+    A journal entry is one candidate on one seed. After a stop, the ratios of that seed may come
+    from two processes.
     """
     seeds = bench.config.seeds
 

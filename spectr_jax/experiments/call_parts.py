@@ -35,9 +35,9 @@ class Times(NamedTuple):
     """Seconds on this machine, as functions of a number of tokens or drafts. `select` is by method,
     per chosen token.
 
-        `together` is the time of the parts inside a call divided by their separate times. `start`
-        is the
-        time to start a sequence, without and with drafts.
+    `together` is the time of the parts inside a call divided by their separate times. `start`
+    is the
+    time to start a sequence, without and with drafts.
     """
 
     target: Callable[[int], float]

@@ -1,8 +1,7 @@
 """Call times: SpecTr's Tables 1 and 3, and the phases of a call of a method.
 
 The paper's premise is that a target call on L tokens of each of B sequences takes hardly longer
-than
-a call on one token of one sequence.
+than a call on one token of one sequence.
 """
 
 import functools
@@ -35,12 +34,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Times every cell and every phase, and writes the tables, a heat map and a profile to
     `workdir`.
 
-        A journal there keeps the measurements, so that after a stop the same command resumes. A
-        stop
-        loses the compilation and the measurement in progress.
+    A journal there keeps the measurements, so that after a stop the same command resumes. A
+    stop loses the compilation and the measurement in progress.
 
-        Raises:
-          UserError: the config, models or workdir are invalid, before any measurement.
+    Raises:
+      UserError: the config, models or workdir are invalid, before any measurement.
     """
     check_latency_config(config)
     measurement.check_table(config, workdir, NAME)
@@ -110,8 +108,8 @@ def measure_cells(
     """Times calls from Python of every model on every length and batch, in turns. The first cell is
     the unit.
 
-        A journal entry is one turn of all cells, so that a change of process affects all of them
-        alike.
+    A journal entry is one turn of all cells, so that a change of process affects all of them
+    alike.
     """
     shapes = list(itertools.product(models, config.lengths, config.batch_sizes))
     turns = [f"turn {number} of all cells" for number in range(config.runs)]

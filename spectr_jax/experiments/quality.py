@@ -111,9 +111,9 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
     """Returns the tokens of a sentence as a line. The first token is context; all others are
     scored.
 
-        The first is BOS if the model's own program adds one, or else the training separator if the
-        vocabulary has it. The last is the line end: a newline, or EOS if the tokenizer drops
-        newlines.
+    The first is BOS if the model's own program adds one, or else the training separator if the
+    vocabulary has it. The last is the line end: a newline, or EOS if the tokenizer drops
+    newlines.
     """
     text = tokenizer.encode(f"{sentence}\n")
     if not tokenizer.decode(text).endswith("\n"):
@@ -169,8 +169,8 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
     """Returns this process's rows of batches of sequences, short ones first. `real` marks scored
     tokens.
 
-        A batch is as long as its longest sequence, rounded up to a multiple of `WIDTH` and at most
-        `context`.
+    A batch is as long as its longest sequence, rounded up to a multiple of `WIDTH` and at most
+    `context`.
     """
     mine, ordered, made = hosts.own_share(rows), sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):

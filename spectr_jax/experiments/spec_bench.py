@@ -4,8 +4,7 @@ tasks, and where drafts are accepted.
 Its protocol is one conversation at a time with the model's chat template, where the second message
 follows the model's own answer. The speed of a question is its number of new tokens divided by the
 time of its answers, prompts included. The speed of a task is the mean over questions. The speedup
-is
-the ratio of two such means, averaged over runs. The baseline and the methods take turns.
+is the ratio of two such means, averaged over runs. The baseline and the methods take turns.
 """
 
 import functools

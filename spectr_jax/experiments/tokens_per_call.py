@@ -48,10 +48,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and
     PNG.
 
-        A journal there keeps the measurements, so that after a stop the same command resumes.
+    A journal there keeps the measurements, so that after a stop the same command resumes.
 
-        Raises:
-          UserError: the config, models, prompts or workdir are invalid, before any measurement.
+    Raises:
+      UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_eval_config(config)
     target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))

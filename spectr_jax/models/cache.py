@@ -1,12 +1,9 @@
 """The KV cache: one row per token that a model has run on, with a length per sequence.
 
 Slots [0, length) of a sequence hold its committed tokens. The slots after them are *pending*: a
-call
-appends its new tokens there (a draft tree, level by level), and `keep` moves the rows of the
-accepted
-path to the front of that region and commits them. The prefix is stored once for any number of
-drafts,
-and no sequence waits for another.
+call appends its new tokens there (a draft tree, level by level), and `keep` moves the rows of the
+accepted path to the front of that region and commits them. The prefix is stored once for any number
+of drafts, and no sequence waits for another.
 
 Shape suffixes: B sequences, T slots, N new tokens, M pending and new tokens, D rows of a path.
 """
@@ -37,11 +34,9 @@ class Cache:
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns an empty buffer [B, T, ...] for rows of `dtype`, to be used with `write` and `read`.
 
-    A CPU stores bfloat16 rows of a batch as the integers of their bits. It has no scattered
-    writes of
-    bfloat16, and would convert the whole buffer to float32 and back at each one. No gradients
-    flow
-    through those (`differentiable`).
+    A CPU stores bfloat16 rows of a batch as the integers of their bits. It has no scattered writes
+    of bfloat16, and would convert the whole buffer to float32 and back at each one. No gradients
+    flow through those (`differentiable`).
     """
     bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and cpu.on_cpu()
     return jnp.zeros(shape, jnp.uint16 if bits else dtype)
@@ -95,8 +90,7 @@ def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int)
     """Returns a mask over slots from the visibility among pending and new tokens.
 
     Args:
-      visible_BxNxM: bool; entry (i, j) says that new token i sees token j, where j counts
-        pending
+      visible_BxNxM: bool; entry (i, j) says that new token i sees token j, where j counts pending
         tokens first, then new ones.
       lengths_B: number of committed slots, which are always visible.
       capacity: T.

@@ -69,8 +69,8 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
     """Returns the frozen form of an `nnx.Module` that follows `Model`. Later changes of its weights
     have no effect on it.
 
-        Raises:
-          UserError: `model` is not a model.
+    Raises:
+      UserError: `model` is not a model.
     """
     if isinstance(model, Frozen):
         return model
@@ -101,8 +101,8 @@ def digest(model: Model | Frozen | Loaded) -> str:
     """Returns twelve hexadecimal digits that identify a model's weights: a hash of its arrays,
     shapes and dtypes.
 
-        Raises:
-          UserError: as `freeze`.
+    Raises:
+      UserError: as `freeze`.
     """
     content = hashlib.sha256()
     for leaf in map(jnp.asarray, freeze(model).leaves):

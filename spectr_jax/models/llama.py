@@ -34,31 +34,27 @@ class LlamaConfig:
     """The shape of a decoder of the family. `dtype` is that of matrix products and the cache; sums,
     norms and residuals are float32.
 
-        Attributes:
-          kv_heads: number of key and value heads; each serves `heads / kv_heads` query heads.
-          head_width: width of a head; `width / heads` in most models.
-          tied: whether the head is the embedding.
-          qkv_bias: whether queries, keys and values have biases (Qwen 2).
-          qk_norm: whether queries and keys have RMS norms over each head (Qwen 3).
-          rope_divisors: divisors of the rotary frequencies, one per pair of channels; empty for
-            none
-            (`llama3_divisors`).
-          embed_rank: width of the embedding table of a draft with a large vocabulary
-            (`models.vocabulary`); 0 for `width`.
-          head_tokens: number of tokens that the head of such a draft scores; 0 for all.
-          features: width of the target features that the draft consumes, the target's last hidden
-            state
-            at the token before (EAGLE: Li et al., 2024, arXiv 2401.15077); 0 if none. The draft's own
-            state replaces it where the target has not run, so it equals `width`.
-          feature_layers: target layers, from 1, whose outputs the draft sees besides the last
-            hidden
-            state (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are projected and added to it; empty
-            for none.
+    Attributes:
+      kv_heads: number of key and value heads; each serves `heads / kv_heads` query heads.
+      head_width: width of a head; `width / heads` in most models.
+      tied: whether the head is the embedding.
+      qkv_bias: whether queries, keys and values have biases (Qwen 2).
+      qk_norm: whether queries and keys have RMS norms over each head (Qwen 3).
+      rope_divisors: divisors of the rotary frequencies, one per pair of channels; empty for
+        none (`llama3_divisors`).
+      embed_rank: width of the embedding table of a draft with a large vocabulary
+        (`models.vocabulary`); 0 for `width`.
+      head_tokens: number of tokens that the head of such a draft scores; 0 for all.
+      features: width of the target features that the draft consumes, the target's last hidden
+        state at the token before (EAGLE: Li et al., 2024, arXiv 2401.15077); 0 if none. The
+        draft's own state replaces it where the target has not run, so it equals `width`.
+      feature_layers: target layers, from 1, whose outputs the draft sees besides the last
+        hidden state (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are projected and added
+        to it; empty for none.
 
-        Raises:
-          UserError: the key and value heads do not divide the heads, the width of a head is odd, or
-            a
-            tied head has `head_tokens`.
+    Raises:
+      UserError: the key and value heads do not divide the heads, the width of a head is odd, or
+        a tied head has `head_tokens`.
     """
 
     layers: int
@@ -133,9 +129,8 @@ def llama3_divisors(
     """Returns the divisors by which Llama 3.1 stretches rotary positions beyond its first training
     `context`.
 
-        Frequencies with fewer than `low` turns in that context are divided by `factor`; those with
-        more
-        than `high` turns are kept.
+    Frequencies with fewer than `low` turns in that context are divided by `factor`; those with
+    more than `high` turns are kept.
     """
     plain = theta ** (-np.arange(0, head_width, 2) / head_width)
     kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)

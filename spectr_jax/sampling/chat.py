@@ -63,8 +63,8 @@ def answers(
     """Yields the answers to messages, passing each token to `show`. A list has separate
     conversations; any other iterable is one conversation. Consumes `key`.
 
-        Raises:
-          UserError: as `encode`; for a list, before the first answer.
+    Raises:
+      UserError: as `encode`; for a list, before the first answer.
     """
     messages: list[dict[str, str]] = []
 

@@ -46,8 +46,8 @@ def from_stdin(stdin: TextIO | None) -> Iterator[str]:
     """Yields the prompts of stdin as they arrive, one per line. `stdin` is None if the shell closed
     it.
 
-        Raises:
-          UserError: stdin has no prompt, or a line is not UTF-8.
+    Raises:
+      UserError: stdin has no prompt, or a line is not UTF-8.
     """
     nothing = UserError("no prompt on stdin; give --prompt=TEXT or --file=FILE")
     if stdin is None:

@@ -103,8 +103,7 @@ def open_session(
       stop: strings before which a continuation ends.
 
     Raises:
-      UserError: a model does not exist or has another vocabulary, or the method needs a draft
-        and
+      UserError: a model does not exist or has another vocabulary, or the method needs a draft and
         there is none.
     """
     wanted = method or get_method("block", draft_length=3)
@@ -227,11 +226,9 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
     """Returns the speed of the session's method and of the baseline, timed in turns on one prompt.
     Consumes `key`.
 
-        Every run emits `max_new_tokens` tokens, regardless of EOS and stop strings, so that
-        start-up
-        weighs equally on both. Calls are recorded as in `decode`, so that its program is timed and
-        no
-        other is compiled.
+    Every run emits `max_new_tokens` tokens, regardless of EOS and stop strings, so that
+    start-up weighs equally on both. Calls are recorded as in `decode`, so that its program is
+    timed and no other is compiled.
     """
     endless, stop = dataclasses.replace(session.policy, eos=-1), _stop(session)
     never = None if stop is None else stop.never()

@@ -32,12 +32,12 @@ def check_method(method: Method) -> None:
     """Checks a method on table models of four tokens: whole outputs, greedy sequences, rows,
     counters and compilations.
 
-        Use small options: at most a dozen nodes, and at most four children per node if drafts are
-        distinct.
+    Use small options: at most a dozen nodes, and at most four children per node if drafts are
+    distinct.
 
-        Raises:
-          AssertionError: the method is wrong; the message says where.
-          UserError: `method` is not a method.
+    Raises:
+      AssertionError: the method is wrong; the message says where.
+      UserError: `method` is not a method.
     """
     checks.check_method(method)
     for policy in (PLAIN, SHAPED):
@@ -58,18 +58,17 @@ def check_outputs(
     """Tests 200,000 whole outputs by chi-square against the target's exact distribution under
     `policy`, which has `eos`.
 
-        Some outputs are drafted at the target's temperature, some at twice that, and some greedily,
-        so
-        that the plan sees a p with one token.
+    Some outputs are drafted at the target's temperature, some at twice that, and some greedily,
+    so that the plan sees a p with one token.
 
-        Args:
-          method: to check.
-          policy: of the target.
-          least: p-values below this fail.
-          generations: how many outputs to decode, a multiple of 12,000; None for 200,000.
+    Args:
+      method: to check.
+      policy: of the target.
+      least: p-values below this fail.
+      generations: how many outputs to decode, a multiple of 12,000; None for 200,000.
 
-        Raises:
-          AssertionError: the outputs do not follow the distribution.
+    Raises:
+      AssertionError: the outputs do not follow the distribution.
     """
     pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
     prompts, lengths = (
@@ -115,9 +114,8 @@ def check_outputs(
 def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
     """Checks that at temperature 0 every sequence is the target's likeliest, token for token.
 
-    Tables and prompts depend on `seed`. Drafts are greedy for even seeds and at temperature 1
-    for odd
-    seeds.
+    Tables and prompts depend on `seed`. Drafts are greedy for even seeds and at temperature 1 for
+    odd seeds.
 
     Raises:
       AssertionError: a sequence differs.
@@ -149,8 +147,8 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
     """Checks that a sequence depends only on its own key and prompt, not on its row, on other
     sequences or on their lengths.
 
-        Raises:
-          AssertionError: a sequence depends on one of these.
+    Raises:
+      AssertionError: a sequence depends on one of these.
     """
     keys, (prompts, lengths) = _keys(3), _ragged_prompts(5)
     together = _texts(method, keys, prompts, lengths, policy)
@@ -180,8 +178,8 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
     """Checks that calls and emitted tokens add up, prompts stay unchanged, and nothing follows the
     end.
 
-        Raises:
-          AssertionError: one of these fails.
+    Raises:
+      AssertionError: one of these fails.
     """
     prompts, lengths = _ragged_prompts(6)
     result = _texts(method, _keys(0), prompts, lengths, policy)
@@ -220,8 +218,8 @@ def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) ->
     """Checks that a call with `second`, built like `first`, compiles nothing for another key, other
     prompts, another temperature and equal models.
 
-        Raises:
-          AssertionError: it compiles.
+    Raises:
+      AssertionError: it compiles.
     """
     _texts(first, _keys(0), *_ragged_prompts(7), dataclasses.replace(policy, temperature=0.9))
     with count_compilations() as compiled:

@@ -29,14 +29,12 @@ def check_model(
     """Checks that a model follows the protocol of `spectr_jax.models.base`, on random tokens.
 
     Logits must depend only on visible tokens and their positions, not on hidden tokens or other
-    rows. A sequence fed in pieces through the cache, and the branches of a tree scored in one
-    call,
+    rows. A sequence fed in pieces through the cache, and the branches of a tree scored in one call,
     must have the logits of separate calls.
 
     Args:
       model: as for `generate`, with a context of at least `TOKENS`.
-      layers: also checks the model of the first `layers` layers, for self-speculation, and that
-        the
+      layers: also checks the model of the first `layers` layers, for self-speculation, and that the
         whole model continues correctly after it. None checks all layers only.
       tolerance: largest allowed difference of logits. bfloat16 and int8 need a larger one.
 

@@ -51,9 +51,9 @@ def check_plan(plan: Plan) -> None:
     """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution,
     acceptance, draws, invalid input and precision.
 
-        Raises:
-          AssertionError: the plan is wrong; the message says where.
-          UserError: `plan` is not a plan.
+    Raises:
+      AssertionError: the plan is wrong; the message says where.
+      UserError: `plan` is not a plan.
     """
     if not isinstance(plan, Plan):
         raise UserError(f"plan={plan!r}: is not a Plan; give one, such as transport.get('kseq')")
@@ -69,8 +69,8 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
     """Checks that `plan.pmf`, averaged over all draws of k drafts from p [V], is q [V], and that
     `plan.acceptance` is the enumerated acceptance.
 
-        Raises:
-          AssertionError: one of these fails.
+    Raises:
+      AssertionError: one of these fails.
     """
     p, q = np.asarray(p, float), np.asarray(q, float)
     where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
@@ -98,10 +98,10 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
     """Checks that `plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from
     p [V], and reports correctly what it accepted.
 
-        p-values below `least` fail.
+    p-values below `least` fail.
 
-        Raises:
-          AssertionError: one of these fails.
+    Raises:
+      AssertionError: one of these fails.
     """
     p, q = (np.pad(np.asarray(pmf, float), (0, max(0, WIDEST - len(pmf)))) for pmf in (p, q))
     drawn, valid = _some_drafts(plan, p)
@@ -134,8 +134,8 @@ def check_nonsense(plan: Plan) -> None:
     """Checks that under jit `plan.select` never chooses a token of probability 0, for any p, q and
     drafts.
 
-        Raises:
-          AssertionError: it does, or `accepted` is wrong.
+    Raises:
+      AssertionError: it does, or `accepted` is wrong.
     """
     rng = np.random.default_rng(2)
     calls, rows, k = 8, len(VALID), len(VALID[0])
@@ -173,8 +173,7 @@ def check_nonsense(plan: Plan) -> None:
 def check_precision(plan: Plan) -> None:
     """Checks that no matrix product in `plan.select` uses a backend's default precision.
 
-    For float32 that default is bfloat16 on TPUs and TF32 on GPUs, which draws on a CPU would
-    not
+    For float32 that default is bfloat16 on TPUs and TF32 on GPUs, which draws on a CPU would not
     show. Small and large vocabularies are checked.
 
     Raises:

@@ -63,11 +63,9 @@ def lm1b_config(model: str) -> ml_collections.ConfigDict:
     """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B
     example.
 
-        AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of
-        256
-        rows of 128 tokens, bfloat16 products. All four models share one tokenizer, which the first
-        run
-        trains.
+    AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of
+    256 rows of 128 tokens, bfloat16 products. All four models share one tokenizer, which the
+    first run trains.
     """
     config = train_config(model)
     config.model.dtype = "bfloat16"

@@ -34,16 +34,16 @@ def pack_heldout(
     """Returns the first held-out sentences that fit the context, in full batches; the last batch is
     padded.
 
-        Args:
-          sentences: source of the sentences.
-          tokenizer: SentencePiece tokenizer.
-          first: number of sentences to try.
-          rows: rows per batch over all processes.
-          length: tokens per row, the context.
-          name: name of the sentences in the error.
+    Args:
+      sentences: source of the sentences.
+      tokenizer: SentencePiece tokenizer.
+      first: number of sentences to try.
+      rows: rows per batch over all processes.
+      length: tokens per row, the context.
+      name: name of the sentences in the error.
 
-        Raises:
-          UserError: no sentence fits.
+    Raises:
+      UserError: no sentence fits.
     """
     tried = (sentences[index] for index in range(min(first, len(sentences))))
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
@@ -64,12 +64,12 @@ def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> 
     """Returns nats per token and bits per character: exact means over the real tokens, on any
     number of devices.
 
-        Args:
-          eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 if none),
-            tokens.
-          params: parameters on the mesh.
-          heldout: from `pack_heldout`.
-          mesh: where the batches are placed.
+    Args:
+      eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 if none),
+        tokens.
+      params: parameters on the mesh.
+      heldout: from `pack_heldout`.
+      mesh: where the batches are placed.
     """
     sums = np.zeros(3)
     for batch in heldout.batches:

@@ -18,9 +18,8 @@ class Interruption:
     """A context that records the first signal. A second one, at least a second later, ends the
     process at once.
 
-        With several processes any of them may get the signal. JAX's preemption service handles
-        SIGTERM,
-        informs the others and finds the step to stop at; Ctrl-C is forwarded as SIGTERM.
+    With several processes any of them may get the signal. JAX's preemption service handles
+    SIGTERM, informs the others and finds the step to stop at; Ctrl-C is forwarded as SIGTERM.
     """
 
     def __init__(self):

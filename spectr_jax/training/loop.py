@@ -62,17 +62,15 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     """Trains until `config.steps`, from the newest checkpoint in `workdir`, or else from
     `config.init`.
 
-        Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty
-        file,
-        lock. With several processes (`hosts.connect`) each calls this with the same arguments and a
-        shared workdir.
+    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty
+    file, lock. With several processes (`hosts.connect`) each calls this with the same arguments
+    and a shared workdir.
 
-        Raises:
-          UserError: the config is invalid, the workdir belongs to another config, the initial
-            weights
-            have another shape, the corpus is empty or corrupt, the loss is not finite, or a checkpoint
-            cannot be written.
-          Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
+    Raises:
+      UserError: the config is invalid, the workdir belongs to another config, the initial
+        weights have another shape, the corpus is empty or corrupt, the loss is not finite, or a
+        checkpoint cannot be written.
+      Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     preparation.check_train_config(config)
     preparation.claim_workdir(config, workdir)

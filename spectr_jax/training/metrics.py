@@ -34,8 +34,7 @@ class Window:
     """The steps since the last record and their time, without evaluation and checkpoints.
 
     The very first step, which compiles, counts in the means but not in the speed. This is a
-    context:
-    inside it a thread notes when the device finishes each step.
+    context: inside it a thread notes when the device finishes each step.
     """
 
     def __init__(self):

@@ -47,13 +47,12 @@ def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.Gradi
     """Returns the optimizer of `config`, the `optimizer` part of a training config, preceded by
     clipping by global norm (0 for none).
 
-        By `config.name`:
+    By `config.name`:
 
-        - `adamw`: the recipe of Flax's LM1B example;
-        - `muon`: orthogonalised momentum for the kernels of the blocks, and AdamW with Nesterov's
-          momentum for everything else (Jordan et al., 2024). Updates are scaled to the size of
-          AdamW's
-          (Liu et al., 2025, arXiv 2502.16982), so that one learning rate serves both.
+    - `adamw`: the recipe of Flax's LM1B example;
+    - `muon`: orthogonalised momentum for the kernels of the blocks, and AdamW with Nesterov's
+      momentum for everything else (Jordan et al., 2024). Updates are scaled to the size of
+      AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one learning rate serves both.
     """
     rate = learning_rate(config, steps)
     adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}

@@ -188,8 +188,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     """A context in which no other run writes to `workdir`. A process that dies inside leaves no
     lock.
 
-        Raises:
-          UserError: another run is active.
+    Raises:
+      UserError: another run is active.
     """
     if not hosts.is_first():
         yield
@@ -211,14 +211,13 @@ def open_tokenizer(
     """Returns the run's tokenizer, of which the run keeps a copy: `data.tokenizer`, or the one next
     to `init`, or its own.
 
-        The first process trains a missing tokenizer, except for a run from `init`, which needs that
-        of
-        the weights.
+    The first process trains a missing tokenizer, except for a run from `init`, which needs that
+    of the weights.
 
-        Raises:
-          UserError: it has another vocabulary than the model, or differs from the run's earlier one
-            or
-            from the packed corpus's.
+    Raises:
+      UserError: it has another vocabulary than the model, or differs from the run's earlier one
+        or
+        from the packed corpus's.
     """
     own = workdir / TOKENIZER
     shared = own

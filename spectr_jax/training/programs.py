@@ -62,9 +62,8 @@ def compiled(
     """Returns programs whose parameters and optimizer state are placed on `mesh` by
     `sharding.state_sharding`.
 
-        The functions are as in `Programs`, and `build` makes a model with random weights. `given`
-        holds
-        further arguments of `step` and `evaluate`, such as a teacher's weights.
+    The functions are as in `Programs`, and `build` makes a model with random weights. `given`
+    holds further arguments of `step` and `evaluate`, such as a teacher's weights.
     """
 
     def init(key):

@@ -48,8 +48,7 @@ class StepOptions(NamedTuple):
     """Static options of a step.
 
     Attributes:
-      exit_layer: number of first layers after which a second loss is taken, for
-        self-speculation; 0
+      exit_layer: number of first layers after which a second loss is taken, for self-speculation; 0
         for none.
       exit_weight: weight of that loss.
       accumulate: number of parts in which a batch is processed; their gradients are summed.
@@ -72,10 +71,9 @@ def summed_loss(
     """Returns the cross-entropy summed over the tokens of a packed batch. `dropout_key` is
     consumed.
 
-        Returns:
-          Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the
-          number
-          of tokens.
+    Returns:
+      Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the
+      number of tokens.
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
     mask = causal(batch["segments"])
@@ -132,15 +130,15 @@ def update(
     """Returns one update that lowers `objective` over the tokens of `batch` whose `segments` [B, N]
     are not 0.
 
-        Args:
-          objective: see `Objective`.
-          optimizer: including its schedule.
-          accumulate: see `StepOptions`.
-          state: donated by the caller.
-          batch: arrays [B, ...].
+    Args:
+      objective: see `Objective`.
+      optimizer: including its schedule.
+      accumulate: see `StepOptions`.
+      state: donated by the caller.
+      batch: arrays [B, ...].
 
-        Returns:
-          The new state, and scalars: the objective's metrics per token, `grad_norm` and `tokens`.
+    Returns:
+      The new state, and scalars: the objective's metrics per token, `grad_norm` and `tokens`.
     """
     tokens = jnp.sum(batch["segments"] > 0)
     step_key = jax.random.fold_in(state.key, state.step)

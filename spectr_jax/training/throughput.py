@@ -35,8 +35,7 @@ PEAK_FLOPS = {
 def flops_per_token(config: TransformerConfig) -> int:
     """Returns the FLOPs of a training step per token, forward and backward.
 
-    That is 6 per parameter outside the embedding, and 12 per layer, unit of width and token of
-    the
+    That is 6 per parameter outside the embedding, and 12 per layer, unit of width and token of the
     context for attention.
     """
     parameters = parameter_count(config) - config.vocab_size * config.width

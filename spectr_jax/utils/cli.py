@@ -114,11 +114,10 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
     """Parses the flags and runs `main`. A user error becomes one line without a traceback
     (`errors.explain`).
 
-        Args:
-          main: takes no arguments; raises `UserError` for bad input, and `Interrupted` once a
-            stopped
-            run is saved.
-          output: the flag that names the output folder, if any. It is checked before any long work.
+    Args:
+      main: takes no arguments; raises `UserError` for bad input, and `Interrupted` once a
+        stopped run is saved.
+      output: the flag that names the output folder, if any. It is checked before any long work.
     """
 
     def guarded(_):

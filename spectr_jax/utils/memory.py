@@ -16,8 +16,7 @@ def keep_freed_memory() -> bool:
     """Makes glibc keep large freed blocks for later allocations. Call it before JAX starts threads.
 
     Otherwise the kernel zeroes the memory of every step again. Does nothing if an accelerator
-    plugin
-    is installed, if the C library is not glibc, or if the environment sets GLIBC_TUNABLES or
+    plugin is installed, if the C library is not glibc, or if the environment sets GLIBC_TUNABLES or
     MALLOC_* itself.
 
     Returns:

@@ -17,8 +17,8 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a (data, fsdp) mesh of all devices or of those given. Each group of `fsdp` devices
     shares one copy of the parameters.
 
-        Raises:
-          UserError: `fsdp` does not divide the number of devices.
+    Raises:
+      UserError: `fsdp` does not divide the number of devices.
     """
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:

@@ -218,7 +218,7 @@ def _measured(
     """Returns points at `ks`: the rate at which the plan's `select` accepts, for one pair of
     distributions [2, V] or on average over pairs [n, 2, V].
 
-        Series with the same `most`, by default the largest of `ks`, share a program.
+    Series with the same `most`, by default the largest of `ks`, share a program.
     """
     pmfs = pmfs.reshape(-1, *pmfs.shape[-2:])
     draws = -(-settings.draws // len(pmfs))
