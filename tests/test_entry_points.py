@@ -229,13 +229,9 @@ CASES = [
         "--out=a,b",
         "--out=a,b has a comma, which stands between folders of labels; choose another name",
     ),
-    (DRAFTS, "--method=block", "--method=block needs a tree, such as block:chain:3"),
-    (DRAFTS, "--method=self_speculative:chain:2", "does not draft with --draft; give another"),
-    (
-        DRAFTS,
-        "--temperatures=0,x",
-        "--temperatures=0,x are no numbers (could not convert string to float: 'x'); give 0,1",
-    ),
+    (DRAFTS, "--method=block", "--method=block: must name a tree"),
+    (DRAFTS, "--method=self_speculative:chain:2", "--method=self_speculative:chain:2: "),
+    (DRAFTS, "--temperature=x", "flag --temperature=x"),
     (
         DRAFTS,
         "",
