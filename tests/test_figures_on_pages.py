@@ -34,6 +34,9 @@ auto_20m_32 = rows("ladder/fastest_32/auto", method="block", shape="1,1")
 auto_smollm2 = rows("smollm2/fastest_1/auto", method="block", shape="1")
 trees = rows("trees/trees", "method", "size", "shape")
 lookup = rows("spec_bench/spec_bench", method="lookup chain:2", task="overall", temperature=0)
+lookup_sampled = rows(
+    "spec_bench/temperature_1/spec_bench", method="lookup chain:2", task="overall"
+)
 phases = rows(
     "target_97m/h200/latency", place=("phases",), method="spectr", draft_length=4, batch=1
 )
@@ -66,6 +69,7 @@ CLAIMS = [
     (METHOD, "32 at once: `block` {:.2f} x", [auto_20m_32(SPEEDUP)]),
     (METHOD, "250 at once: `block` {:.2f} x", [h200_250("block", 1, 4, SPEEDUP)]),
     (METHOD, "Spec-Bench: {:.2f} x", [lookup(SPEEDUP)]),
+    (METHOD, "At temperature 1: {:.2f} x", [lookup_sampled(SPEEDUP)]),
     (METHOD, "| {:.2f} tokens per call with 32 drafted tokens, K-SEQ {:.2f} ",
      [trees(method, 32, "(4,1,1,1,1,1,1,1)", CALL) for method in ("otm_layer", "spectr")]),
     (METHOD, "| {:.2f} tokens per call, `speculative` {:.2f} ",
