@@ -40,21 +40,14 @@ class PackedRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self._shards[shard][
-            index - self._ends[shard]
-        ]  # Counted from the end, index - end is negative.
+        return self.take(np.array([index]))[0]
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Returns the rows at `indices`, uint16 [count, length]."""
         shards = np.searchsorted(self._ends, indices, side="right")
-        behind = indices - self._ends[shards]
-        return np.stack(
-            [
-                self._shards[shard][index]
-                for shard, index in zip(shards.tolist(), behind.tolist(), strict=True)
-            ]
-        )
+        from_end = indices - self._ends[shards]  # Negative: counted from the end of the shard.
+        places = zip(shards.tolist(), from_end.tolist(), strict=True)
+        return np.stack([self._shards[shard][index] for shard, index in places])
 
 
 def pack(
@@ -122,26 +115,21 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}")
-        shards = [
-            _read(folder / name, (rows, index["length"])) for name, rows in index["rows"].items()
-        ]
-        tokenizer_digest = index["tokenizer_sha256"]
+        length, counts = index["length"], index["rows"].items()
+        shards = [_read(folder / name, (rows, length)) for name, rows in counts]
+        return PackedRows(shards, index["tokenizer_sha256"])
     except _DAMAGE as error:
         raise UserError(
             f"{str(folder)!r} is not a packed corpus that can be read ({error}); pack it again: "
             "python -m spectr_jax.pack"
         ) from error
-    return PackedRows(shards, tokenizer_digest)
 
 
 def _read(path: pathlib.Path, shape: tuple[int, int]) -> np.ndarray:
-    rows = (
-        np.load(io.BytesIO(lzma.decompress(path.read_bytes())))
-        if path.suffix == ".xz"
-        else np.load(path, mmap_mode="r")
-    )
+    compressed = path.suffix == ".xz"
+    file = io.BytesIO(lzma.decompress(path.read_bytes())) if compressed else path
+    rows = np.load(file, mmap_mode=None if compressed else "r")
     if rows.shape != shape or rows.dtype != np.uint16:
         raise ValueError(f"{path.name} has {rows.dtype} {rows.shape}, not uint16 {shape}")
-    return np.asarray(
-        rows
-    )  # Still memory-mapped, without the Python overhead of NumPy's memmap for each row.
+    # Still memory-mapped, without the overhead of NumPy's memmap for each row.
+    return np.asarray(rows)

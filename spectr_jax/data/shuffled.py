@@ -1,8 +1,8 @@
 """Packed rows in an order that is new in each epoch, many at a time.
 
-Grain yields rows one by one, at 40 us each under the interpreter's lock, too slow for small models
-on a fast GPU. Its order and its position, a number of rows, are kept here, so that a run that began
-with Grain resumes where it was.
+Grain yields rows one by one, at 40 us each under the interpreter's lock, which is too slow for
+small models on a fast GPU. The order and the position (a number of rows) are those of Grain's own
+shuffle, so that either can resume a run of the other.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -17,36 +17,32 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> np.ndarray: ...
-
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """The rows at `indices`, [count, length]."""
+        """Returns the rows at `indices`, [count, length]."""
         ...
 
 
 class ShuffledRows(grain.IterDataset):
-    """Endless arrays [count, length] of every `streams`-th row from `stream` on, each of them once
-    an epoch."""
+    """Endless arrays [count, length] of every `streams`-th row starting at row `stream`, each row
+    once per epoch."""
 
     def __init__(self, rows: Rows, *, count: int, seed: int, stream: int = 0, streams: int = 1):
         super().__init__()
         self._rows, self._stream, self._streams = rows, stream, streams
-        self._an_epoch = len(range(stream, len(rows), streams))
-        self._seed = int(
-            np.random.SeedSequence((seed, 1)).generate_state(1)[0]
-        )  # As `seed(...).shuffle()` of Grain.
+        self._rows_per_epoch = len(range(stream, len(rows), streams))
+        # As `seed(...).shuffle()` of Grain.
+        self._seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])
         self.count = count
 
     def __iter__(self) -> grain.DatasetIterator:
         return _Iterator(self)
 
     def rows_from(self, first: int) -> np.ndarray:
-        """Returns [count, length], from row `first` on, counted over all epochs."""
-        epochs, places = np.divmod(np.arange(first, first + self.count), self._an_epoch)
+        """Returns `count` rows, starting at row `first` counted over all epochs."""
+        epochs, places = np.divmod(np.arange(first, first + self.count), self._rows_per_epoch)
         seeds = (self._seed + epochs) % 2**32
-        last = self._an_epoch - 1
         shuffled = [
-            grain.experimental.index_shuffle(place, last, seed, 4)
+            grain.experimental.index_shuffle(place, self._rows_per_epoch - 1, seed, 4)
             for place, seed in zip(places.tolist(), seeds.tolist(), strict=True)
         ]
         return self._rows.take(self._stream + self._streams * np.array(shuffled))
