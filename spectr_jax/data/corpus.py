@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.errors import UserError, first_line
 from spectr_jax.utils.files import digest, expanded
 
 TFDS_PREFIX = "tfds:"
@@ -159,10 +159,9 @@ def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
         source = builder.as_data_source(split=split)
     except (missing_set, ValueError, KeyError, AssertionError, FileNotFoundError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} "
-            f"({reason}); prepare it: {preparation}"
+            f"({first_line(error)}); prepare it: {preparation}"
         ) from error
     missing = [path for path in builder.info.splits[split].filepaths if not path.exists()]
     if missing:

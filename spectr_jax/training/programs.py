@@ -22,8 +22,7 @@ class Programs(NamedTuple):
     Attributes:
       init: (key) -> state; the key is consumed.
       step: (state, batch) -> state, metrics; the state is donated.
-      evaluate: (params, batch) -> sums over its tokens; for a language model, the result of
-        `eval_step`.
+      evaluate: (params, batch) -> sums over its tokens, such as those of `eval_step`.
       like: the state as abstract arrays with shardings.
     """
 
@@ -36,10 +35,8 @@ class Programs(NamedTuple):
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
     """Returns the programs of a language model's training config; see `compiled`."""
     optimizer = make_optimizer(config.optimizer, config.steps)
-    shape = TransformerConfig(**config.model)
-    options = StepOptions(
-        config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat
-    )
+    shape, exits = TransformerConfig(**config.model), config.early_exit
+    options = StepOptions(exits.layer, exits.weight, config.accumulate, config.remat)
     graphdef, _ = abstract(shape)
     return compiled(
         mesh,
@@ -62,8 +59,13 @@ def compiled(
     """Returns programs whose parameters and optimizer state are placed on `mesh` by
     `sharding.state_sharding`.
 
-    The functions are as in `Programs`, and `build` makes a model with random weights. `given`
-    holds further arguments of `step` and `evaluate`, such as a teacher's weights.
+    Args:
+      mesh: devices of the run.
+      build: makes a model with random weights.
+      optimizer: including its schedule.
+      step: as in `Programs`, followed by the arguments `given`.
+      evaluate: as `step`.
+      given: further arguments, such as a teacher's weights, which are replicated.
     """
 
     def init(key):
@@ -72,12 +74,9 @@ def compiled(
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     places = sharding.state_sharding(mesh, shapes)
-    # The state keeps its placement, whatever XLA would prefer, so that one program serves all
-    # steps.
-    step, evaluate = (
-        jax.jit(step, donate_argnums=0, out_shardings=(places, None)),
-        jax.jit(evaluate),
-    )
+    # XLA could place the new state elsewhere, and the second step would compile another program.
+    step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+    evaluate = jax.jit(evaluate)
     if given:
         given = sharding.replicate(mesh, given)
         step, evaluate = _with(step, given), _with(evaluate, given)

@@ -1,7 +1,5 @@
-"""The contents of a training workdir besides checkpoints: config, model shape and tokenizer.
-
-Nothing here needs Orbax or the training code.
-"""
+"""The contents of a training workdir besides checkpoints: config, model shape and tokenizer. Reading
+them needs neither Orbax nor the training code."""
 
 import dataclasses
 import json
@@ -17,11 +15,9 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_json
 
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
-BITS = "eval_bits_per_character"
-"""Metric that the best checkpoint of a language model minimises."""
-REJECTION = "eval_rejection"
-"""Metric that the best checkpoint of a student minimises: 1 - alpha_1 on the first held-out
-labels."""
+BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
+"""Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
+the first held-out labels."""
 
 
 class Student(NamedTuple):
@@ -46,9 +42,9 @@ class Run(NamedTuple):
     Attributes:
       config: JSON values.
       shape: shape of its model.
-      tokenizer: of its vocabulary; a student has only the digest of its teacher's.
+      tokenizer: its tokenizer; for a student, only the vocabulary of its teacher.
       metric: the metric that its best checkpoint minimises.
-      student: set for a distillation, None for a language model.
+      student: None for a language model.
     """
 
     config: dict[str, Any]
@@ -65,12 +61,9 @@ def open_run(workdir: pathlib.Path) -> Run:
       UserError: `workdir` is not a training workdir, or a file in it is damaged.
     """
     try:
-        config = json.loads((workdir / CONFIG).read_text())
-        shape = (
-            None
-            if "teacher" in config
-            else TransformerConfig(**{**config["model"], "dropout": 0.0})
-        )
+        config, shape = json.loads((workdir / CONFIG).read_text()), None
+        if "teacher" not in config:
+            shape = TransformerConfig(**{**config["model"], "dropout": 0.0})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path"
@@ -105,8 +98,7 @@ def write_student(workdir: pathlib.Path, student: Student, teacher: str) -> None
         "teacher": teacher,
         "vocabulary": student.vocabulary,
         "model": dataclasses.asdict(student.shape),
+        "rows": list(student.rows),
+        "head_tokens": student.head_tokens.tolist(),
     }
-    write_json(
-        workdir / STUDENT,
-        {**about, "rows": list(student.rows), "head_tokens": student.head_tokens.tolist()},
-    )
+    write_json(workdir / STUDENT, about)

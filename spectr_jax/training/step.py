@@ -1,7 +1,6 @@
 """One training step and one evaluation step, as pure functions of a `TrainState`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ class TrainState:
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""Loss function: (params, batch, key) -> (loss, metrics), both summed over tokens. The key is
-consumed."""
+"""Loss function: (params, batch, key) -> (loss, metrics), both summed over tokens; consumes the
+key."""
 
 
 def init_state(
@@ -48,8 +47,7 @@ class StepOptions(NamedTuple):
     """Static options of a step.
 
     Attributes:
-      exit_layer: number of first layers after which a second loss is taken, for self-speculation; 0
-        for none.
+      exit_layer: number of layers after which a second loss is taken, for self-speculation, or 0.
       exit_weight: weight of that loss.
       accumulate: number of parts in which a batch is processed; their gradients are summed.
       remat: whether to recompute each block's activations in the backward pass to save memory.
@@ -68,8 +66,7 @@ def summed_loss(
     exit_layer: int = 0,
     remat: bool = False,
 ):
-    """Returns the cross-entropy summed over the tokens of a packed batch. `dropout_key` is
-    consumed.
+    """Returns the cross-entropy summed over the tokens of a packed batch; consumes `dropout_key`.
 
     Returns:
       Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the
@@ -105,9 +102,8 @@ def train_step(
       batch: `inputs`, `targets`, `segments`, `positions`, int32 [B, N].
 
     Returns:
-      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and with an
-      exit
-      `exit_loss`.
+      The new state, and scalars `loss` (nats per token), `exit_loss` (if there is an exit),
+      `grad_norm` and `tokens`.
     """
 
     def objective(params, part, key):
@@ -131,9 +127,9 @@ def update(
     are not 0.
 
     Args:
-      objective: see `Objective`.
+      objective: the loss function.
       optimizer: including its schedule.
-      accumulate: see `StepOptions`.
+      accumulate: number of parts in which the batch is processed.
       state: donated by the caller.
       batch: arrays [B, ...].
 
@@ -155,26 +151,19 @@ def update(
         )
         return jax.tree.map(jnp.add, sums, grads), logged
 
-    parts = jax.tree.map(functools.partial(_split_rows, parts=accumulate), batch)
+    # Every `accumulate`-th row is in one part, so that each device keeps its own rows.
+    parts = jax.tree.map(
+        lambda rows: jnp.swapaxes(rows.reshape(-1, accumulate, *rows.shape[1:]), 0, 1), batch
+    )
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     grads, logged = jax.lax.scan(add_part, zeros, (jnp.arange(accumulate), parts))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {
-        **jax.tree.map(jnp.sum, logged),
-        "grad_norm": optax.tree.norm(grads),
-        "tokens": tokens,
-    }
+    metrics = jax.tree.map(jnp.sum, logged)
+    metrics |= {"grad_norm": optax.tree.norm(grads), "tokens": tokens}
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
 def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0):
-    """Returns the summed nats, those after `exit_layer`, and the number of tokens of a batch,
-    without dropout."""
+    """Returns `summed_loss` of a batch, without dropout."""
     return summed_loss(nnx.merge(graphdef, params), batch, exit_layer=exit_layer)
-
-
-def _split_rows(rows_BxN: jax.Array, parts: int) -> jax.Array:
-    """Returns [parts, B / parts, N] with every `parts`-th row in one part, so that each device
-    keeps its own rows."""
-    return jnp.swapaxes(rows_BxN.reshape(-1, parts, *rows_BxN.shape[1:]), 0, 1)

@@ -12,11 +12,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from spectr_jax.utils.errors import Interrupted, UserError, check_device, explain
+from spectr_jax.utils.errors import Interrupted, UserError, check_device, explain, first_line
 from spectr_jax.utils.files import expanded
 
 BAD_INPUT = 2
@@ -33,15 +33,15 @@ flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its o
 _CONFIG_HELP = """
 Any field of the config can be set with --config.FIELD=VALUE, such as
 --config.batch_size=64. The config.py of spectr_jax/training, distillation and
-experiments list the fields with their defaults,
-and configs/ has configs to begin with.
+experiments list the fields with their defaults, and configs/ has configs to
+start from.
 """
 _STATUS_HELP = f"""
 Exit status:
   0    done
   {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
 {{saved}}  {CTRL_C}  stopped by Ctrl-C
-  {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
+  {CLOSED_PIPE}  the pipe that it prints to was closed
   1    a bug: please report its traceback
 """
 _SAVED_HELP = (
@@ -67,10 +67,8 @@ def importing() -> Iterator[None]:
 
 def define_process_flags() -> None:
     """Defines the flags of a program that can run on several processes."""
-    flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0, for a run of several processes."
-    )
-    flags.DEFINE_integer("processes", None, "The number of processes of the run.")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, with several processes.")
+    flags.DEFINE_integer("processes", None, "The number of processes of the run.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "The index of this process, from 0.")
     flags.DEFINE_bool(
         "distributed",
@@ -103,10 +101,10 @@ def _import_modules() -> None:
             if name.strip():
                 importlib.import_module(name.strip())
         except Exception as error:  # User code may raise anything.
-            reason = next(iter(str(error).splitlines()), "")
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
-                f"--import={name.strip()} fails ({type(error).__name__}: {reason}); fix it, "
-                "or name a module that is installed or in the current folder, without .py"
+                f"--import={name.strip()} fails ({reason}); fix it, or name a module that is "
+                "installed or in the current folder, without .py"
             ) from error
 
 
@@ -122,39 +120,34 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
 
     def guarded(_):
         logging.set_verbosity(logging.WARNING)  # Orbax logs every file at INFO.
-        distributed = _process_flags()
-        alone = distributed is None
+        processes = _process_flags()
+        exit_with = functools.partial(_exit, at_once=processes is not None)
         try:
             if output is not None:
                 _check_output(output)
-                if alone:  # With several processes, JAX's preemption service handles it.
+                if processes is None:  # With several, JAX's preemption service handles it.
                     signal.signal(signal.SIGTERM, _terminate)
-            if distributed is not None:
+            if processes is not None:
                 from spectr_jax.utils import hosts
 
-                hosts.connect(**distributed)
+                hosts.connect(*processes)
             check_device()
             _keep_programs()
             if "import" in flags.FLAGS:
                 _import_modules()
-            with _quiet_end(at_once=not alone):
+            with _quiet_end(at_once=processes is not None):
                 main()
         except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
-            status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
-            _exit(
-                "interrupted" + "; the same command resumes" * (output is not None),
-                error,
-                status,
-                at_once=not alone,
-            )
+            line = "interrupted" + "; the same command resumes" * (output is not None)
+            exit_with(line, error, INTERRUPTED if isinstance(error, _Terminated) else CTRL_C)
         except Exception as error:
             line = explain(error, None if output is None else str(expanded(output.value)))
             if line is None:
                 raise
-            _exit(f"error: {line}", error, at_once=not alone)
+            exit_with(f"error: {line}", error)
 
     app.run(guarded, flags_parser=functools.partial(_parse, output is not None))
 
@@ -171,15 +164,12 @@ def _quiet_end(at_once: bool = False) -> Iterator[None]:
         if sys.stdout is not None:
             sys.stdout.flush()  # Python's own flush at exit would print an error.
     except BrokenPipeError:
-        closed = [
-            stream
-            for stream in (sys.stdout, sys.stderr)
-            if stream is not None and _is_closed_pipe(stream.fileno())
-        ]
+        outputs = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream is not None]
+        closed = [output for output in outputs if _is_closed_pipe(output)]
         if not closed:  # The error is about another pipe.
             raise
-        for stream in closed:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # For the remaining output.
+        for output in closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # For the remaining output.
         if at_once:
             os._exit(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
@@ -191,20 +181,13 @@ def _is_closed_pipe(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def _process_flags() -> dict | None:
+def _process_flags() -> list[Any] | None:
     """Returns the arguments of `hosts.connect`, or None for a single process."""
     if "coordinator" not in flags.FLAGS:
         return None
-    found = {
-        "coordinator": flags.FLAGS.coordinator,
-        "processes": flags.FLAGS.processes,
-        "process": flags.FLAGS.process_id,
-    }
-    return (
-        found
-        if flags.FLAGS.distributed or any(value is not None for value in found.values())
-        else None
-    )
+    found = [flags.FLAGS[name].value for name in ("coordinator", "processes", "process_id")]
+    given = flags.FLAGS.distributed or any(value is not None for value in found)
+    return found if given else None
 
 
 def _check_output(flag: flags.FlagHolder) -> None:
@@ -213,15 +196,10 @@ def _check_output(flag: flags.FlagHolder) -> None:
         raise UserError(f"--{flag.name} is empty; name a folder")
     path = expanded(flag.value)
     nearest = next(place for place in (path, *path.parents) if place.exists())
-    if not nearest.is_dir():
-        raise UserError(
-            f"--{flag.name}={flag.value}: {str(nearest)!r} is not a folder; choose another"
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--{flag.name}={flag.value}: {str(nearest)!r} cannot be written to; choose another "
-            "folder"
-        )
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return
+    problem = "cannot be written to" if nearest.is_dir() else "is not a folder"
+    raise UserError(f"--{flag.name}={flag.value}: {str(nearest)!r} {problem}; choose another")
 
 
 def _keep_programs() -> None:
@@ -235,8 +213,8 @@ def _keep_programs() -> None:
 
 
 def _parse(writes: bool, argv: list[str]) -> list[str]:
-    """Parses the flags and returns the remaining arguments. `writes` says whether the program
-    writes to a folder."""
+    """Parses the flags and returns the remaining arguments, of which there are none. `writes` says
+    whether the program writes to a folder."""
     _extend_help(writes)
     try:
         with _quiet_end():
@@ -245,12 +223,11 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
             raise UserError(
                 f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help"
             )
-        if "config" in flags.FLAGS and not hasattr(
-            flags.FLAGS.config, "keys"
-        ):  # Raises if the config file could not be loaded.
+        # Reading `config` raises an error if its file could not be loaded.
+        if "config" in flags.FLAGS and not hasattr(flags.FLAGS.config, "keys"):
             raise UserError(
-                f"get_config() returns {flags.FLAGS.config!r}; return a config of "
-                "spectr_jax (training, distillation, experiments)"
+                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax "
+                "(training, distillation, experiments)"
             )
         return left
     except SystemExit as error:
@@ -272,13 +249,11 @@ def _extend_help(writes: bool) -> None:
         for name in flags.FLAGS
         if any("than None" in check.message for check in flags.FLAGS[name].validators)
     ]
-    parts = [_CONFIG_HELP] * ("config" in flags.FLAGS) + [
-        f"\nRequired: {', '.join(needed)}\n"
-    ] * bool(needed)
     program = sys.modules["__main__"]
-    program.__doc__ = "".join(
-        [program.__doc__ or "", *parts, _STATUS_HELP.format(saved=_SAVED_HELP * writes)]
-    )
+    parts = [program.__doc__ or "", _CONFIG_HELP if "config" in flags.FLAGS else ""]
+    parts.append(f"\nRequired: {', '.join(needed)}\n" if needed else "")
+    parts.append(_STATUS_HELP.format(saved=_SAVED_HELP if writes else ""))
+    program.__doc__ = "".join(parts)
 
 
 def _reason(error: Exception) -> str:
@@ -286,8 +261,7 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
         return text.split("UserError: ", 1)[1]
-    missing = re.findall(r"Flag (--\w+) must have a value", text)
-    if missing:
+    if missing := re.findall(r"Flag (--\w+) must have a value", text):
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help"
     if isinstance(error, UserError):
         return text
@@ -305,11 +279,14 @@ def _reason(error: Exception) -> str:
 def _exit(
     line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False
 ) -> NoReturn:
-    if (
-        flags.FLAGS["verbose"].value or "--verbose" in sys.argv
-    ):  # It may follow a flag that was not parsed.
+    """Prints `line`, with --verbose after the traceback, and exits.
+
+    With several processes that is `at_once`: JAX would wait for the others, which wait for this one.
+    """
+    # The flag may follow one that was not parsed.
+    if flags.FLAGS["verbose"].value or "--verbose" in sys.argv:
         traceback.print_exception(error)
     print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
-    if at_once:  # JAX would wait at exit for the other processes, which wait for this one.
+    if at_once:
         os._exit(status)
     sys.exit(status)
