@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from spectr_jax.data.corpus import Sentences
-from spectr_jax.data.shuffled import Rows, ShuffledRows
+from spectr_jax.data.shuffled import PackedRows, ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from spectr_jax.utils.errors import UserError
 
@@ -26,7 +26,7 @@ def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
 
 
 def training_batches(
-    corpus: Sentences | Rows,
+    corpus: Sentences | PackedRows,
     tokenizer: Tokenizer,
     *,
     batch: int,
@@ -43,7 +43,7 @@ def training_batches(
     on the number of streams, not on the number of processes, each of which reads its own streams.
 
     Args:
-      corpus: sentences, or rows of packed targets [length].
+      corpus: sentences, or packed rows of `length` tokens, which are not packed again.
       tokenizer: SentencePiece tokenizer.
       batch: rows over all processes, a multiple of `streams`.
       length: tokens per row.
@@ -60,12 +60,12 @@ def training_batches(
       UserError: there are fewer sentences, or rows, than streams.
     """
     if len(corpus) < streams:
-        what = "packed rows" if isinstance(corpus, Rows) else "sentences"
+        what = "packed rows" if isinstance(corpus, PackedRows) else "sentences"
         raise UserError(
             f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, "
             f"or lower data.streams to {len(corpus)}"
         )
-    if isinstance(corpus, Rows):
+    if isinstance(corpus, PackedRows):
         return row_batches(corpus, _batch_of, batch, seed, streams, process, processes)
 
     def stream_of(stream: int) -> grain.IterDataset:
@@ -81,7 +81,7 @@ def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.M
 
 
 def row_batches(
-    rows: Rows,
+    rows: PackedRows,
     form: Callable[[np.ndarray], dict[str, np.ndarray]],
     batch: int,
     seed: int,

@@ -13,6 +13,7 @@ import numpy as np
 
 from spectr_jax.data.batches import evaluation_batches
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
+from spectr_jax.data.shuffled import PackedRows
 from spectr_jax.data.tokenizer import PAD, Tokenizer
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, expanded, write_json, write_whole
@@ -21,33 +22,6 @@ FORMAT = "spectr_jax/packed/1"
 ROWS_A_SHARD = 2**15
 INDEX = "packed.json"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError)
-
-
-class PackedRows:
-    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory."""
-
-    def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
-        self._shards = shards
-        self._ends = np.cumsum([len(shard) for shard in shards])
-        self.tokenizer_digest = tokenizer_digest
-
-    @property
-    def length(self) -> int:
-        """Tokens per row."""
-        return self._shards[0].shape[1]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int, /) -> np.ndarray:
-        return self.take(np.array([index]))[0]
-
-    def take(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the rows at `indices`, uint16 [count, length]."""
-        shards = np.searchsorted(self._ends, indices, side="right")
-        from_end = indices - self._ends[shards]  # Negative: counted from the end of the shard.
-        places = zip(shards.tolist(), from_end.tolist(), strict=True)
-        return np.stack([self._shards[shard][index] for shard, index in places])
 
 
 def pack(

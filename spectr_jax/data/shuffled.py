@@ -1,32 +1,50 @@
-"""Packed rows in an order that is new in each epoch, many at a time.
+"""Packed rows, and their order, which is new in each epoch.
 
 Grain yields rows one by one, at 40 us each under the interpreter's lock, which is too slow for
-small models on a fast GPU. The order and the position (a number of rows) are those of Grain's own
-shuffle, so that either can resume a run of the other.
+small models on a fast GPU. Here they come many at a time. The order and the position (a number of
+rows) are those of Grain's own shuffle, so that either can resume a run of the other.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
 import numpy as np
 
 
-@runtime_checkable
-class Rows(Protocol):
-    """Random access to packed targets, [length] each: `data.packed.PackedRows`."""
+class PackedRows:
+    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
+        self._shards = shards
+        self._ends = np.cumsum([len(shard) for shard in shards])
+        self.tokenizer_digest = tokenizer_digest
+
+    @property
+    def length(self) -> int:
+        """Tokens per row."""
+        return self._shards[0].shape[1]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        return self.take(np.array([index]))[0]
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the rows at `indices`, [count, length]."""
-        ...
+        """Returns the rows at `indices`, uint16 [count, length]."""
+        shards = np.searchsorted(self._ends, indices, side="right")
+        from_end = indices - self._ends[shards]  # Negative: counted from the end of the shard.
+        places = zip(shards.tolist(), from_end.tolist(), strict=True)
+        return np.stack([self._shards[shard][index] for shard, index in places])
 
 
 class ShuffledRows(grain.IterDataset):
     """Endless arrays [count, length] of every `streams`-th row starting at row `stream`, each row
     once per epoch."""
 
-    def __init__(self, rows: Rows, *, count: int, seed: int, stream: int = 0, streams: int = 1):
+    def __init__(
+        self, rows: PackedRows, *, count: int, seed: int, stream: int = 0, streams: int = 1
+    ):
         super().__init__()
         self._rows, self._stream, self._streams = rows, stream, streams
         self._rows_per_epoch = len(range(stream, len(rows), streams))

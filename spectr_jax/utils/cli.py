@@ -19,14 +19,9 @@ from absl import app, flags, logging
 from spectr_jax.utils.errors import Interrupted, UserError, check_device, explain, first_line
 from spectr_jax.utils.files import expanded
 
-BAD_INPUT = 2
-"""Exit status after bad input, which is reported in one line."""
-INTERRUPTED = 75
-"""Exit status of a run that was stopped and saved (EX_TEMPFAIL in sysexits.h)."""
-CTRL_C = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
-CLOSED_PIPE = 141
-"""Exit status after the reader of the output closed the pipe, as in `| head -1`: 128 + SIGPIPE."""
+BAD_INPUT, INTERRUPTED, CTRL_C, CLOSED_PIPE = 2, 75, 130, 141
+"""Exit statuses, explained in `_STATUS_HELP`. 75 is EX_TEMPFAIL of sysexits.h; the last two are 128
+plus the number of a signal, as in shells."""
 
 flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
 
