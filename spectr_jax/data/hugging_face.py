@@ -1,4 +1,4 @@
-"""Reads the tokenizers of Hugging Face's files, and writes our SentencePiece models as such."""
+"""Reads tokenizers from Hugging Face's files, and writes our SentencePiece models as such files."""
 
 import functools
 import json

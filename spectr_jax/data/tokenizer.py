@@ -155,18 +155,11 @@ def checked_text(text: str) -> str:
 class VocabularyOf(AnyTokenizer):
     """The vocabulary of a draft that was trained for a target, without a tokenizer."""
 
-    bos = eos = 0
+    bos = eos = vocab_size = 0
+    vocabulary = ""
 
     def __init__(self, name: str, vocabulary: str, vocab_size: int):
-        self._name, self._vocabulary, self._vocab_size = name, vocabulary, vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def vocabulary(self) -> str:
-        return self._vocabulary
+        self._name, self.vocabulary, self.vocab_size = name, vocabulary, vocab_size
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(

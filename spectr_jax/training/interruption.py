@@ -47,6 +47,6 @@ class Interruption:
                 return
             raise KeyboardInterrupt
         self._noted_at = now
-        os.write(2, b"\nstopping after this step; once more to stop at once, without saving\n")
+        os.write(2, b"\nstopping after this step; interrupt again to stop now without saving\n")
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -53,7 +53,7 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     if not 0 <= exits.layer < model.layers:
         raise UserError(
             f"early_exit.layer={exits.layer} is not below model.layers={model.layers}, so that a "
-            "layer is left behind it; lower it, or give 0 for none"
+            "layer is left behind it; lower it, or give 0 for no exit"
         )
     if not exits.weight >= 0:
         raise UserError(f"early_exit.weight={exits.weight} is negative; give a weight such as 0.5")

@@ -61,9 +61,9 @@ def open_run(workdir: pathlib.Path) -> Run:
       UserError: `workdir` is not a training workdir, or a file in it is damaged.
     """
     try:
-        config, shape = json.loads((workdir / CONFIG).read_text()), None
-        if "teacher" not in config:
-            shape = TransformerConfig(**{**config["model"], "dropout": 0.0})
+        config = json.loads((workdir / CONFIG).read_text())
+        model = None if "teacher" in config else {**config["model"], "dropout": 0.0}
+        shape = TransformerConfig(**model) if model else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path"
@@ -84,7 +84,8 @@ def read_student(workdir: pathlib.Path) -> Student:
     path = workdir / STUDENT
     try:
         about = json.loads(path.read_text())
-        tokens, rows = np.array(about["head_tokens"], np.int32), tuple(about.get("rows", ()))
+        tokens = np.array(about["head_tokens"], np.int32)
+        rows = tuple(about.get("rows", ()))
         return Student(LlamaConfig(**about["model"]), tokens, about["vocabulary"], rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

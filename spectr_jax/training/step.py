@@ -15,7 +15,7 @@ from spectr_jax.models.layers.attention import causal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The whole state of a run, except its position in the data.
+    """The state of a run, except its position in the data.
 
     Attributes:
       step: int32 [], number of steps taken.

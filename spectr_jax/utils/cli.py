@@ -26,10 +26,9 @@ plus the number of a signal, as in shells."""
 flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
 
 _CONFIG_HELP = """
-Any field of the config can be set with --config.FIELD=VALUE, such as
---config.batch_size=64. The config.py of spectr_jax/training, distillation and
-experiments list the fields with their defaults, and configs/ has configs to
-start from.
+Set any field of the config with --config.FIELD=VALUE, such as --config.batch_size=64.
+The fields and their defaults are in config.py of spectr_jax/training, distillation
+and experiments. configs/ has examples.
 """
 _STATUS_HELP = f"""
 Exit status:
@@ -208,8 +207,10 @@ def _keep_programs() -> None:
 
 
 def _parse(writes: bool, argv: list[str]) -> list[str]:
-    """Parses the flags and returns the remaining arguments, of which there are none. `writes` says
-    whether the program writes to a folder."""
+    """Parses the flags and returns an empty list: other arguments are an error.
+
+    `writes` says whether the program writes to a folder, for the help.
+    """
     _extend_help(writes)
     try:
         with _quiet_end():

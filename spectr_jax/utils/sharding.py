@@ -56,9 +56,7 @@ def put(tree: Any, places: Any) -> Any:
     """Returns arrays that every process holds, each placed by its sharding in `places`."""
 
     def put_one(leaf, place):
-        if leaf.sharding == place:
-            return leaf
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or leaf.sharding == place:
             return jax.device_put(leaf, place)
         # A device of one process cannot always send to a device of another.
         on_host = np.asarray(leaf)
