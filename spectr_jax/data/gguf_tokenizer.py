@@ -34,17 +34,16 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
       UserError: a value is missing, or this kind of tokenizer is not supported.
     """
 
+    def damaged(problem):
+        return UserError(f"{source!r} {problem}; fetch it again")
+
     def need(name, kind):
-        value = metadata.get(f"tokenizer.ggml.{name}")
+        name = f"tokenizer.ggml.{name}"
+        value = metadata.get(name)
         if value is None:
-            raise UserError(
-                f"{source!r} lacks 'tokenizer.ggml.{name}' in its metadata; fetch it again"
-            )
+            raise damaged(f"lacks {name!r} in its metadata")
         if not isinstance(value, kind):
-            raise UserError(
-                f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it "
-                "again"
-            )
+            raise damaged(f"has {name}={value!r:.40}, no {kind.__name__}")
         return value
 
     if (kind := need("model", str)) != "gpt2":
@@ -54,18 +53,14 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         )
     tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):
-        raise UserError(
-            f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again"
-        )
+        raise damaged(f"has {len(tokens)} tokens and {len(types)} types of them")
     numbers = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in need("merges", list)]
     pre = need("pre", str)
     try:
         bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=pre in LLAMA3)
     except Exception as error:  # The library raises bare exceptions.
-        raise UserError(
-            f"{source!r} has merges that do not fit its tokens ({error}); fetch it again"
-        ) from error
+        raise damaged(f"has merges that do not fit its tokens ({error})") from error
     made = tokenizers.Tokenizer(bpe)
     made.pre_tokenizer = _pre_tokenizer(pre, source)
     if pre == "qwen2":
@@ -84,7 +79,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     first = eos if bos is None else bos  # Qwen's files have no BOS.
     for token in (first, *ends):
         if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise UserError(f"{source!r} names token {token!r} of {len(tokens)}; fetch it again")
+            raise damaged(f"names token {token!r} of {len(tokens)}")
     return HuggingFaceTokenizer(
         made,
         first,

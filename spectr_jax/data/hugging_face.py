@@ -67,16 +67,11 @@ class HuggingFaceTokenizer(AnyTokenizer):
         template: str | None = None,
         names: Mapping[str, str | None] | None = None,
     ):
-        """Wraps `tokenizer`.
+        """Wraps `tokenizer` for a model with these BOS and EOS and a chat template in Jinja.
 
-        Args:
-          tokenizer: without truncation and padding.
-          bos: of the model.
-          eos: of the model.
-          adds_bos: whether a prompt begins with BOS. An empty one always does.
-          template: the chat template, in Jinja.
-          names: what the template calls `bos_token` and `eos_token`, if these differ from `bos` and
-            the first of `eos`; None for a token that does not exist.
+        With `adds_bos` a prompt begins with BOS; without it, only an empty prompt does. `names` are
+        what the template sees as `bos_token` and `eos_token` (None: undefined), by default the
+        tokens `bos` and the first of `eos`.
         """
         self.bos, self.eos = bos, eos
         self.template = template

@@ -49,8 +49,7 @@ def pack(
     """
     if tokenizer.vocab_size > 2**16:
         raise UserError(
-            f"a vocabulary of {tokenizer.vocab_size} pieces does not fit 16 bits; train one of at "
-            "most 65536"
+            f"{tokenizer.vocab_size} pieces do not fit 16 bits; train a vocabulary of at most 65536"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.model", tokenizer.proto)

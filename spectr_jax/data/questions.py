@@ -61,8 +61,7 @@ def _question(line: str, place: str) -> Question:
         identity, category, turns = given["question_id"], given["category"], given["turns"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{place} lacks question_id, category or turns ({error!r}); give one JSON object per "
-            "line"
+            f"{place} lacks question_id, category or turns ({error!r}); give JSON lines"
         ) from error
     strings = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
     if not strings or not turns or not all(map(str.strip, turns)):

@@ -22,7 +22,7 @@ NO_PIECE = "<none>"
 
 
 class AnyTokenizer(Protocol):
-    """What decoding needs of a tokenizer. Inherit from it for `prompts` and `texts`.
+    """What decoding needs of a tokenizer. Inherit from it for the methods that have a body.
 
     Attributes:
       bos: the token that begins a sequence.
@@ -115,8 +115,7 @@ class AnyTokenizer(Protocol):
         rows, ends = _integers(tokens), _integers(lengths)
         if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
             raise UserError(
-                "tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of "
-                "a Generation"
+                "tokens and lengths are not whole numbers of shapes [B, T], [B]; see Generation"
             )
         if np.any((ends < 0) | (ends > rows.shape[1])):
             raise UserError(
@@ -226,8 +225,7 @@ class Tokenizer(AnyTokenizer):
         specials = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         if specials != (PAD, BOS, EOS):
             raise UserError(
-                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train it "
-                "with spectr_jax.train"
+                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train another"
             )
 
     @property

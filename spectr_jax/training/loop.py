@@ -133,8 +133,7 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
         if jax.process_count() > 1:
             raise UserError(
                 f"another process of the run has probably ended ({reason}); see its log, and give "
-                "the same command again (all of them): it resumes from the newest checkpoint in "
-                f"{str(workdir)!r}"
+                "the same command again (all of them): it resumes from the newest checkpoint"
             ) from error
         raise
 
@@ -199,8 +198,7 @@ class _Run:
             self.checkpoints.close()
         if stopping:
             raise Interrupted(
-                f"stopped and saved at step {step} of {config.steps}; the same command resumes "
-                "from there"
+                f"stopped and saved at step {step} of {config.steps}; the same command resumes"
             )
         return state
 

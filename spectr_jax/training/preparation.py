@@ -43,8 +43,7 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     model, exits = config.model, config.early_exit
     if model.width % (2 * model.heads):
         raise UserError(
-            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change "
-            "one"
+            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; fix one"
         )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
@@ -123,8 +122,7 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
             )
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give "
-            "its own"
+            f"init={config.init!r} has another tokenizer than data.tokenizer; give that of init"
         )
     return nnx.state(model)
 
@@ -206,8 +204,7 @@ def open_tokenizer(
         shared = expanded(config.init).parent / TOKENIZER
     if config.init and not shared.exists():
         raise UserError(
-            f"no tokenizer at {str(shared)!r}; a run from init={config.init!r} needs the tokenizer "
-            "of the weights"
+            f"no tokenizer at {str(shared)!r}; copy the tokenizer of init={config.init!r} there"
         )
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
@@ -227,8 +224,7 @@ def open_tokenizer(
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(
-            f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; "
-            "restore it"
+            f"{str(shared)!r} is not the tokenizer of the run, {str(own)!r}; restore that one"
         )
     if hosts.is_first() and not own.exists():
         write_whole(own, tokenizer.proto)

@@ -222,8 +222,7 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
         # Reading `config` raises an error if its file could not be loaded.
         if "config" in flags.FLAGS and not hasattr(flags.FLAGS.config, "keys"):
             raise UserError(
-                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax "
-                "(training, distillation, experiments)"
+                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax"
             )
         return left
     except SystemExit as error:

@@ -59,8 +59,7 @@ def check_fetched(path: pathlib.Path) -> None:
     with path.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(
-                f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull' "
-                "in its folder"
+                f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull'"
             )
 
 

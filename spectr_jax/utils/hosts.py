@@ -36,8 +36,7 @@ def connect(
         )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise UserError(
-            f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as "
-            "host0:1234"
+            f"--coordinator={coordinator!r} is not HOST:PORT; give process 0's, as host0:1234"
         )
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(
