@@ -31,10 +31,7 @@ def render(
 ) -> str:
     """Returns the text of a conversation, up to where the model's answer begins.
 
-    Args:
-      template: in Jinja.
-      messages: with roles and contents.
-      names: other variables, such as `bos_token`.
+    `messages` have a role and a content each. `names` are other variables, such as `bos_token`.
 
     Raises:
       UserError: `messages` is not a list of messages, or the template fails or rejects them.

@@ -94,16 +94,10 @@ class Checkpoints:
             self._checkpointer.wait()
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
-        """Returns the newest readable checkpoint.
+        """Returns the state of the newest readable checkpoint, its data positions, and the unreadable
+        steps. These are moved to another folder, so that the run can write them again.
 
-        Unreadable checkpoints are moved to another folder, so that the run can write their steps
-        again.
-
-        Args:
-          like: a state of abstract arrays with shardings, for any number of devices.
-
-        Returns:
-          The state, the data positions, and the unreadable steps.
+        `like` is a state of abstract arrays with shardings, for any number of devices.
 
         Raises:
           UserError: there is no readable checkpoint of this model; then nothing is moved.

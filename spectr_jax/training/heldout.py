@@ -31,18 +31,11 @@ def pack_heldout(
     length: int,
     name: str = "the corpus",
 ) -> Heldout:
-    """Returns the held-out sentences that fit the context, in full batches; the last one is padded.
-
-    Args:
-      sentences: the corpus.
-      tokenizer: SentencePiece tokenizer.
-      first: number of first sentences to try.
-      rows: rows per batch over all processes.
-      length: tokens per row, the context.
-      name: name of the corpus in the error.
+    """Returns those of the `first` sentences that fit rows of `length` tokens, in batches of `rows`
+    rows over all processes. The last batch is padded.
 
     Raises:
-      UserError: no sentence fits.
+      UserError: no sentence of the corpus, called `name`, fits.
     """
     tried = (sentences[index] for index in range(min(first, len(sentences))))
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
@@ -62,11 +55,8 @@ def pack_heldout(
 def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> dict[str, float]:
     """Returns nats per token and bits per character, as exact means over the real tokens.
 
-    Args:
-      eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 if none), tokens.
-      params: parameters on the mesh.
-      heldout: from `pack_heldout`.
-      mesh: where the batches are placed.
+    `eval_step` maps (params, batch), both on `mesh`, to summed nats, summed nats of an early exit
+    (0 if none), and the number of tokens.
     """
     sums = np.zeros(3)
     for batch in heldout.batches:

@@ -59,13 +59,8 @@ def compiled(
     """Returns programs whose parameters and optimizer state are placed on `mesh` by
     `sharding.state_sharding`.
 
-    Args:
-      mesh: devices of the run.
-      build: makes a model with random weights.
-      optimizer: including its schedule.
-      step: as in `Programs`, followed by the arguments `given`.
-      evaluate: as `step`.
-      given: further arguments, such as a teacher's weights, which are replicated.
+    `step` and `evaluate` are as in `Programs`, with the further arguments `given`, such as a
+    teacher's weights, which are replicated. `build` makes a model with random weights.
     """
 
     def init(key):

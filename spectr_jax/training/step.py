@@ -92,18 +92,11 @@ def train_step(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """Returns one update of a language model.
+    """Returns the state of a language model after one update, and scalars `loss` (nats per token),
+    `exit_loss` (if there is an exit), `grad_norm` and `tokens`.
 
-    Args:
-      graphdef: of the model, from `nnx.split`.
-      optimizer: including its schedule.
-      options: static.
-      state: donated by the caller.
-      batch: `inputs`, `targets`, `segments`, `positions`, int32 [B, N].
-
-    Returns:
-      The new state, and scalars `loss` (nats per token), `exit_loss` (if there is an exit),
-      `grad_norm` and `tokens`.
+    The caller donates `state`. `batch` has `inputs`, `targets`, `segments`, `positions`, int32
+    [B, N].
     """
 
     def objective(params, part, key):
@@ -123,18 +116,11 @@ def update(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """Returns one update that lowers `objective` over the tokens of `batch` whose `segments` [B, N]
-    are not 0.
+    """Returns the state after one update that lowers `objective`, and scalars: the objective's
+    metrics per token, `grad_norm` and `tokens`.
 
-    Args:
-      objective: the loss function.
-      optimizer: including its schedule.
-      accumulate: number of parts in which the batch is processed.
-      state: donated by the caller.
-      batch: arrays [B, ...].
-
-    Returns:
-      The new state, and scalars: the objective's metrics per token, `grad_norm` and `tokens`.
+    The caller donates `state`. `batch` has arrays [B, ...], is processed in `accumulate` parts, and
+    its tokens are those whose `segments` [B, N] are not 0.
     """
     tokens = jnp.sum(batch["segments"] > 0)
     step_key = jax.random.fold_in(state.key, state.step)

@@ -83,11 +83,7 @@ def define_import_flag() -> None:
 
 
 def _import_modules() -> None:
-    """Imports the modules that --import names. The current folder is searched too.
-
-    Raises:
-      UserError: a module is missing or fails.
-    """
+    """Imports the modules that --import names, also from the current folder."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in ",".join(flags.FLAGS["import"].value or []).split(","):
@@ -106,10 +102,8 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
     """Parses the flags and runs `main`. A user error becomes one line without a traceback
     (`errors.explain`).
 
-    Args:
-      main: takes no arguments; raises `UserError` for bad input, and `Interrupted` once a
-        stopped run is saved.
-      output: the flag that names the output folder, if any. It is checked before any long work.
+    `main` raises `UserError` for bad input, and `Interrupted` once a stopped run is saved. `output`
+    is the flag that names the output folder, which is checked before any long work.
     """
 
     def guarded(_):

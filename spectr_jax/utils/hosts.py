@@ -16,13 +16,10 @@ HEARTBEAT_SECONDS = 30
 def connect(
     coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> None:
-    """Connects this process to the others. Call it before JAX is used.
+    """Connects this process, of index `process`, to the others. Call it before JAX is used.
 
-    Args:
-      coordinator: HOST:PORT of process 0. None reads all three values from the environment (TPU
-        pods, Slurm, Open MPI).
-      processes: the number of processes.
-      process: the index of this process.
+    `coordinator` is HOST:PORT of process 0. Without arguments, all three values come from the
+    environment (TPU pods, Slurm, Open MPI).
 
     Raises:
       UserError: the values are inconsistent, the environment has none, or no process answers.
