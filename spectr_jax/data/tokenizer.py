@@ -225,7 +225,7 @@ class Tokenizer(AnyTokenizer):
         specials = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         if specials != (PAD, BOS, EOS):
             raise UserError(
-                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train another"
+                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; retrain it"
             )
 
     @property

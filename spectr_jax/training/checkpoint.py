@@ -94,8 +94,8 @@ class Checkpoints:
             self._checkpointer.wait()
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
-        """Returns the state of the newest readable checkpoint, its data positions, and the unreadable
-        steps. These are moved to another folder, so that the run can write them again.
+        """Returns the newest readable checkpoint: its state, its data positions, and the unreadable
+        steps, which are moved to another folder, so that the run can write them again.
 
         `like` is a state of abstract arrays with shardings, for any number of devices.
 
@@ -175,10 +175,11 @@ class Checkpoints:
         except _FAILURES as error:
             self._checkpointer.reload()  # Orbax counts a step from the start of its save.
             others = " or see why another process ended" if jax.process_count() > 1 else ""
+            reason, step = first_line(error), self.latest_step() or 0
             raise UserError(
-                f"a checkpoint could not be saved in {str(self.directory)!r} ({first_line(error)}); "
-                f"make room there{others}, and give the same command again: the run resumes from "
-                f"step {self.latest_step() or 0}, which is whole"
+                f"a checkpoint could not be saved in {str(self.directory)!r} ({reason}); make room "
+                f"there{others}, and give the same command again: the run resumes from step {step}, "
+                "which is whole"
             ) from error
 
 

@@ -9,7 +9,7 @@ from spectr_jax.utils.errors import unknown
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
-    """Returns a training config for a model of the ladder, with the recipe of Flax's LM1B example."""
+    """Returns a training config of a ladder model, with the recipe of Flax's LM1B example."""
     if model not in LADDER:
         raise unknown("model", model, LADDER)
     return ml_collections.ConfigDict(

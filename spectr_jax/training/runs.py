@@ -1,5 +1,7 @@
-"""The contents of a training workdir besides checkpoints: config, model shape and tokenizer. Reading
-them needs neither Orbax nor the training code."""
+"""The contents of a training workdir besides checkpoints: config, model shape and tokenizer.
+
+Reading them needs neither Orbax nor the training code.
+"""
 
 import dataclasses
 import json

@@ -129,8 +129,9 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
-            line = "interrupted" + "; the same command resumes" * (output is not None)
-            exit_with(line, error, INTERRUPTED if isinstance(error, _Terminated) else CTRL_C)
+            resumes = "; the same command resumes" if output is not None else ""
+            status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
+            exit_with(f"interrupted{resumes}", error, status)
         except Exception as error:
             line = explain(error, None if output is None else str(expanded(output.value)))
             if line is None:
@@ -270,7 +271,7 @@ def _exit(
 ) -> NoReturn:
     """Prints `line`, with --verbose after the traceback, and exits.
 
-    With several processes that is `at_once`: JAX would wait for the others, which wait for this one.
+    It exits `at_once` if JAX would wait for other processes, which wait for this one.
     """
     # The flag may follow one that was not parsed.
     if flags.FLAGS["verbose"].value or "--verbose" in sys.argv:

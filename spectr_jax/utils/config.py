@@ -55,7 +55,7 @@ def config_hash(config: ml_collections.ConfigDict) -> str:
 
 
 def _same_kind(value: Any, default: Any) -> bool:
-    """Returns whether `value` has the type of `default`. A float may be an integer, and a default of
+    """Returns whether `value` has the type of `default`. A float may be an integer, and the default
     None stands for an optional number."""
     if default is None:
         return value is None or _same_kind(value, 0.0)

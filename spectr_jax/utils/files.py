@@ -44,7 +44,7 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
 
 
 def named(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns `expanded(name)` with a final `.` or `..` resolved, so that the last part is a name."""
+    """Returns `expanded(name)` with a last `.` or `..` resolved, so that it ends in a name."""
     path = expanded(name)
     return path.resolve() if path.name in ("", "..") else path
 

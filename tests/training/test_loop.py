@@ -127,8 +127,7 @@ def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
 
 @pytest.mark.slow
 def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
-    """The learning rate ruins the model late, so that the best checkpoint is an early one, which can
-    be loaded by name."""
+    """The learning rate ruins the model late: the best checkpoint is an early one."""
     changes = {
         "steps": 60,
         "eval_every": 5,
