@@ -275,8 +275,9 @@ def controls(
       UserError: one is missing, or is not a token of the vocabulary.
     """
     own = _json(folder / "generation_config.json")
-    given = {**config, **{name: value for name, value in own.items() if value is not None}}
-    bos, eos = given.get("bos_token_id"), given.get("eos_token_id")
+    own = {name: value for name, value in own.items() if value is not None}
+    given: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, **config, **own}
+    bos, eos = given["bos_token_id"], given["eos_token_id"]
     ends = eos if isinstance(eos, list) else [eos]
     if bos is None and ends:  # Qwen's models have none.
         bos = ends[0] if first is None else first
@@ -284,8 +285,8 @@ def controls(
         known = [type(token) is int and 0 <= token < vocab_size for token in tokens]
         if not known or not all(known):
             raise UserError(
-                f"{str(folder)!r} has {name}={given.get(name)}, no token of its vocabulary; fix "
-                "its config.json"
+                f"{str(folder)!r} has {name}={given[name]}, no token of its vocabulary; fix its "
+                "config.json"
             )
     return bos, ends[0] if len(ends) == 1 else tuple(ends)
 
