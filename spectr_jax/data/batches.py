@@ -38,23 +38,13 @@ def training_batches(
 ) -> grain.IterDataset:
     """Returns an endless, shuffled pipeline of packed batches. Each epoch has its own order.
 
+    A batch is a dict of `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
+    length]. `positions_of` and `go_to` get and set the position of an iterator.
+
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream is shuffled and
     packed separately, and a batch takes the same number of rows from each. Batches therefore depend
     on the number of streams, not on the number of processes, each of which reads its own streams.
-
-    Args:
-      corpus: sentences, or packed rows of `length` tokens, which are not packed again.
-      tokenizer: SentencePiece tokenizer.
-      batch: rows over all processes, a multiple of `streams`.
-      length: tokens per row.
-      seed: seed of the shuffle.
-      streams: number of streams, a multiple of `processes`.
-      process: index of this process.
-      processes: number of processes.
-
-    Returns:
-      A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
-      length]. `positions_of` and `go_to` get and set the position of its iterator.
+    `batch` (rows over all processes) is a multiple of `streams`, which is one of `processes`.
 
     Raises:
       UserError: there are fewer sentences, or rows, than streams.

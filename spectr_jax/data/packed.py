@@ -31,18 +31,12 @@ def pack(
     length: int,
     compress: bool = False,
 ) -> dict:
-    """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index.
+    """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index,
+    which is returned: format, length, digest of the tokenizer, rows of each shard, and the numbers
+    of sentences and tokens.
 
-    Args:
-      sentences: the corpus.
-      tokenizer: with at most 65,536 pieces.
-      folder: created if needed.
-      length: tokens per row; longer sentences are cut.
-      compress: whether to compress with xz, for copying; opening then takes seconds longer.
-
-    Returns:
-      The index: format, length, digest of the tokenizer, rows of each shard, and the numbers of
-      sentences and tokens.
+    Sentences are cut to `length` tokens. With `compress` shards are compressed with xz, for
+    copying; opening them then takes seconds longer.
 
     Raises:
       UserError: the vocabulary is too large for uint16.

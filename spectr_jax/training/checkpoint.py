@@ -178,8 +178,8 @@ class Checkpoints:
             reason, step = first_line(error), self.latest_step() or 0
             raise UserError(
                 f"a checkpoint could not be saved in {str(self.directory)!r} ({reason}); make room "
-                f"there{others}, and give the same command again: the run resumes from step {step}, "
-                "which is whole"
+                f"there{others}, and give the same command again: the run resumes from step "
+                f"{step}, which is whole"
             ) from error
 
 

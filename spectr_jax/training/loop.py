@@ -39,25 +39,15 @@ BAR: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "mininterval": 1.0
 
 
 class Task(NamedTuple):
-    """What a run learns, and from which data.
-
-    Attributes:
-      programs: compiled on their first call.
-      data: batches, positioned for a new run.
-      evaluate: maps parameters to held-out scores by name.
-      metric: the score that the best checkpoint minimises.
-      curves: the metrics in loss.png.
-      flops_per_token: FLOPs of a step per token.
-      given: returns the initial parameters, or None for those of `programs.init`.
-    """
+    """What a run learns, and from which data."""
 
     programs: Programs
-    data: grain.DatasetIterator
-    evaluate: Callable[[Any], dict[str, float]]
-    metric: str
-    curves: Curves
-    flops_per_token: int
-    given: Callable[[], nnx.State | None]
+    data: grain.DatasetIterator  # Batches, positioned for a new run.
+    evaluate: Callable[[Any], dict[str, float]]  # Maps parameters to held-out scores by name.
+    metric: str  # The score that the best checkpoint minimises.
+    curves: Curves  # The metrics in loss.png.
+    flops_per_token: int  # Of a step.
+    given: Callable[[], nnx.State | None]  # Initial parameters; None for those of `programs.init`.
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:

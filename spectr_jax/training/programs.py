@@ -17,19 +17,12 @@ from spectr_jax.utils import sharding
 
 
 class Programs(NamedTuple):
-    """The programs of a run. Each compiles on its first call.
+    """The programs of a run. Each compiles on its first call."""
 
-    Attributes:
-      init: (key) -> state; the key is consumed.
-      step: (state, batch) -> state, metrics; the state is donated.
-      evaluate: (params, batch) -> sums over its tokens, such as those of `eval_step`.
-      like: the state as abstract arrays with shardings.
-    """
-
-    init: Callable
-    step: Callable
-    evaluate: Callable
-    like: TrainState
+    init: Callable  # (key) -> state; the key is consumed.
+    step: Callable  # (state, batch) -> state, metrics; the state is donated.
+    evaluate: Callable  # (params, batch) -> sums over its tokens, as of `eval_step`.
+    like: TrainState  # Abstract arrays with shardings.
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:

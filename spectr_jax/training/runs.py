@@ -23,37 +23,22 @@ the first held-out labels."""
 
 
 class Student(NamedTuple):
-    """Choices that a distillation makes before its first step.
-
-    Attributes:
-      shape: shape of the student.
-      head_tokens: tokens that its head scores, [W] int32.
-      vocabulary: digest of the teacher's vocabulary.
-      rows: number of labelled rows of each training folder; empty in older runs.
-    """
+    """Choices that a distillation makes before its first step."""
 
     shape: LlamaConfig
-    head_tokens: np.ndarray
-    vocabulary: str
-    rows: tuple[int, ...]
+    head_tokens: np.ndarray  # Tokens that the head scores, [W] int32.
+    vocabulary: str  # Digest of the teacher's vocabulary.
+    rows: tuple[int, ...]  # Labelled rows of each training folder; empty in older runs.
 
 
 class Run(NamedTuple):
-    """A run, as its workdir describes it.
+    """A run, as its workdir describes it."""
 
-    Attributes:
-      config: JSON values.
-      shape: shape of its model.
-      tokenizer: its tokenizer; for a student, only the vocabulary of its teacher.
-      metric: the metric that its best checkpoint minimises.
-      student: None for a language model.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # JSON values.
     shape: TransformerConfig | LlamaConfig
-    tokenizer: AnyTokenizer
-    metric: str
-    student: Student | None
+    tokenizer: AnyTokenizer  # For a student, only the vocabulary of its teacher.
+    metric: str  # The metric that the best checkpoint minimises.
+    student: Student | None  # None for a language model.
 
 
 def open_run(workdir: pathlib.Path) -> Run:

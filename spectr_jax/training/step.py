@@ -15,19 +15,12 @@ from spectr_jax.models.layers.attention import causal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a run, except its position in the data.
+    """The state of a run, except its position in the data."""
 
-    Attributes:
-      step: int32 [], number of steps taken.
-      params: parameters, as `nnx.split` returns them.
-      opt_state: state of the optimizer.
-      key: [] typed key; step `i` draws its dropout from `fold_in(key, i)`.
-    """
-
-    step: jax.Array
-    params: Any
+    step: jax.Array  # int32 [], number of steps taken.
+    params: Any  # Parameters, as `nnx.split` returns them.
     opt_state: Any
-    key: jax.Array
+    key: jax.Array  # [] typed key; step `i` draws its dropout from `fold_in(key, i)`.
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -44,19 +37,12 @@ def init_state(
 
 
 class StepOptions(NamedTuple):
-    """Static options of a step.
+    """Static options of a step."""
 
-    Attributes:
-      exit_layer: number of layers after which a second loss is taken, for self-speculation, or 0.
-      exit_weight: weight of that loss.
-      accumulate: number of parts in which a batch is processed; their gradients are summed.
-      remat: whether to recompute each block's activations in the backward pass to save memory.
-    """
-
-    exit_layer: int = 0
-    exit_weight: float = 0.0
-    accumulate: int = 1
-    remat: bool = False
+    exit_layer: int = 0  # Layers after which a second loss is taken, for self-speculation, or 0.
+    exit_weight: float = 0.0  # Weight of that loss.
+    accumulate: int = 1  # Parts in which a batch is processed; their gradients are summed.
+    remat: bool = False  # Recompute activations of blocks in the backward pass to save memory.
 
 
 def summed_loss(

@@ -38,9 +38,6 @@ Exit status:
   {CLOSED_PIPE}  the pipe that it prints to was closed
   1    a bug: please report its traceback
 """
-_SAVED_HELP = (
-    f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
-)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -242,8 +239,10 @@ def _extend_help(writes: bool) -> None:
     program = sys.modules["__main__"]
     parts = [program.__doc__ or "", _CONFIG_HELP if "config" in flags.FLAGS else ""]
     parts.append(f"\nRequired: {', '.join(needed)}\n" if needed else "")
-    parts.append(_STATUS_HELP.format(saved=_SAVED_HELP if writes else ""))
-    program.__doc__ = "".join(parts)
+    saved = (
+        f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
+    )
+    program.__doc__ = "".join([*parts, _STATUS_HELP.format(saved=saved if writes else "")])
 
 
 def _reason(error: Exception) -> str:
