@@ -16,22 +16,19 @@ _OUT = flags.DEFINE_string(
     "out", None, "The folder that gets shards, index and tokenizer.model.", required=True
 )
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", "", "A SentencePiece model; trained on the corpus if it is not there."
+    "tokenizer", "", "A SentencePiece model; trained on the corpus if it does not exist."
 )
 _VOCABULARY = flags.DEFINE_integer(
     "vocab_size", 8_192, "Size of the vocabulary, if a tokenizer is trained.", lower_bound=1
 )
 _SENTENCES = flags.DEFINE_integer(
-    "tokenizer_sentences",
-    250_000,
-    "The number of sentences to train the tokenizer on.",
-    lower_bound=1,
+    "tokenizer_sentences", 250_000, "Sentences to train the tokenizer on.", lower_bound=1
 )
 _LENGTH = flags.DEFINE_integer(
     "length", 128, "Tokens per row: the context of the models.", lower_bound=2
 )
 _COMPRESS = flags.DEFINE_bool(
-    "compress", False, "Compress the shards with xz, for copying to another machine."
+    "compress", False, "Compress the shards with xz, to copy them to another machine."
 )
 _TFDS = flags.DEFINE_string(
     "tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder."
@@ -48,9 +45,7 @@ def main():
     out = expanded(_OUT.value)
     tokenizer_path = expanded(_TOKENIZER.value) if _TOKENIZER.value else out / "tokenizer.model"
     if (out / packed.INDEX).exists():
-        raise UserError(
-            f"{str(out)!r} holds a packed corpus already; choose another --out, or remove it"
-        )
+        raise UserError(f"{str(out)!r} holds a packed corpus already; choose another --out")
     sentences = open_sentences(_DATA.value, _TFDS.value)
     if tokenizer_path.exists():
         tokenizer = Tokenizer(tokenizer_path)

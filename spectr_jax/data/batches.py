@@ -1,8 +1,8 @@
 """Turns sentences or packed rows into batches with Grain.
 
-Several sentences share one row of a batch. `segments` numbers them (0 is padding) so that none
-attends to another, and `positions` starts at 0 in each. Inputs are BOS and the pieces, targets are
-the pieces and EOS.
+Several sentences share a row. `segments` numbers them (0 is padding) so that none attends to
+another, and `positions` starts at 0 in each. Inputs are BOS and the pieces; targets are the pieces
+and EOS.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from spectr_jax.data.corpus import Sentences
-from spectr_jax.data.shuffled import Rows, ShuffledRows
+from spectr_jax.data.shuffled import PackedRows, ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from spectr_jax.utils.errors import UserError
 
@@ -26,7 +26,7 @@ def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
 
 
 def training_batches(
-    corpus: Sentences | Rows,
+    corpus: Sentences | PackedRows,
     tokenizer: Tokenizer,
     *,
     batch: int,
@@ -38,41 +38,29 @@ def training_batches(
 ) -> grain.IterDataset:
     """Returns an endless, shuffled pipeline of packed batches. Each epoch has its own order.
 
-    Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream shuffles and
-    packs its own, and a batch takes the same number of rows from each. So the batches depend on the
-    number of streams, not on the number of processes, each of which reads its own streams.
+    A batch is a dict of `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
+    length]. `positions_of` and `go_to` get and set the position of an iterator.
 
-    Args:
-      corpus: sentences; or `PackedRows`, uint16 [length] each, which are shuffled as they are.
-      tokenizer: SentencePiece tokenizer.
-      batch: rows over all processes, a multiple of `streams`.
-      length: tokens per row.
-      seed: seed of the shuffle.
-      streams: number of streams, a multiple of `processes`.
-      process: index of this process.
-      processes: number of processes.
-
-    Returns:
-      A dataset of dicts `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
-      length]. `positions_of` and `go_to` get and set the position of its iterator.
+    Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream is shuffled and
+    packed separately, and a batch takes the same number of rows from each. Batches therefore depend
+    on the number of streams, not on the number of processes, each of which reads its own streams.
+    `batch` (rows over all processes) is a multiple of `streams`, which is one of `processes`.
 
     Raises:
       UserError: there are fewer sentences, or rows, than streams.
     """
     if len(corpus) < streams:
-        what = "packed rows" if isinstance(corpus, Rows) else "sentences"
+        what = "packed rows" if isinstance(corpus, PackedRows) else "sentences"
         raise UserError(
             f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, "
-            "or lower data.streams to "
-            f"{len(corpus)}"
+            f"or lower data.streams to {len(corpus)}"
         )
-    if isinstance(corpus, Rows):
+    if isinstance(corpus, PackedRows):
         return row_batches(corpus, _batch_of, batch, seed, streams, process, processes)
 
     def stream_of(stream: int) -> grain.IterDataset:
-        return _packed(shuffled(corpus, seed, stream, streams), tokenizer, length, threads=0).batch(
-            batch // streams
-        )
+        sentences = shuffled(corpus, seed, stream, streams)
+        return _packed(sentences, tokenizer, length, threads=0).batch(batch // streams)
 
     return mixed_batches([stream_of], _batch_of, streams, process, processes)
 
@@ -83,7 +71,7 @@ def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.M
 
 
 def row_batches(
-    rows: Rows,
+    rows: PackedRows,
     form: Callable[[np.ndarray], dict[str, np.ndarray]],
     batch: int,
     seed: int,
@@ -92,14 +80,13 @@ def row_batches(
     processes: int = 1,
 ) -> grain.IterDataset:
     """Returns the pipeline of `training_batches` for packed rows. `form` makes a batch of rows."""
-    count = batch // streams
-    return mixed_batches(
-        [lambda i: ShuffledRows(rows, count=count, seed=seed + i, stream=i, streams=streams)],
-        form,
-        streams,
-        process,
-        processes,
-    )
+
+    def stream_of(stream: int) -> grain.IterDataset:
+        return ShuffledRows(
+            rows, count=batch // streams, seed=seed + stream, stream=stream, streams=streams
+        )
+
+    return mixed_batches([stream_of], form, streams, process, processes)
 
 
 def mixed_batches(
@@ -111,17 +98,15 @@ def mixed_batches(
 ) -> grain.IterDataset:
     """Returns the pipeline of `training_batches` over several sources.
 
-    Each source is a function from the number of a stream to that stream of arrays of rows. A batch
-    has the rows of one array from each stream of each source.
+    Each source maps the index of a stream to a dataset of arrays of rows. A batch concatenates one
+    array from each stream of each source.
     """
     share = streams // processes
     mine = range(process * share, (process + 1) * share)
-    joined = grain.experimental.ZipIterDataset(
-        [source(stream) for stream in mine for source in sources]
-    )
-    formed = joined.map(lambda parts: form(np.concatenate(parts)))
+    parts = [source(stream) for stream in mine for source in sources]
+    batches = grain.experimental.ZipIterDataset(parts).map(lambda rows: form(np.concatenate(rows)))
     return grain.experimental.ThreadPrefetchIterDataset(
-        formed, prefetch_buffer_size=PREFETCHED_BATCHES
+        batches, prefetch_buffer_size=PREFETCHED_BATCHES
     )
 
 
@@ -146,12 +131,12 @@ def evaluation_batches(
 def _packed(
     dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1
 ) -> grain.IterDataset:
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-    encoded = dataset.map(
-        lambda sentence: {"targets": encode(sentence, tokenizer, length)}
-    ).to_iter_dataset(options)
+    """Returns packed targets [length] of the sentences in `dataset`."""
+    encoded = dataset.map(lambda sentence: {"targets": encode(sentence, tokenizer, length)})
     rows = grain.experimental.FirstFitPackIterDataset(
-        encoded,
+        encoded.to_iter_dataset(
+            grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
+        ),
         length_struct={"targets": length},
         num_packing_bins=PACKING_BINS,
         shuffle_bins=False,
@@ -165,15 +150,14 @@ def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
     A sentence begins after each EOS. PAD follows only the last sentence, and a cut sentence without
     EOS fills its row. Inputs are the targets shifted by one, with BOS first in each sentence.
     """
-    targets = targets.astype(np.int32)
-    places = np.arange(targets.shape[1])
-    real = targets != PAD
     first = np.roll(targets == EOS, 1, axis=1)
     first[:, 0] = True
-    segments = np.where(real, np.cumsum(first, axis=1), 0)
-    positions = np.where(
-        real, places - np.maximum.accumulate(np.where(first, places, 0), axis=1), 0
-    )
-    inputs = np.where(real, np.where(first, BOS, np.roll(targets, 1, axis=1)), PAD)
-    as_int32 = {"inputs": inputs, "targets": targets, "segments": segments, "positions": positions}
-    return {name: array.astype(np.int32) for name, array in as_int32.items()}
+    columns = np.arange(targets.shape[1])
+    batch = {
+        "inputs": np.where(first, BOS, np.roll(targets, 1, axis=1)),
+        "targets": targets,
+        "segments": np.cumsum(first, axis=1),
+        "positions": columns - np.maximum.accumulate(np.where(first, columns, 0), axis=1),
+    }
+    real = targets != PAD
+    return {name: np.where(real, array, PAD).astype(np.int32) for name, array in batch.items()}

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.errors import UserError, first_line
 from spectr_jax.utils.files import digest, expanded
 
 TFDS_PREFIX = "tfds:"
@@ -25,29 +25,17 @@ class Sentences(Protocol):
 
 
 class TextSentences:
-    """The lines of text files in one UTF-8 buffer, because Python strings would take three times
-    the memory.
-
-    Blank lines and carriage returns are dropped.
-    """
+    """The lines of a UTF-8 buffer, each ended by a newline, without blank lines and carriage
+    returns. Python strings would take three times the memory."""
 
     def __init__(self, lines: bytes):
         buffer = np.frombuffer(lines, np.uint8)
         ends = np.flatnonzero(buffer == ord("\n"))
-        if len(buffer) and (len(ends) == 0 or ends[-1] != len(buffer) - 1):
-            ends = np.append(ends, len(buffer))
-        starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64) if len(ends) else ends
-        starts, ends = starts[ends > starts], ends[ends > starts]
-        if len(starts):
-            filled = np.logical_or.reduceat(
-                buffer > ord(" "), starts
-            )  # What lies between the lines is below too.
-            starts, ends = starts[filled], ends[filled]
-        self._lines, self._starts, self._ends = (
-            lines,
-            starts,
-            ends - (buffer[ends - 1] == ord("\r")),
-        )
+        starts = np.append(0, ends[:-1] + 1)
+        # Each slice contains its newline, which counts as blank too.
+        filled = np.logical_or.reduceat(buffer > ord(" "), starts)
+        self._lines, self._starts, ends = lines, starts[filled], ends[filled]
+        self._ends = ends - (buffer[ends - 1] == ord("\r"))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -75,8 +63,7 @@ class TfdsSentences:
         except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file, "
-                "or remove the corpus and "
-                "prepare it again"
+                "or remove the corpus and prepare it again"
             ) from error
 
 
@@ -95,26 +82,23 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     """
     if spec.startswith(PACKED_PREFIX):
         raise UserError(
-            f"{spec!r} is packed for training, and text is needed here; give the text that it was "
-            "made from"
+            f"{spec!r} is packed for training, and text is needed here; give the original text"
         )
     if spec.startswith(TFDS_PREFIX):
         sentences: Sentences = TfdsSentences(spec, _tfds_source(spec, tfds_dir))
     else:
-        sentences = TextSentences(
-            b"".join(_with_newline(read_text(path)) for path in text_files(spec))
-        )
+        texts = [read_text(path) for path in text_files(spec)]
+        sentences = TextSentences(b"\n".join([*texts, b""]))
     if not len(sentences):
-        raise UserError(f"the corpus {spec!r} is empty; give text with one sentence a line")
+        raise UserError(f"the corpus {spec!r} is empty; give text with one sentence per line")
     return sentences
 
 
 def corpus_digest(sentences: Sentences) -> str:
-    """Returns a digest of the number of sentences and of 256 evenly spread ones."""
+    """Returns a digest of the number of sentences and of 256 evenly spaced ones."""
     picked = np.unique(np.linspace(0, len(sentences) - 1, 256).astype(int))
-    return digest(
-        "\n".join([str(len(sentences)), *(sentences[int(index)] for index in picked)]).encode()
-    )[:12]
+    lines = [str(len(sentences)), *(sentences[int(index)] for index in picked)]
+    return digest("\n".join(lines).encode())[:12]
 
 
 def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[str]:
@@ -144,11 +128,9 @@ def read_text(path: pathlib.Path) -> bytes:
     return text
 
 
-def _with_newline(text: bytes) -> bytes:
-    return text if text.endswith(b"\n") or not text else text + b"\n"
-
-
 def text_files(spec: str) -> list[pathlib.Path]:
+    """Returns the sorted files of a path, a folder or a glob. Raises `UserError` if there are
+    none."""
     path = expanded(spec)
     found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
@@ -160,45 +142,32 @@ def text_files(spec: str) -> list[pathlib.Path]:
 
 
 def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
-    parts = spec.removeprefix(TFDS_PREFIX).split(":")
-    if len(parts) != 2 or not all(parts):
+    name, _, split = spec.removeprefix(TFDS_PREFIX).partition(":")
+    if not name or not split or ":" in split:
         raise UserError(
             f"corpus {spec!r} is not of the form tfds:DATASET:SPLIT, such as tfds:lm1b:train"
         )
-    name, split = parts
+    # Only the preparation needs TensorFlow.
+    preparation = "scripts/prepare_lm1b.sh"
+    if name != "lm1b":
+        preparation = f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"
     # Imported late: it takes seconds, and text corpora do not need it.
     import tensorflow_datasets as tfds
 
+    missing_set = tfds.core.DatasetNotFoundError
     try:
         builder = tfds.builder(name, data_dir=tfds_dir, file_format="array_record")
         source = builder.as_data_source(split=split)
-    except (
-        tfds.core.DatasetNotFoundError,
-        ValueError,
-        KeyError,
-        AssertionError,
-        FileNotFoundError,
-    ) as error:
-        first_line = (
-            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        )
+    except (missing_set, ValueError, KeyError, AssertionError, FileNotFoundError) as error:
         raise UserError(
             f"the TFDS corpus {spec!r} cannot be opened in {tfds_dir or 'the default folder'} "
-            f"({first_line}); prepare it: "
-            f"{_preparation(name)}"
+            f"({first_line(error)}); prepare it: {preparation}"
         ) from error
     missing = [path for path in builder.info.splits[split].filepaths if not path.exists()]
     if missing:
         raise UserError(
             f"{len(missing)} files of the TFDS corpus {spec!r} are missing, the first is "
-            f"{str(missing[0])!r}; restore them, "
-            f"or remove {str(builder.data_path)!r} and prepare it again: {_preparation(name)}"
+            f"{str(missing[0])!r}; restore them, or remove {str(builder.data_path)!r} and prepare "
+            f"it again: {preparation}"
         )
     return source
-
-
-def _preparation(name: str) -> str:
-    """Returns the command that prepares a TFDS data set. Only this step needs TensorFlow."""
-    if name == "lm1b":
-        return "scripts/prepare_lm1b.sh"
-    return f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"

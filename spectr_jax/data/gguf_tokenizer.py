@@ -1,5 +1,5 @@
-"""The tokenizer in a GGUF file's metadata: byte pairs, split as one of the programs that llama.cpp
-knows by name."""
+"""The tokenizer in a GGUF file's metadata: byte pairs, split as by one of the pre-tokenizers that
+llama.cpp knows by name."""
 
 from typing import Any, Protocol
 
@@ -11,22 +11,12 @@ from spectr_jax.utils.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
 ENDS = (
-    *(
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-    ),
-    *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"),
+    *("<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
 )
-"""Tokens that end a sequence wherever a vocabulary has them, whatever kind it says they are, as in
-llama.cpp."""
+"""Tokens that end a sequence in every vocabulary, whatever their type, as in llama.cpp."""
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-"""Names of Llama 3's way; BOS is added there unless the file says otherwise."""
+"""Names of Llama 3's pre-tokenizer. BOS is added there unless the file says otherwise."""
 DIGITS = {**dict.fromkeys(LLAMA3, r"\p{N}{1,3}"), "qwen2": r"\p{N}"}
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -38,26 +28,22 @@ class Metadata(Protocol):
 
 
 def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
-    """Builds the tokenizer.
-
-    Args:
-      metadata: of the file.
-      source: named in errors.
+    """Returns the tokenizer that a file's metadata describe. Errors name the file as `source`.
 
     Raises:
-      UserError: something is missing, or the kind of tokenizer is not read.
+      UserError: a value is missing, or this kind of tokenizer is not supported.
     """
 
+    def damaged(problem):
+        return UserError(f"{source!r} {problem}; fetch it again")
+
     def need(name, kind):
-        if (value := metadata.get(f"tokenizer.ggml.{name}")) is None:
-            raise UserError(
-                f"{source!r} lacks 'tokenizer.ggml.{name}' in its metadata; fetch it again"
-            )
+        name = f"tokenizer.ggml.{name}"
+        value = metadata.get(name)
+        if value is None:
+            raise damaged(f"lacks {name!r} in its metadata")
         if not isinstance(value, kind):
-            raise UserError(
-                f"{source!r} has tokenizer.ggml.{name}={value!r:.40}, no {kind.__name__}; fetch it "
-                "again"
-            )
+            raise damaged(f"has {name}={value!r:.40}, no {kind.__name__}")
         return value
 
     if (kind := need("model", str)) != "gpt2":
@@ -67,62 +53,55 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         )
     tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):
-        raise UserError(
-            f"{source!r} has {len(tokens)} tokens and {len(types)} types of them; fetch it again"
-        )
+        raise damaged(f"has {len(tokens)} tokens and {len(types)} types of them")
     numbers = {token: number for number, token in enumerate(tokens)}
-    types = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types, strict=True)]
     merges = [tuple(merge.split(" ", 1)) for merge in need("merges", list)]
-    splitter = need("pre", str)
+    pre = need("pre", str)
     try:
-        bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=splitter in LLAMA3)
+        bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=pre in LLAMA3)
     except Exception as error:  # The library raises bare exceptions.
-        raise UserError(
-            f"{source!r} has merges that do not fit its tokens ({error}); fetch it again"
-        ) from error
+        raise damaged(f"has merges that do not fit its tokens ({error})") from error
     made = tokenizers.Tokenizer(bpe)
-    made.pre_tokenizer = _splitter(splitter, source)
-    if splitter == "qwen2":
+    made.pre_tokenizer = _pre_tokenizer(pre, source)
+    if pre == "qwen2":
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
-    for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
+    types = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types, strict=True)]
+    for kind in (CONTROL, USER_DEFINED):
         added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
-        made.add_tokens(
-            [tokenizers.AddedToken(token, special=special, normalized=False) for token in added]
-        )
+        options = {"special": kind == CONTROL, "normalized": False}
+        made.add_tokens([tokenizers.AddedToken(token, **options) for token in added])
     eos = need("eos_token_id", int)
-    bos = metadata.get("tokenizer.ggml.bos_token_id", eos)  # Some have none, as Qwen's.
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
     known = [numbers[end] for end in ENDS if end in numbers]
     ends = tuple(dict.fromkeys([*named, *known]))
-    for token in (bos, *ends):
+    first = eos if bos is None else bos  # Qwen's files have no BOS.
+    for token in (first, *ends):
         if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise UserError(f"{source!r} names token {token!r} of {len(tokens)}; fetch it again")
+            raise damaged(f"names token {token!r} of {len(tokens)}")
     return HuggingFaceTokenizer(
         made,
-        bos,
+        first,
         ends,
-        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", splitter in LLAMA3)),
+        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre in LLAMA3)),
         template=metadata.get("tokenizer.chat_template"),
-        names=None
-        if metadata.get("tokenizer.ggml.bos_token_id") is not None
-        else {"bos_token": None},
+        names={"bos_token": None} if bos is None else None,
     )
 
 
-def _splitter(name: str, source: str) -> pre_tokenizers.PreTokenizer:
-    """Returns how a text is split before bytes are paired, by llama.cpp's name."""
-    if name == "smollm":
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+def _pre_tokenizer(name: str, source: str) -> pre_tokenizers.PreTokenizer:
+    """Returns what splits a text before bytes are paired, by llama.cpp's name."""
     if name == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name in DIGITS:
-        words = pre_tokenizers.Split(tokenizers.Regex(WORDS % DIGITS[name]), "isolated")
-        return pre_tokenizers.Sequence(
-            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if name == "smollm":
+        splitter = pre_tokenizers.Digits(individual_digits=True)
+    elif name in DIGITS:
+        splitter = pre_tokenizers.Split(tokenizers.Regex(WORDS % DIGITS[name]), "isolated")
+    else:
+        known = ", ".join(("smollm", "gpt-2", *DIGITS))
+        raise UserError(
+            f"{source!r} pre-tokenizes as {name!r}; known are {known}; give a Hugging Face folder"
         )
-    known = ", ".join(("smollm", "gpt-2", *DIGITS))
-    raise UserError(
-        f"{source!r} pre-tokenizes as {name!r}; known are {known}; give a Hugging Face folder"
-    )
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name == "smollm")
+    return pre_tokenizers.Sequence([splitter, by_bytes])

@@ -13,6 +13,7 @@ import numpy as np
 
 from spectr_jax.data.batches import evaluation_batches
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
+from spectr_jax.data.shuffled import PackedRows
 from spectr_jax.data.tokenizer import PAD, Tokenizer
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, expanded, write_json, write_whole
@@ -23,40 +24,6 @@ INDEX = "packed.json"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError)
 
 
-class PackedRows:
-    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory."""
-
-    def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
-        self._shards = shards
-        self._ends = np.cumsum([len(shard) for shard in shards])
-        self.tokenizer_digest = tokenizer_digest
-
-    @property
-    def length(self) -> int:
-        """Tokens per row."""
-        return self._shards[0].shape[1]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int, /) -> np.ndarray:
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self._shards[shard][
-            index - self._ends[shard]
-        ]  # Counted from the end, index - end is negative.
-
-    def take(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the rows at `indices`, uint16 [count, length]."""
-        shards = np.searchsorted(self._ends, indices, side="right")
-        behind = indices - self._ends[shards]
-        return np.stack(
-            [
-                self._shards[shard][index]
-                for shard, index in zip(shards.tolist(), behind.tolist(), strict=True)
-            ]
-        )
-
-
 def pack(
     sentences: Sentences,
     tokenizer: Tokenizer,
@@ -64,26 +31,19 @@ def pack(
     length: int,
     compress: bool = False,
 ) -> dict:
-    """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index.
+    """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index,
+    which is returned: format, length, digest of the tokenizer, rows of each shard, and the numbers
+    of sentences and tokens.
 
-    Args:
-      sentences: the corpus.
-      tokenizer: with at most 65,536 pieces.
-      folder: created if needed.
-      length: tokens per row; longer sentences are cut.
-      compress: whether to compress with xz, for copying; opening then takes seconds longer.
-
-    Returns:
-      The index: format, length, digest of the tokenizer, rows of each shard, and the numbers of
-      sentences and tokens.
+    Sentences are cut to `length` tokens. With `compress` shards are compressed with xz, for
+    copying; opening them then takes seconds longer.
 
     Raises:
       UserError: the vocabulary is too large for uint16.
     """
     if tokenizer.vocab_size > 2**16:
         raise UserError(
-            f"a vocabulary of {tokenizer.vocab_size} pieces does not fit 16 bits; train one of at "
-            "most 65536"
+            f"{tokenizer.vocab_size} pieces do not fit 16 bits; train a vocabulary of at most 65536"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.model", tokenizer.proto)
@@ -122,26 +82,21 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}")
-        shards = [
-            _read(folder / name, (rows, index["length"])) for name, rows in index["rows"].items()
-        ]
-        tokenizer_digest = index["tokenizer_sha256"]
+        length, counts = index["length"], index["rows"].items()
+        shards = [_read(folder / name, (rows, length)) for name, rows in counts]
+        return PackedRows(shards, index["tokenizer_sha256"])
     except _DAMAGE as error:
         raise UserError(
             f"{str(folder)!r} is not a packed corpus that can be read ({error}); pack it again: "
             "python -m spectr_jax.pack"
         ) from error
-    return PackedRows(shards, tokenizer_digest)
 
 
 def _read(path: pathlib.Path, shape: tuple[int, int]) -> np.ndarray:
-    rows = (
-        np.load(io.BytesIO(lzma.decompress(path.read_bytes())))
-        if path.suffix == ".xz"
-        else np.load(path, mmap_mode="r")
-    )
+    compressed = path.suffix == ".xz"
+    file = io.BytesIO(lzma.decompress(path.read_bytes())) if compressed else path
+    rows = np.load(file, mmap_mode=None if compressed else "r")
     if rows.shape != shape or rows.dtype != np.uint16:
         raise ValueError(f"{path.name} has {rows.dtype} {rows.shape}, not uint16 {shape}")
-    return np.asarray(
-        rows
-    )  # Still memory-mapped, without the Python overhead of NumPy's memmap for each row.
+    # Still memory-mapped, without the overhead of NumPy's memmap for each row.
+    return np.asarray(rows)

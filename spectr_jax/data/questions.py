@@ -18,7 +18,7 @@ TASKS = {
     "math_reasoning": "mathematical reasoning",
     "rag": "retrieval-augmented generation",
 }
-"""The task of a category; other categories are tasks of their own."""
+"""The task of each category. Any other category is its own task."""
 
 
 class Question(NamedTuple):
@@ -43,14 +43,13 @@ def read_questions(path: str) -> list[Question]:
         ) from error
     questions: dict[str, Question] = {}
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            question = _question(line, f"questions={path!r}: line {number}")
-            if question.identity in questions:
-                raise UserError(
-                    f"questions={path!r}: line {number} repeats question_id {question.identity}; "
-                    "remove one"
-                )
-            questions[question.identity] = question
+        if not line.strip():
+            continue
+        place = f"questions={path!r}: line {number}"
+        question = _question(line, place)
+        if question.identity in questions:
+            raise UserError(f"{place} repeats question_id {question.identity}; remove one")
+        questions[question.identity] = question
     if not questions:
         raise UserError(f"questions={path!r}: has no questions; give Spec-Bench's question.jsonl")
     return list(questions.values())
@@ -62,19 +61,16 @@ def _question(line: str, place: str) -> Question:
         identity, category, turns = given["question_id"], given["category"], given["turns"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{place} lacks question_id, category or turns ({error!r}); give one JSON object a line"
+            f"{place} lacks question_id, category or turns ({error!r}); give JSON lines"
         ) from error
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-    ):
+    strings = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+    if not strings or not turns or not all(map(str.strip, turns)):
         raise UserError(f"{place} has turns {turns!r:.60}; give a list of messages")
     return Question(str(identity), TASKS.get(category, str(category)), tuple(turns))
 
 
 def spread(questions: Sequence[Question], per_task: int) -> list[Question]:
-    """Returns at most `per_task` questions of each task, at equal distances; all of them for 0."""
+    """Returns at most `per_task` evenly spaced questions of each task; all of them for 0."""
     kept = []
     for task in dict.fromkeys(question.task for question in questions):
         of_task = [question for question in questions if question.task == task]

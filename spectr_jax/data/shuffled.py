@@ -1,52 +1,66 @@
-"""Packed rows in an order that is new in each epoch, many at a time.
+"""Packed rows, and their order, which is new in each epoch.
 
-Grain yields rows one by one, at 40 us each under the interpreter's lock, too slow for small models
-on a fast GPU. Its order and its position, a number of rows, are kept here, so that a run that began
-with Grain resumes where it was.
+Grain yields rows one by one, at 40 us each under the interpreter's lock, which is too slow for
+small models on a fast GPU. Here they come many at a time. The order and the position (a number of
+rows) are those of Grain's own shuffle, so that either can resume a run of the other.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
 import numpy as np
 
 
-@runtime_checkable
-class Rows(Protocol):
-    """Random access to packed targets, [length] each: `data.packed.PackedRows`."""
+class PackedRows:
+    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
+        self._shards = shards
+        self._ends = np.cumsum([len(shard) for shard in shards])
+        self.tokenizer_digest = tokenizer_digest
 
-    def __getitem__(self, index: int, /) -> np.ndarray: ...
+    @property
+    def length(self) -> int:
+        """Tokens per row."""
+        return self._shards[0].shape[1]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        return self.take(np.array([index]))[0]
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """The rows at `indices`, [count, length]."""
-        ...
+        """Returns the rows at `indices`, uint16 [count, length]."""
+        shards = np.searchsorted(self._ends, indices, side="right")
+        from_end = indices - self._ends[shards]  # Negative: counted from the end of the shard.
+        places = zip(shards.tolist(), from_end.tolist(), strict=True)
+        return np.stack([self._shards[shard][index] for shard, index in places])
 
 
 class ShuffledRows(grain.IterDataset):
-    """Endless arrays [count, length] of every `streams`-th row from `stream` on, each of them once
-    an epoch."""
+    """Endless arrays [count, length] of every `streams`-th row starting at row `stream`, each row
+    once per epoch."""
 
-    def __init__(self, rows: Rows, *, count: int, seed: int, stream: int = 0, streams: int = 1):
+    def __init__(
+        self, rows: PackedRows, *, count: int, seed: int, stream: int = 0, streams: int = 1
+    ):
         super().__init__()
         self._rows, self._stream, self._streams = rows, stream, streams
-        self._an_epoch = len(range(stream, len(rows), streams))
-        self._seed = int(
-            np.random.SeedSequence((seed, 1)).generate_state(1)[0]
-        )  # As `seed(...).shuffle()` of Grain.
+        self._rows_per_epoch = len(range(stream, len(rows), streams))
+        # As `seed(...).shuffle()` of Grain.
+        self._seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])
         self.count = count
 
     def __iter__(self) -> grain.DatasetIterator:
         return _Iterator(self)
 
     def rows_from(self, first: int) -> np.ndarray:
-        """Returns [count, length], from row `first` on, counted over all epochs."""
-        epochs, places = np.divmod(np.arange(first, first + self.count), self._an_epoch)
+        """Returns `count` rows, starting at row `first` counted over all epochs."""
+        epochs, places = np.divmod(np.arange(first, first + self.count), self._rows_per_epoch)
         seeds = (self._seed + epochs) % 2**32
-        last = self._an_epoch - 1
         shuffled = [
-            grain.experimental.index_shuffle(place, last, seed, 4)
+            grain.experimental.index_shuffle(place, self._rows_per_epoch - 1, seed, 4)
             for place, seed in zip(places.tolist(), seeds.tolist(), strict=True)
         ]
         return self._rows.take(self._stream + self._streams * np.array(shuffled))

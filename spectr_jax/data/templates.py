@@ -1,7 +1,8 @@
-"""Chat templates, which are in Jinja, as Hugging Face's libraries render them: in a sandbox, with
-the same names."""
+"""Chat templates in Jinja, rendered as by Hugging Face's libraries: in a sandbox, with the same
+names."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from spectr_jax.utils.errors import UserError
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` around what the model says, which training marks; here its contents."""
+    """`{% generation %}`, which marks the model's answers for training; here only its contents."""
 
     tags = {"generation"}
 
@@ -30,41 +31,33 @@ def render(
 ) -> str:
     """Returns the text of a conversation, up to where the model's answer begins.
 
-    Args:
-      template: in Jinja.
-      messages: with roles and contents.
-      names: other variables, such as `bos_token`.
+    `messages` have a role and a content each. `names` are other variables, such as `bos_token`.
 
     Raises:
-      UserError: the template refuses the messages, or fails; or they are no list of messages.
+      UserError: `messages` is not a list of messages, or the template fails or rejects them.
     """
     if isinstance(messages, str | Mapping) or not all(
         isinstance(each, Mapping) and "role" in each for each in messages
     ):
         raise UserError(
             f"messages are {messages!r:.60}; give a list, such as "
-            f"[{{'role': 'user', 'content': 'Why?'}}]"
+            "[{'role': 'user', 'content': 'Why?'}]"
         )
-    house = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    house.globals["raise_exception"] = _refuse
-    house.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    house.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = _refuse
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # Jinja's own filter escapes `<` and others for web pages.
+    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    given = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
     try:
-        given = {
-            "messages": messages,
-            "add_generation_prompt": True,
-            "tools": None,
-            "documents": None,
-            **names,
-        }
-        return house.from_string(template).render(given)
+        return sandbox.from_string(template).render(messages=messages, **given)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"the model's chat template cannot be read ({error}); decode without chat"
         ) from error
-    except Exception as error:  # It is a program, of the model's makers.
+    except Exception as error:  # A template is a program and may raise anything.
         raise UserError(
             f"the model's chat template refuses these messages ({error}); change them"
         ) from error
@@ -72,10 +65,3 @@ def render(
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own writes `<` and others for web pages."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

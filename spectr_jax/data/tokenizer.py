@@ -1,14 +1,12 @@
-"""SentencePiece: unigram pieces with byte fallback, so that every text can be encoded.
-
-`hugging_face.py` has the tokenizers of other models.
-"""
+"""What decoding needs of a tokenizer, and SentencePiece: unigram pieces with byte fallback, so that
+every text can be encoded. `hugging_face.py` has the tokenizers of other models."""
 
 import functools
 import io
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,24 +18,28 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
 """SentencePiece's symbol for a space inside a piece."""
 NO_PIECE = "<none>"
-"""How -1 is shown: a place where the target had no distribution."""
+"""How -1 is shown, which stands where the target had no distribution."""
 
 
 class AnyTokenizer(Protocol):
-    """What decoding needs of a tokenizer. Inherit from it for `prompts` and `texts`."""
+    """What decoding needs of a tokenizer. Inherit from it for the methods that have a body.
+
+    Attributes:
+      bos: the token that begins a sequence.
+      eos: the token, or tokens, that end a sequence.
+      template: the Jinja chat template of an instructed model.
+    """
 
     bos: int
     eos: int | tuple[int, ...]
-    """The token, or tokens, that end a sequence."""
     template: str | None = None
-    """The Jinja chat template of an instructed model."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def vocabulary(self) -> str:
-        """Digest of the tokens in order. Models that share a vocabulary have equal ones."""
+        """Digest of the tokens in order, equal for models that share a vocabulary."""
         ...
 
     @property
@@ -47,14 +49,13 @@ class AnyTokenizer(Protocol):
 
     @property
     def pieces(self) -> list[bytes]:
-        """The bytes that each token adds to a text, by id; none for a control token.
+        """The bytes that each token adds to a text, by id; empty for a control token.
 
         Raises:
           UserError: they are unknown.
         """
         raise UserError(
-            "the tokenizer does not say what its tokens spell; give stop sequences as tokens, not "
-            "as text"
+            "the tokenizer does not say what its tokens spell; give stop sequences as tokens"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -66,12 +67,12 @@ class AnyTokenizer(Protocol):
         ...
 
     def piece(self, token: int) -> str:
-        """Returns one token as it appears in a text, with its leading space, or the name of a
-        control token or partial character."""
+        """Returns one token as text, with its leading space, or the name of a control token or
+        partial character."""
         ...
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt: BOS and those of `text`."""
+        """Returns BOS and the tokens of `text`."""
         return [self.bos, *self.encode(text)]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -81,11 +82,9 @@ class AnyTokenizer(Protocol):
           messages: such as `[{"role": "user", "content": "Why is the sky blue?"}]`.
 
         Raises:
-          UserError: the model has no chat template, or the template refuses the messages.
+          UserError: the model has no chat template, or the template rejects the messages.
         """
-        raise UserError(
-            "the model has no chat template; give an instructed one, or do without chat"
-        )
+        raise UserError("the model has no chat template; give an instructed one, or leave chat out")
 
     def ends(self, token: int) -> bool:
         """Returns whether `token` ends a sequence."""
@@ -99,13 +98,7 @@ class AnyTokenizer(Protocol):
         Raises:
           UserError: there are no prompts, or one is not a string.
         """
-        several = [texts] if isinstance(texts, str) else list(texts)
-        for text in several:
-            if not isinstance(text, str):
-                raise UserError(
-                    f"prompt={text!r}: must be a string; give strings, or tokens to `generate` itself"
-                )
-        encoded = [self.prompt(text) for text in several]
+        encoded = [self.prompt(text) for text in ([texts] if isinstance(texts, str) else texts)]
         if not encoded:
             raise UserError("no prompts; give at least one string, which may be empty")
         lengths = np.array([len(tokens) for tokens in encoded], np.int32)
@@ -113,17 +106,16 @@ class AnyTokenizer(Protocol):
         return np.array(padded, np.int32), lengths
 
     def texts(self, tokens: ArrayLike, lengths: ArrayLike) -> list[str]:
-        """Returns the strings of decoded sequences, prompts included, from tokens [B, T] and
+        """Returns the strings of decoded sequences, including their prompts, from tokens [B, T] and
         lengths [B].
 
-                Raises:
-                  UserError: the shapes differ, or a token is outside the vocabulary.
+        Raises:
+          UserError: the shapes differ, or a token is outside the vocabulary.
         """
-        rows, ends = _whole(tokens), _whole(lengths)
+        rows, ends = _integers(tokens), _integers(lengths)
         if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
             raise UserError(
-                "tokens and lengths are not whole numbers of shapes [B, T] and [B]; give those of "
-                "a Generation"
+                "tokens and lengths are not whole numbers of shapes [B, T], [B]; see Generation"
             )
         if np.any((ends < 0) | (ends > rows.shape[1])):
             raise UserError(
@@ -135,8 +127,8 @@ class AnyTokenizer(Protocol):
         ]
 
 
-def _whole(given: ArrayLike) -> np.ndarray | None:
-    """Returns an array of integers, or None if `given` is something else."""
+def _integers(given: ArrayLike) -> np.ndarray | None:
+    """Returns `given` as an array of integers, or None if it is something else."""
     try:
         array = np.asarray(given)
     except (TypeError, ValueError):
@@ -145,8 +137,7 @@ def _whole(given: ArrayLike) -> np.ndarray | None:
 
 
 def checked_text(text: str) -> str:
-    """Returns `text`. Raises `UserError` if it is not a string or has an unpaired surrogate,
-    which no tokenizer takes."""
+    """Returns `text`. Raises `UserError` unless it is a string of valid Unicode."""
     if not isinstance(text, str):
         raise UserError(
             f"text={text!r:.40}: must be a string; give one, or tokens to `generate` itself"
@@ -163,33 +154,18 @@ def checked_text(text: str) -> str:
 class VocabularyOf(AnyTokenizer):
     """The vocabulary of a draft that was trained for a target, without a tokenizer."""
 
-    bos = eos = 0
+    bos = eos = vocab_size = 0
+    vocabulary = ""
 
     def __init__(self, name: str, vocabulary: str, vocab_size: int):
-        self._name, self._vocabulary, self._vocab_size = name, vocabulary, vocab_size
+        self._name, self.vocabulary, self.vocab_size = name, vocabulary, vocab_size
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def vocabulary(self) -> str:
-        """See `AnyTokenizer.vocabulary`."""
-        return self._vocabulary
-
-    def encode(self, text: str) -> list[int]:
-        raise self._none()
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        raise self._none()
-
-    def piece(self, token: int) -> str:
-        raise self._none()
-
-    def _none(self) -> UserError:
-        return UserError(
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(
             f"{self._name!r} is a draft and has no tokenizer of its own; use its target's"
         )
+
+    encode = decode = piece = _refuse
 
 
 def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: int) -> "Tokenizer":
@@ -221,8 +197,8 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
         small = "smaller than required_chars" in reason
         remedy = "a larger vocabulary" if small else "more text or a smaller vocabulary"
         raise UserError(
-            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give {remedy}, "
-            "--config.model.vocab_size (of pack: --vocab_size)"
+            f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give {remedy} "
+            "(--config.model.vocab_size, or --vocab_size of pack)"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, model.getvalue())
@@ -244,14 +220,12 @@ class Tokenizer(AnyTokenizer):
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.proto)
         except (OSError, RuntimeError) as error:
             raise UserError(
-                f"{str(path)!r} is not a SentencePiece model that can be read; train one, or fix "
-                "the path"
+                f"{str(path)!r} is not a SentencePiece model; train one, or fix the path"
             ) from error
         specials = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         if specials != (PAD, BOS, EOS):
             raise UserError(
-                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; train it "
-                "with spectr_jax.train"
+                f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; retrain it"
             )
 
     @property
@@ -260,48 +234,41 @@ class Tokenizer(AnyTokenizer):
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """See `AnyTokenizer.vocabulary`."""
         return vocabulary_digest(self.tokens)
 
     @property
     def tokens(self) -> list[str]:
-        """See `AnyTokenizer.tokens`."""
         return [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:
-        """See `AnyTokenizer.pieces`."""
+        return [self._spelled(token) for token in range(self.vocab_size)]
 
-        def piece(token: int) -> bytes:
-            name = self._processor.id_to_piece(token)
-            if self._processor.is_byte(token):
-                return bytes([int(name[3:-1], 16)])
-            known = not (self._processor.is_control(token) or self._processor.is_unknown(token))
-            return (name.replace(SPACE, " ") if known else self._processor.decode([token])).encode()
-
-        return [piece(token) for token in range(self.vocab_size)]
+    def _spelled(self, token: int) -> bytes:
+        name = self._processor.id_to_piece(token)
+        if self._processor.is_byte(token):
+            return bytes([int(name[3:-1], 16)])
+        if self._processor.is_control(token) or self._processor.is_unknown(token):
+            return self._processor.decode([token]).encode()
+        return name.replace(SPACE, " ").encode()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the pieces of `text`, without BOS and EOS."""
         return self._processor.encode(checked_text(text))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text of `tokens`, without control pieces and -1."""
         kept = [int(token) for token in tokens if token >= 0]
         if kept and max(kept) >= self.vocab_size:
             raise UserError(
-                f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give tokens of this "
-                "vocabulary"
+                f"token {max(kept)} is outside 0..{self.vocab_size - 1}; give those of a Generation"
             )
         return self._processor.decode(kept)
 
     def piece(self, token: int) -> str:
-        """See `AnyTokenizer.piece`."""
         if token < 0:
             return NO_PIECE
         name = self._processor.id_to_piece(int(token))
-        if self._processor.is_byte(int(token)) and int(name[3:-1], 16) < 0x80:
-            return chr(int(name[3:-1], 16))
+        if self._processor.is_byte(int(token)) and (byte := int(name[3:-1], 16)) < 0x80:
+            return chr(byte)
         return name.replace(SPACE, " ")
 
 

@@ -2,8 +2,7 @@
 
 A checkpoint holds `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and
 `data`, the JSON position in each data stream. It is written under a temporary name and then
-renamed,
-so a step is complete or absent.
+renamed, so a step is complete or absent.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.training.runs import BITS
 from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts
-from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.errors import UserError, first_line
 
 # Raised by Orbax for files that are missing, truncated or of another tree.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutError)
@@ -34,16 +33,14 @@ class Checkpoints:
 
     def __init__(self, directory: pathlib.Path, keep: int = 3, metric: str = BITS):
         self.directory, self._metric = directory, metric
-        policies = ocp.training.preservation_policies
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: -metrics[metric],
-            n=1,
-            keep_checkpoints_without_metrics=False,
+        keeping, saving = ocp.training.preservation_policies, ocp.training.save_decision_policies
+        best = keeping.BestN(
+            get_metric_fn=lambda found: -found[metric], n=1, keep_checkpoints_without_metrics=False
         )
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+            save_decision_policy=saving.FixedIntervalPolicy(1),
+            preservation_policy=keeping.AnyPreservationPolicy([keeping.LatestN(keep), best]),
         )
 
     def clean(self) -> None:
@@ -69,29 +66,27 @@ class Checkpoints:
             for checkpoint in self._checkpointer.checkpoints
             if checkpoint.metrics and self._metric in checkpoint.metrics
         ]
-        value, step = min(evaluated, default=(0.0, None))
-        return None if step is None else (step, value)
+        if not evaluated:
+            return None
+        value, step = min(evaluated)
+        return step, value
 
     def save(
         self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None
     ) -> None:
-        """Starts to save the state, the data positions and `metrics`. Waits for the previous save
-        first.
+        """Starts to save the state, the data positions and `metrics`, after the previous save.
 
-                Raises:
-                  UserError: the previous save failed, or this one could not start.
+        Raises:
+          UserError: the previous save failed, or this one could not start.
         """
         step = int(state.step)
         if step in self.steps():
             return
-        rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
-        checkpointables = {
-            "params": named_leaves(state.params),
-            "rest": named_leaves(rest),
-            "data": positions,
-        }
+        arrays = {"params": named_leaves(state.params), "rest": named_leaves(_rest(state))}
         with self._explained():
-            self._checkpointer.save_checkpointables_async(step, checkpointables, metrics=metrics)
+            self._checkpointer.save_checkpointables_async(
+                step, {**arrays, "data": positions}, metrics=metrics
+            )
 
     def wait(self) -> None:
         """Waits until the last save is on disk; raises `UserError` if it failed."""
@@ -99,48 +94,39 @@ class Checkpoints:
             self._checkpointer.wait()
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
-        """Returns the newest readable checkpoint.
+        """Returns the newest readable checkpoint: its state, its data positions, and the unreadable
+        steps, which are moved to another folder, so that the run can write them again.
 
-        Unreadable checkpoints are moved to another folder, so that the run can write their steps
-        again.
-
-        Args:
-          like: a state of abstract arrays with shardings, for any number of devices.
-
-        Returns:
-          The state, the data positions, and the unreadable steps.
+        `like` is a state of abstract arrays with shardings, for any number of devices.
 
         Raises:
           UserError: there is no readable checkpoint of this model; then nothing is moved.
         """
-        rest = {"step": like.step, "opt_state": like.opt_state, "key": like.key}
+        rest = _rest(like)
         wanted = {"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None}
+        steps = self.steps()
         damaged: list[int] = []
-        for step in reversed(self.steps()):
+        for step in reversed(steps):
             try:
                 loaded = self._load(step, wanted)
+                break
             except UserError:
-                if not self.steps()[0] < step:
+                if step == steps[0]:
                     raise
                 damaged.append(step)
-            else:
-                break
         else:
             raise self._none()
         self._set_aside(damaged)
-        rest = with_leaves(rest, loaded["rest"])
-        return (
-            TrainState(params=with_leaves(like.params, loaded["params"]), **rest),
-            loaded["data"],
-            damaged,
-        )
+        params = with_leaves(like.params, loaded["params"])
+        state = TrainState(params=params, **with_leaves(rest, loaded["rest"]))
+        return state, loaded["data"], damaged
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
         """Returns only the parameters of a checkpoint, in the structure of `like`. A `step` of None
         means the newest.
 
-                Raises:
-                  UserError: as `restore`; nothing is moved.
+        Raises:
+          UserError: as `restore`; nothing is moved.
         """
         step = self.latest_step() if step is None else step
         if step is None:
@@ -158,8 +144,7 @@ class Checkpoints:
         except _DAMAGE as error:
             raise UserError(
                 f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model "
-                f"({_reason(error)}); "
-                "remove that step to use an earlier one, or fix the path"
+                f"({first_line(error)}); remove that step to use an earlier one, or fix the path"
             ) from error
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -181,8 +166,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """A context that turns failures to save into `UserError`, except JAX's own, which the
-        run explains."""
+        """A context that turns failures to save into `UserError`, except JAX's own errors, which
+        the run explains."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
@@ -190,13 +175,13 @@ class Checkpoints:
         except _FAILURES as error:
             self._checkpointer.reload()  # Orbax counts a step from the start of its save.
             others = " or see why another process ended" if jax.process_count() > 1 else ""
+            reason, step = first_line(error), self.latest_step() or 0
             raise UserError(
-                f"a checkpoint could not be saved in {str(self.directory)!r} ({_reason(error)}); "
-                f"make room there{others}, "
-                "and give the same command again: the run resumes from step "
-                f"{self.latest_step() or 0}, which is whole"
+                f"a checkpoint could not be saved in {str(self.directory)!r} ({reason}); make room "
+                f"there{others}, and give the same command again: the run resumes from step "
+                f"{step}, which is whole"
             ) from error
 
 
-def _reason(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {"step": state.step, "opt_state": state.opt_state, "key": state.key}

@@ -9,27 +9,24 @@ from spectr_jax.utils.errors import unknown
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
-    """Returns a training config for one model of the ladder, with the recipe of Flax's LM1B
-    example."""
+    """Returns a training config of a ladder model, with the recipe of Flax's LM1B example."""
     if model not in LADDER:
         raise unknown("model", model, LADDER)
     return ml_collections.ConfigDict(
         {
             "seed": 0,
-            # Initial weights: a file (or FOLDER/NAME) written by spectr_jax.export; "" for random
-            # ones.
+            # A file (or FOLDER/NAME) of weights written by spectr_jax.export; "" for random ones.
             "init": "",
             "model": {**dataclasses.asdict(LADDER[model]), "dropout": 0.1},
             "data": {
                 "train": "tfds:lm1b:train",
                 "heldout": "tfds:lm1b:test",
-                "heldout_sentences": 2_000,  # The first ones, as many as one evaluation can afford.
+                "heldout_sentences": 2_000,  # Number of first ones to evaluate on.
                 "tfds_dir": "",
-                # A SentencePiece file to share, trained if missing; "" for `init`'s or the run's
-                # own.
+                # A SentencePiece file, trained if missing; "" for that of `init` or of the run.
                 "tokenizer": "",
                 "tokenizer_sentences": 250_000,
-                "streams": 8,  # At most this many; a divisor of this and of the batch size is used.
+                "streams": 8,  # At most; a divisor of this and of the batch size is used.
             },
             "steps": 100_000,
             "batch_size": 256,  # Rows, over all devices.
@@ -46,10 +43,8 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
                 "eps": 1e-9,
                 "clip_norm": 1.0,
             },
-            "early_exit": {
-                "layer": 0,
-                "weight": 0.5,
-            },  # An additional loss after the first layers, for self-speculation.
+            # An additional loss after the first layers, for self-speculation; layer 0 for none.
+            "early_exit": {"layer": 0, "weight": 0.5},
             "mesh": {"fsdp": 1},
             "log_every": 50,
             "eval_every": 1_000,
@@ -61,12 +56,8 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
 
 def lm1b_config(model: str) -> ml_collections.ConfigDict:
     """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B
-    example.
-
-    AdamW, rsqrt after 1,000 steps of warm-up, weight decay 0.1, dropout 0.1, 100,000 steps of
-    256 rows of 128 tokens, bfloat16 products. All four models share one tokenizer, which the
-    first run trains.
-    """
+    example and bfloat16 products. All four models share one tokenizer, which the first run
+    trains."""
     config = train_config(model)
     config.model.dtype = "bfloat16"
     config.data.tokenizer = "runs/lm1b/tokenizer.model"
@@ -79,14 +70,7 @@ def open_text_config(model: str) -> ml_collections.ConfigDict:
     The learning rates were tuned with the small models on a CPU; wider models take lower rates.
     """
     config = train_config(model)
-    config.model.dropout = 0.0
-    config.model.dtype = "bfloat16"
-    config.optimizer.name = "muon"
-    config.optimizer.schedule = "cosine"
-    config.optimizer.learning_rate = {
-        "draft_2m": 0.04,
-        "draft_6m": 0.025,
-        "draft_20m": 0.018,
-        "target_97m": 0.008,
-    }[model]
+    config.model.update(dropout=0.0, dtype="bfloat16")
+    rates = {"draft_2m": 0.04, "draft_6m": 0.025, "draft_20m": 0.018, "target_97m": 0.008}
+    config.optimizer.update(name="muon", schedule="cosine", learning_rate=rates[model])
     return config

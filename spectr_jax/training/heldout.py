@@ -15,8 +15,8 @@ from spectr_jax.utils.errors import UserError
 
 
 class Heldout(NamedTuple):
-    """This process's rows of each packed batch, and the number of characters of all sentences. A
-    line end counts as one."""
+    """This process's rows of each packed batch, and the number of characters of all sentences,
+    line ends included."""
 
     batches: list[dict[str, np.ndarray]]
     characters: int
@@ -31,19 +31,11 @@ def pack_heldout(
     length: int,
     name: str = "the corpus",
 ) -> Heldout:
-    """Returns the first held-out sentences that fit the context, in full batches; the last batch is
-    padded.
-
-    Args:
-      sentences: source of the sentences.
-      tokenizer: SentencePiece tokenizer.
-      first: number of sentences to try.
-      rows: rows per batch over all processes.
-      length: tokens per row, the context.
-      name: name of the sentences in the error.
+    """Returns those of the `first` sentences that fit rows of `length` tokens, in batches of `rows`
+    rows over all processes. The last batch is padded.
 
     Raises:
-      UserError: no sentence fits.
+      UserError: no sentence of the corpus, called `name`, fits.
     """
     tried = (sentences[index] for index in range(min(first, len(sentences))))
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
@@ -61,22 +53,19 @@ def pack_heldout(
 
 
 def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> dict[str, float]:
-    """Returns nats per token and bits per character: exact means over the real tokens, on any
-    number of devices.
+    """Returns nats per token and bits per character, as exact means over the real tokens.
 
-    Args:
-      eval_step: (params, batch) -> summed nats, summed nats of an early exit (0 if none),
-        tokens.
-      params: parameters on the mesh.
-      heldout: from `pack_heldout`.
-      mesh: where the batches are placed.
+    `eval_step` maps (params, batch), both on `mesh`, to summed nats, summed nats of an early exit
+    (0 if none), and the number of tokens.
     """
     sums = np.zeros(3)
     for batch in heldout.batches:
         sums += [float(total) for total in eval_step(params, sharding.put_rows(mesh, batch))]
     nats, exit_nats, tokens = sums
-    return {
+    scores = {
         "eval_nats_per_token": float(nats / tokens),
         "eval_bits_per_character": float(nats / math.log(2) / heldout.characters),
-        **({"eval_exit_nats_per_token": float(exit_nats / tokens)} if exit_nats else {}),
     }
+    if exit_nats:
+        scores["eval_exit_nats_per_token"] = float(exit_nats / tokens)
+    return scores

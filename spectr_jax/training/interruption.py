@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the run stops after a step that all processes agree on, and saves."""
+"""Stops a run on Ctrl-C or SIGTERM, after a step that all processes agree on."""
 
 import os
 import signal
@@ -8,15 +8,13 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A signal within this time is not a second request: `timeout` and job systems send the same one to
-# the process and then to its group.
+# `timeout` and job systems send one signal twice: to the process and then to its group.
 _ECHO_SECONDS = 1.0
 
 
 class Interruption:
-    """A context that records the first signal. A second one, at least a second later, ends the
-    process at once.
+    """A context that records the first signal. A second one, at least a second later, interrupts
+    the process at once.
 
     With several processes any of them may get the signal. JAX's preemption service handles
     SIGTERM, informs the others and finds the step to stop at; Ctrl-C is forwarded as SIGTERM.
@@ -27,10 +25,8 @@ class Interruption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self):
-        alone = jax.process_count() == 1
-        self._before = {
-            number: signal.signal(number, self._note) for number in _SIGNALS[: None if alone else 1]
-        }
+        signals = [signal.SIGINT, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
+        self._before = {number: signal.signal(number, self._note) for number in signals}
         return self
 
     def __exit__(self, *_):
@@ -38,8 +34,8 @@ class Interruption:
             signal.signal(number, handler)
 
     def requested(self, step: int) -> bool:
-        """Returns whether to stop after `step`. Every process calls it once per step and gets
-        the same answer."""
+        """Returns whether to stop after `step`, the same in every process. Each calls it once per
+        step."""
         if jax.process_count() == 1:
             return self._noted_at is not None
         return multihost_utils.reached_preemption_sync_point(step)
@@ -51,6 +47,6 @@ class Interruption:
                 return
             raise KeyboardInterrupt
         self._noted_at = now
-        os.write(2, b"\nstopping after this step; once more to stop at once, without saving\n")
+        os.write(2, b"\nstopping after this step; interrupt again to stop now without saving\n")
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)

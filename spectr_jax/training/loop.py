@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import time
@@ -30,41 +31,32 @@ from spectr_jax.training.programs import Programs, make_programs
 from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.config import to_json
-from spectr_jax.utils.errors import Interrupted, UserError
+from spectr_jax.utils.errors import Interrupted, UserError, first_line
 from spectr_jax.utils.files import write_json
 
 SECONDS_BETWEEN_PLOTS = 10
+BAR: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "mininterval": 1.0}
 
 
 class Task(NamedTuple):
-    """What a run learns, and from what.
-
-    Attributes:
-      programs: compiled on their first call.
-      data: batches, positioned for a new run.
-      evaluate: maps parameters to held-out scores by name.
-      metric: the score that the best checkpoint minimises.
-      curves: what loss.png shows.
-      flops_per_token: of a step.
-      given: returns initial parameters; None to use `programs.init`.
-    """
+    """What a run learns, and from which data."""
 
     programs: Programs
-    data: grain.DatasetIterator
-    evaluate: Callable[[Any], dict[str, float]]
-    metric: str
-    curves: Curves
-    flops_per_token: int
-    given: Callable[[], nnx.State | None]
+    data: grain.DatasetIterator  # Batches, positioned for a new run.
+    evaluate: Callable[[Any], dict[str, float]]  # Maps parameters to held-out scores by name.
+    metric: str  # The score that the best checkpoint minimises.
+    curves: Curves  # The metrics in loss.png.
+    flops_per_token: int  # Of a step.
+    given: Callable[[], nnx.State | None]  # Initial parameters; None for those of `programs.init`.
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
     """Trains until `config.steps`, from the newest checkpoint in `workdir`, or else from
     `config.init`.
 
-    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty
-    file, lock. With several processes (`hosts.connect`) each calls this with the same arguments
-    and a shared workdir.
+    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file,
+    lock. With several processes (`hosts.connect`) each calls this with the same arguments and a
+    shared workdir.
 
     Raises:
       UserError: the config is invalid, the workdir belongs to another config, the initial
@@ -89,7 +81,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             length=config.model.context,
             name=config.data.heldout,
         )
-        dataset = batches.training_batches(
+        data = batches.training_batches(
             corpus,
             tokenizer,
             batch=config.batch_size,
@@ -102,7 +94,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
         programs = make_programs(config, mesh)
         task = Task(
             programs=programs,
-            data=iter(dataset),
+            data=iter(data),
             evaluate=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
             metric=runs.BITS,
             curves=Curves("loss", "eval_nats_per_token", "nats per token"),
@@ -120,11 +112,10 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give "
-            "the same command again: "
-            "it resumes from the newest checkpoint"
+            "the same command again: it resumes from the newest checkpoint"
         ) from error
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0][:200]
+        reason = first_line(error)
         if "RESOURCE_EXHAUSTED" in reason:
             raise UserError(
                 f"out of memory ({reason}); raise accumulate, set remat=True, or lower batch_size"
@@ -132,8 +123,7 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
         if jax.process_count() > 1:
             raise UserError(
                 f"another process of the run has probably ended ({reason}); see its log, and give "
-                "the same command again "
-                f"(all of them): it resumes from the newest checkpoint in {str(workdir)!r}"
+                "the same command again (all of them): it resumes from the newest checkpoint"
             ) from error
         raise
 
@@ -152,7 +142,8 @@ class _Run:
         self, config: ml_collections.ConfigDict, workdir: pathlib.Path, mesh: Mesh, task: Task
     ):
         self.config, self.workdir, self.mesh, self.task = config, workdir, mesh, task
-        self.programs, self.redraw_at = task.programs, 0.0
+        self.redraw_at = 0.0
+        self.log: MetricsLog | None = None
         self.learning_rate = learning_rate(config.optimizer, config.steps)
         self.checkpoints = Checkpoints(
             workdir / "checkpoints", config.keep_checkpoints, task.metric
@@ -161,35 +152,34 @@ class _Run:
     def go(self) -> TrainState:
         """Takes the remaining steps."""
         config, data, step, stopping = self.config, self.task.data, 0, False
+        writes = hosts.is_first()
         try:
-            state = self._start(data)
-            if hosts.is_first():
-                write_json(self.workdir / runs.CONFIG, to_json(config))
+            state = self._start()
             first = int(state.step)
-            log = MetricsLog(self.workdir / "metrics.jsonl", first) if hosts.is_first() else None
-            with (
-                Window() as window,
-                Interruption() as interruption,
-                _bar(first, config.steps) as bar,
-            ):
+            if writes:
+                write_json(self.workdir / runs.CONFIG, to_json(config))
+                self.log = MetricsLog(self.workdir / "metrics.jsonl", first)
+            bar = tqdm.tqdm(total=config.steps, initial=first, disable=not writes, **BAR)
+            with Window() as window, Interruption() as interruption, bar:
                 for step in range(first + 1, config.steps + 1):
                     with window.waiting_for_data():
                         batch = sharding.put_rows(self.mesh, next(data))
-                    state, metrics = self.programs.step(state, batch)
+                    state, metrics = self.task.programs.step(state, batch)
                     window.add(metrics)
                     bar.update()
                     stopping = interruption.requested(step)
                     last = stopping or step == config.steps
                     if last or step % config.log_every == 0:
-                        bar.set_postfix_str(self._log_steps(step, window, log), refresh=False)
+                        bar.set_postfix_str(self._log_steps(step, window), refresh=False)
                     scores = None
                     if step % config.eval_every == 0 or step == config.steps:
                         with window.aside():
-                            scores = self._evaluate(step, state, log)
+                            scores = self._evaluate(step, state)
                     if last or step % config.checkpoint_every == 0 or self._is_best(scores):
                         with window.aside():
                             self._check_finite(step, window)
-                            self.checkpoints.save(state, _all_positions(data), scores)
+                            positions = itertools.chain(*hosts.gather(batches.positions_of(data)))
+                            self.checkpoints.save(state, [*positions], scores)
                     if stopping:
                         break
             self.checkpoints.wait()
@@ -198,63 +188,54 @@ class _Run:
             self.checkpoints.close()
         if stopping:
             raise Interrupted(
-                f"stopped and saved at step {step} of {config.steps}; the same command resumes "
-                "from there"
+                f"stopped and saved at step {step} of {config.steps}; the same command resumes"
             )
         return state
 
-    def _start(self, data: grain.DatasetIterator) -> TrainState:
+    def _start(self) -> TrainState:
+        """Returns the state of the newest checkpoint, after moving the data there, or a new one."""
         self.checkpoints.clean()
         if self.checkpoints.latest_step() is None:
             given = self.task.given()
-            state = self.programs.init(jax.random.key(self.config.seed))
+            state = self.task.programs.init(jax.random.key(self.config.seed))
             if given is None:
                 return state
             places = jax.tree.map(lambda leaf: leaf.sharding, state.params)
             return dataclasses.replace(state, params=sharding.put(given, places))
-        state, positions, damaged = self.checkpoints.restore(self.programs.like)
-        batches.go_to(data, positions[hosts.own_share(len(positions))])
+        state, positions, damaged = self.checkpoints.restore(self.task.programs.like)
+        batches.go_to(self.task.data, positions[hosts.own_share(len(positions))])
         if hosts.is_first():
+            aside = str(self.workdir / "damaged")
             for step in damaged:
-                tqdm.tqdm.write(
-                    f"checkpoint {step} cannot be read and was moved to "
-                    f"{str(self.workdir / 'damaged')!r}"
-                )
+                tqdm.tqdm.write(f"checkpoint {step} cannot be read and was moved to {aside!r}")
             tqdm.tqdm.write(f"resuming from step {int(state.step)}")
         return state
 
-    def _log_steps(self, step: int, window: Window, log: MetricsLog | None) -> str:
+    def _log_steps(self, step: int, window: Window) -> str:
         """Logs the steps of the window, empties it, and returns a short summary."""
         self._check_finite(step, window)
-        record = {
-            "step": step,
-            **window.means(),
-            "learning_rate": float(self.learning_rate(step - 1)),
-        }
-        short, speed = f"loss {record['loss']:.3f}", record.get("tokens_per_second")
+        rate = float(self.learning_rate(step - 1))
+        record = {"step": step, **window.means(), "learning_rate": rate}
+        summary, speed = f"loss {record['loss']:.3f}", record.get("tokens_per_second")
         if speed is not None:
             record["mfu"] = round(speed * self.task.flops_per_token / throughput.peak_flops(), 4)
-            short += f", {speed:,.0f} tokens/s"
+            summary += f", {speed:,.0f} tokens/s"
         window.clear()
-        if log:
-            log.write(record)
-        return short
+        if self.log:
+            self.log.write(record)
+        return summary
 
-    def _evaluate(self, step: int, state: TrainState, log: MetricsLog | None) -> dict[str, float]:
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         scores = self.task.evaluate(state.params)
-        if log:
-            log.write({"step": step, **scores})
-            told = ", ".join(
-                f"{name.removeprefix('eval_')} {score:.4g}" for name, score in scores.items()
-            )
-            tqdm.tqdm.write(f"step {step}, held out: {told}")
-            if (
-                step == self.config.steps or time.monotonic() > self.redraw_at
-            ):  # Plotting takes a fifth of a second.
-                plot_curves(
-                    self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves
-                )
-                self.redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS
+        if not self.log:
+            return scores
+        self.log.write({"step": step, **scores})
+        shown = [f"{name.removeprefix('eval_')} {score:.4g}" for name, score in scores.items()]
+        tqdm.tqdm.write(f"step {step}, held out: {', '.join(shown)}")
+        # Plotting takes a fifth of a second.
+        if step == self.config.steps or time.monotonic() > self.redraw_at:
+            plot_curves(self.workdir / "metrics.jsonl", self.workdir / "loss.png", self.task.curves)
+            self.redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS
         return scores
 
     def _is_best(self, scores: dict[str, float] | None) -> bool:
@@ -271,21 +252,6 @@ class _Run:
                 raise UserError(
                     f"the loss is {loss} and the gradient norm {norm} at step {step - back}; lower "
                     f"optimizer.learning_rate={self.config.optimizer.learning_rate} or raise "
-                    "optimizer.warmup_steps, "
-                    "and start in a new workdir (last good checkpoint: "
+                    "optimizer.warmup_steps, and start in a new workdir (last good checkpoint: "
                     f"{self.checkpoints.latest_step()})"
                 )
-
-
-def _all_positions(data: grain.DatasetIterator) -> list[dict[str, Any]]:
-    """Returns the position in each stream of all processes."""
-    return [
-        position for positions in hosts.gather(batches.positions_of(data)) for position in positions
-    ]
-
-
-def _bar(first: int, steps: int) -> tqdm.tqdm:
-    silent = not hosts.is_first()
-    return tqdm.tqdm(
-        total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=silent
-    )

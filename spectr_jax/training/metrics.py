@@ -16,8 +16,8 @@ from spectr_jax.utils.files import naming, write_whole
 
 
 class MetricsLog:
-    """Appends JSON lines to `path`. After a restart it drops the lines of steps that are taken
-    again."""
+    """Appends JSON lines to `path`, after removing the lines of steps after `first_step`, which a
+    resumed run takes again."""
 
     def __init__(self, path: pathlib.Path, first_step: int):
         self._path = path
@@ -34,26 +34,36 @@ class Window:
     """The steps since the last record and their time, without evaluation and checkpoints.
 
     The very first step, which compiles, counts in the means but not in the speed. This is a
-    context: inside it a thread notes when the device finishes each step.
+    context: inside it a thread records when the device finishes each step.
     """
 
     def __init__(self):
         self.metrics: list[dict[str, jax.Array]] = []
-        self._dispatched = 0
-        self._device = _Device()
-        self.clear()
+        self._queue: queue.SimpleQueue[dict[str, jax.Array] | None] = queue.SimpleQueue()
+        self._dispatched = self._done = 0
+        self._done_at = 0.0
+        self._start_clock()
 
     def __enter__(self) -> "Window":
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
-        self._device.steps.put(None)
+        self._queue.put(None)  # Ends the thread.
+
+    def _watch(self) -> None:
+        """Counts the steps that the device has finished, and when it finished the last one."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # The run itself reports this error.
+            while (metrics := self._queue.get()) is not None:
+                jax.block_until_ready(metrics)
+                self._done_at = time.monotonic()
+                self._done += 1
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
         """Adds the metrics of one step. Only the first step waits for the device."""
         self.metrics.append(metrics)
         self._dispatched += 1
-        self._device.steps.put(metrics)
+        self._queue.put(metrics)
         if self._dispatched == 1:
             jax.block_until_ready(metrics)
             self._start_clock()
@@ -69,17 +79,17 @@ class Window:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """A context that counts its time as waiting for data while the device is idle. Steps are
+        """A context whose time counts as waiting for data while the device is idle. Steps are
         dispatched ahead, so the host mostly waits while the device works, at no cost."""
         started = time.monotonic()
         yield
-        if self._device.done == self._dispatched:
-            self._waited += time.monotonic() - max(started, self._device.done_at)
+        if self._done == self._dispatched:
+            self._waited += time.monotonic() - max(started, self._done_at)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """A context whose time does not count."""
-        jax.block_until_ready(self.metrics[-1:])  # The steps so far do not belong to it.
+        jax.block_until_ready(self.metrics[-1:])  # The time of earlier steps counts.
         started = time.monotonic()
         yield
         self._aside += time.monotonic() - started
@@ -90,42 +100,21 @@ class Window:
         rows = jax.device_get(self.metrics)
         seconds = time.monotonic() - self._started - self._aside
         tokens = np.array([row["tokens"] for row in rows], np.float64)
-        losses = [name for name in rows[0] if name not in ("grad_norm", "tokens")]
-        timed = float(tokens[self._untimed :].sum())
-        speed = {
-            "tokens_per_second": round(timed / seconds, 1),
-            "waiting_for_data": round(self._waited / seconds, 4),
+        means: dict[str, Any] = {
+            name: float(np.average([row[name] for row in rows], weights=tokens))
+            for name in rows[0]
+            if name not in ("grad_norm", "tokens")
         }
-        return {
-            **{
-                name: float(np.average([row[name] for row in rows], weights=tokens))
-                for name in losses
-            },
-            "grad_norm": float(rows[-1]["grad_norm"]),
-            **(speed if timed else {}),
-            "tokens": int(tokens.sum()),
-        }
-
-
-class _Device:
-    """Counts the finished steps put into `steps`, and since when. None ends the thread."""
-
-    def __init__(self):
-        self.steps: queue.SimpleQueue[dict[str, jax.Array] | None] = queue.SimpleQueue()
-        self.done, self.done_at = 0, 0.0
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # The run itself reports this error.
-            while (metrics := self.steps.get()) is not None:
-                jax.block_until_ready(metrics)
-                self.done_at = time.monotonic()
-                self.done += 1
+        means["grad_norm"] = float(rows[-1]["grad_norm"])
+        if timed := float(tokens[self._untimed :].sum()):
+            means["tokens_per_second"] = round(timed / seconds, 1)
+            means["waiting_for_data"] = round(self._waited / seconds, 4)
+        return {**means, "tokens": int(tokens.sum())}
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, without a last line that a crash truncated. A
-    missing file has none."""
+    """Returns the records of a metrics.jsonl, without a last line that a crash truncated; none if
+    there is no file."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -136,7 +125,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 class Curves(NamedTuple):
-    """Two metrics to plot and their labels."""
+    """Two metrics to plot and their label."""
 
     training: str
     heldout: str
@@ -150,10 +139,8 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> No
     records = read_metrics(metrics)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for name, label, marker in (
-        (curves.training, "training", None),
-        (curves.heldout, "held out", "o"),
-    ):
+    lines = ((curves.training, "training", None), (curves.heldout, "held out", "o"))
+    for name, label, marker in lines:
         points = [(record["step"], record[name]) for record in records if name in record]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3)

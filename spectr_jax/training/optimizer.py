@@ -12,9 +12,8 @@ from spectr_jax.utils.errors import unknown
 OPTIMIZERS = ("adamw", "muon")
 MUON_RMS = 0.2
 """Root mean square of Muon's updates before the learning rate, equal to AdamW's."""
-
 DECAY = 0.2
-"""Share of a run over which the `constant` schedule decays to zero."""
+"""Fraction of a run over which the `constant` schedule decays to zero."""
 
 
 def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
@@ -22,9 +21,8 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
     - `rsqrt`: peak * sqrt(warm-up / step), the recipe of Flax's LM1B example;
     - `cosine`: a cosine to zero at `steps`, for short runs;
-    - `constant`: the peak until the last `DECAY` of `steps`, then linearly to zero. Lowering
-      `steps`
-      ends a run at any time.
+    - `constant`: the peak until the last `DECAY` of `steps`, then linearly to zero. `steps` can be
+      lowered at any time.
     """
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
     rising = optax.linear_schedule(0.0, peak, warmup)
@@ -44,10 +42,8 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
 
 def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
-    """Returns the optimizer of `config`, the `optimizer` part of a training config, preceded by
-    clipping by global norm (0 for none).
-
-    By `config.name`:
+    """Returns the optimizer of the `optimizer` part of a training config, after clipping by global
+    norm (0 for none). By `config.name`:
 
     - `adamw`: the recipe of Flax's LM1B example;
     - `muon`: orthogonalised momentum for the kernels of the blocks, and AdamW with Nesterov's
@@ -55,9 +51,10 @@ def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.Gradi
       AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one learning rate serves both.
     """
     rate = learning_rate(config, steps)
-    adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
     if config.name == "adamw":
-        optimizer = optax.adamw(rate, **adam, weight_decay=config.weight_decay)
+        optimizer = optax.adamw(
+            rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+        )
     elif config.name == "muon":
         optimizer = optax.contrib.muon(
             rate,
@@ -76,14 +73,12 @@ def make_optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.Gradi
 
 
 def _kernels_of_blocks(params: Any) -> Any:
-    """Returns the axes of the parameters that Muon updates: matrices between hidden layers,
-    neither embedding nor head."""
+    """Returns the axes of the parameters that Muon updates, the matrices of blocks, and None for
+    others."""
 
     def dimensions(path, leaf):
-        inner = (
-            jax.tree_util.keystr(path, simple=True, separator="/").startswith("blocks/")
-            and leaf.ndim == 2
-        )
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        inner = name.startswith("blocks/") and leaf.ndim == 2
         return optax.contrib.MuonDimensionNumbers(0, 1) if inner else None
 
     return jax.tree_util.tree_map_with_path(dimensions, params)

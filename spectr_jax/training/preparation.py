@@ -29,57 +29,37 @@ FREE_FIELDS = (
     *("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("mesh.fsdp", "accumulate", "remat"),
 )
+POSITIVE_FIELDS = (
+    *("steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("model.layers", "model.width", "model.mlp", "model.heads", "model.context"),
+    *("mesh.fsdp", "accumulate", "data.streams", "data.heldout_sentences"),
+)
 
 
 def check_train_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid training config."""
     check_fields(config, train_config())
-    check_positive(
-        config,
-        *(
-            "steps",
-            "batch_size",
-            "log_every",
-            "eval_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "mesh.fsdp",
-        ),
-        *(
-            "model.layers",
-            "model.width",
-            "model.mlp",
-            "model.heads",
-            "model.context",
-            "data.heldout_sentences",
-        ),
-        *("accumulate", "data.streams"),
-    )
-    model = config.model
+    check_positive(config, *POSITIVE_FIELDS)
+    model, exits = config.model, config.early_exit
     if model.width % (2 * model.heads):
         raise UserError(
-            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; change "
-            "one"
+            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; fix one"
         )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if not 0.0 <= model.dropout < 1.0:
         raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
-    if not 0 <= config.early_exit.layer < model.layers:
+    if not 0 <= exits.layer < model.layers:
         raise UserError(
-            f"early_exit.layer={config.early_exit.layer} is not below model.layers={model.layers}, "
-            "so that a layer is left "
-            "behind it, and at least 0, which is for none; change one"
+            f"early_exit.layer={exits.layer} is not below model.layers={model.layers}, so that a "
+            "layer is left behind it; lower it, or give 0 for no exit"
         )
-    if not config.early_exit.weight >= 0:
-        raise UserError(
-            f"early_exit.weight={config.early_exit.weight} is negative; give a weight such as 0.5"
-        )
+    if not exits.weight >= 0:
+        raise UserError(f"early_exit.weight={exits.weight} is negative; give a weight such as 0.5")
     if config.init and not weight_files(expanded(config.init)):
         raise UserError(
             f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that "
-            "spectr_jax.export wrote, such as "
-            "spectr_jax/embedded/draft_6m"
+            "spectr_jax.export wrote, such as spectr_jax/embedded/draft_6m"
         )
     check_optimizer(config)
 
@@ -89,19 +69,17 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
     optimizer = config.optimizer
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
-    not_negative = {
-        f"optimizer.{name}": optimizer[name]
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
-    }
-    for name, value in {"seed": config.seed, **not_negative}.items():
-        if not value >= 0:
-            raise UserError(f"{name}={value} is negative; give at least 0")
+    if config.seed < 0:
+        raise UserError(f"seed={config.seed} is negative; give at least 0")
+    for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
+        if not optimizer[name] >= 0:
+            raise UserError(f"optimizer.{name}={optimizer[name]} is negative; give at least 0")
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
             raise UserError(
                 f"optimizer.{name}={optimizer[name]} is not in [0, 1); give a rate such as 0.9"
             )
-    learning_rate(optimizer, config.steps)
+    learning_rate(optimizer, config.steps)  # Raises for an unknown schedule.
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
@@ -113,15 +91,15 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
     if config.batch_size % (devices * config.accumulate):
         raise UserError(
             f"batch_size={config.batch_size} does not divide over {devices} devices in "
-            f"accumulate={config.accumulate} "
-            f"parts; give a multiple of {devices * config.accumulate}"
+            f"accumulate={config.accumulate} parts; give a multiple of "
+            f"{devices * config.accumulate}"
         )
     streams = math.gcd(config.batch_size, config.data.streams)
     if streams % processes:
         raise UserError(
             f"{streams} streams (data.streams={config.data.streams}, "
-            f"batch_size={config.batch_size}) do not divide over "
-            f"{processes} processes; make both multiples of {processes}"
+            f"batch_size={config.batch_size}) do not divide over {processes} processes; make both "
+            f"multiples of {processes}"
         )
     return streams
 
@@ -135,17 +113,16 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     if not config.init:
         return None
     model, tokenizer_digest = load_weights(expanded(config.init))
-    wanted, given = dict(config.model), dataclasses.asdict(model.config)
-    for name in sorted(wanted.keys() - {"dtype", "dropout"}):
-        if wanted[name] != given[name]:
+    given = dataclasses.asdict(model.config)
+    for name, wanted in sorted(config.model.items()):
+        if name not in ("dtype", "dropout") and wanted != given[name]:
             raise UserError(
                 f"init={config.init!r} has {name}={given[name]}, the config "
-                f"model.{name}={wanted[name]}; change one of them"
+                f"model.{name}={wanted}; change one of them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"init={config.init!r} was trained with another tokenizer than data.tokenizer; give "
-            "its own"
+            f"init={config.init!r} has another tokenizer than data.tokenizer; give that of init"
         )
     return nnx.state(model)
 
@@ -155,25 +132,28 @@ def claim_workdir(
     workdir: pathlib.Path,
     known: ml_collections.ConfigDict | None = None,
 ) -> None:
-    """Creates `workdir`, or raises `UserError` if it holds a run of another config. `known` has
-    the defaults of all fields; by default those of a language model."""
+    """Creates `workdir`. `known` has the defaults of all fields, of a language model if None.
+
+    Raises:
+      UserError: it holds a run of another config, or cannot be created.
+    """
     path = workdir / CONFIG
     if path.exists():
-        ours = flatten_dict(to_json(config), sep=".")
         try:
-            # A field newer than the run had its default.
-            defaults = flatten_dict(to_json(known or train_config()), sep=".")
-            theirs = {**defaults, **flatten_dict(json.loads(path.read_text()), sep=".")}
+            stored = json.loads(path.read_text())
         except ValueError as error:
             raise UserError(
                 f"{str(path)!r} is not JSON ({error}); choose a new --workdir"
             ) from error
+        # A field newer than the run had its default.
+        defaults = flatten_dict(to_json(known or train_config()), sep=".")
+        theirs = {**defaults, **flatten_dict(stored, sep=".")}
+        ours = flatten_dict(to_json(config), sep=".")
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
                 raise UserError(
                     f"workdir {str(workdir)!r} was made with {name}={theirs.get(name)!r}, the "
-                    "config has "
-                    f"{ours.get(name)!r}; choose a new --workdir or restore the field"
+                    f"config has {ours.get(name)!r}; choose a new --workdir or restore the field"
                 )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -199,8 +179,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process trains in {str(workdir)!r}; wait for it, or choose another "
-                "--workdir"
+                f"another process trains in {str(workdir)!r}; wait, or choose another --workdir"
             ) from error
         yield
 
@@ -216,18 +195,16 @@ def open_tokenizer(
 
     Raises:
       UserError: it has another vocabulary than the model, or differs from the run's earlier one
-        or
-        from the packed corpus's.
+        or from the packed corpus's.
     """
-    own = workdir / TOKENIZER
-    shared = own
-    if config.data.tokenizer or config.init:
-        beside = pathlib.Path(config.init).parent / own.name
-        shared = expanded(config.data.tokenizer or beside)
+    own = shared = workdir / TOKENIZER
+    if config.data.tokenizer:
+        shared = expanded(config.data.tokenizer)
+    elif config.init:
+        shared = expanded(config.init).parent / TOKENIZER
     if config.init and not shared.exists():
         raise UserError(
-            f"no tokenizer at {str(shared)!r}; a run from init={config.init!r} needs the tokenizer "
-            "of the weights"
+            f"no tokenizer at {str(shared)!r}; copy the tokenizer of init={config.init!r} there"
         )
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
@@ -242,14 +219,12 @@ def open_tokenizer(
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
             f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is "
-            f"{config.model.vocab_size}; give "
-            f"model.vocab_size={tokenizer.vocab_size}, or as data.tokenizer one that is not there "
-            "yet"
+            f"{config.model.vocab_size}; give model.vocab_size={tokenizer.vocab_size}, or a new "
+            "path as data.tokenizer"
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(
-            f"workdir {str(workdir)!r} was trained with another tokenizer than {str(shared)!r}; "
-            "restore it"
+            f"{str(shared)!r} is not the tokenizer of the run, {str(own)!r}; restore that one"
         )
     if hosts.is_first() and not own.exists():
         write_whole(own, tokenizer.proto)
@@ -259,20 +234,17 @@ def open_tokenizer(
 def _check_packed(
     config: ml_collections.ConfigDict, rows: PackedRows, tokenizer: pathlib.Path
 ) -> None:
+    """Raises `UserError` unless a packed corpus has rows of the context, of this tokenizer."""
+    corpus = config.data.train
     if rows.length != config.model.context:
         raise UserError(
-            f"{config.data.train!r} has rows of {rows.length} tokens, model.context is "
-            f"{config.model.context}; pack it "
-            "again with that --length, or change the model"
+            f"{corpus!r} has rows of {rows.length} tokens, model.context is "
+            f"{config.model.context}; pack it again with that --length, or change the model"
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
-        found = (
-            "is not the tokenizer"
-            if tokenizer.exists()
-            else "is not there, and should be the tokenizer"
-        )
+        absent = "" if tokenizer.exists() else "there, and should be "
+        own = pathlib.Path(corpus.removeprefix(PACKED_PREFIX)) / "tokenizer.model"
         raise UserError(
-            f"{str(tokenizer)!r} {found} that {config.data.train!r} was packed with; give "
-            "data.tokenizer="
-            f"{str(pathlib.Path(config.data.train.removeprefix(PACKED_PREFIX)) / 'tokenizer.model')!r}"
+            f"{str(tokenizer)!r} is not {absent}the tokenizer that {corpus!r} was packed with; "
+            f"give data.tokenizer={str(own)!r}"
         )

@@ -17,29 +17,19 @@ from spectr_jax.utils import sharding
 
 
 class Programs(NamedTuple):
-    """The programs of a run. Each compiles on its first call.
+    """The programs of a run. Each compiles on its first call."""
 
-    Attributes:
-      init: (key) -> state; the key is consumed.
-      step: (state, batch) -> state, metrics; the state is donated.
-      evaluate: (params, batch) -> sums over its tokens; for a language model, the result of
-        `eval_step`.
-      like: the state as abstract arrays with shardings.
-    """
-
-    init: Callable
-    step: Callable
-    evaluate: Callable
-    like: TrainState
+    init: Callable  # (key) -> state; the key is consumed.
+    step: Callable  # (state, batch) -> state, metrics; the state is donated.
+    evaluate: Callable  # (params, batch) -> sums over its tokens, as of `eval_step`.
+    like: TrainState  # Abstract arrays with shardings.
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
     """Returns the programs of a language model's training config; see `compiled`."""
     optimizer = make_optimizer(config.optimizer, config.steps)
-    shape = TransformerConfig(**config.model)
-    options = StepOptions(
-        config.early_exit.layer, config.early_exit.weight, config.accumulate, config.remat
-    )
+    shape, exits = TransformerConfig(**config.model), config.early_exit
+    options = StepOptions(exits.layer, exits.weight, config.accumulate, config.remat)
     graphdef, _ = abstract(shape)
     return compiled(
         mesh,
@@ -62,8 +52,8 @@ def compiled(
     """Returns programs whose parameters and optimizer state are placed on `mesh` by
     `sharding.state_sharding`.
 
-    The functions are as in `Programs`, and `build` makes a model with random weights. `given`
-    holds further arguments of `step` and `evaluate`, such as a teacher's weights.
+    `step` and `evaluate` are as in `Programs`, with the further arguments `given`, such as a
+    teacher's weights, which are replicated. `build` makes a model with random weights.
     """
 
     def init(key):
@@ -72,12 +62,9 @@ def compiled(
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     places = sharding.state_sharding(mesh, shapes)
-    # The state keeps its placement, whatever XLA would prefer, so that one program serves all
-    # steps.
-    step, evaluate = (
-        jax.jit(step, donate_argnums=0, out_shardings=(places, None)),
-        jax.jit(evaluate),
-    )
+    # XLA could place the new state elsewhere, and the second step would compile another program.
+    step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+    evaluate = jax.jit(evaluate)
     if given:
         given = sharding.replicate(mesh, given)
         step, evaluate = _with(step, given), _with(evaluate, given)

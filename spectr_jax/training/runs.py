@@ -1,6 +1,6 @@
 """The contents of a training workdir besides checkpoints: config, model shape and tokenizer.
 
-Nothing here needs Orbax or the training code.
+Reading them needs neither Orbax nor the training code.
 """
 
 import dataclasses
@@ -17,45 +17,28 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_json
 
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
-BITS = "eval_bits_per_character"
-"""Metric that the best checkpoint of a language model minimises."""
-REJECTION = "eval_rejection"
-"""Metric that the best checkpoint of a student minimises: 1 - alpha_1 on the first held-out
-labels."""
+BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
+"""Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
+the first held-out labels."""
 
 
 class Student(NamedTuple):
-    """Choices that a distillation makes before its first step.
-
-    Attributes:
-      shape: shape of the student.
-      head_tokens: tokens that its head scores, [W] int32.
-      vocabulary: digest of the teacher's vocabulary.
-      rows: number of labelled rows of each training folder; empty in older runs.
-    """
+    """Choices that a distillation makes before its first step."""
 
     shape: LlamaConfig
-    head_tokens: np.ndarray
-    vocabulary: str
-    rows: tuple[int, ...]
+    head_tokens: np.ndarray  # Tokens that the head scores, [W] int32.
+    vocabulary: str  # Digest of the teacher's vocabulary.
+    rows: tuple[int, ...]  # Labelled rows of each training folder; empty in older runs.
 
 
 class Run(NamedTuple):
-    """A run, as its workdir describes it.
+    """A run, as its workdir describes it."""
 
-    Attributes:
-      config: JSON values.
-      shape: shape of its model.
-      tokenizer: of its vocabulary; a student has only the digest of its teacher's.
-      metric: the metric that its best checkpoint minimises.
-      student: set for a distillation, None for a language model.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # JSON values.
     shape: TransformerConfig | LlamaConfig
-    tokenizer: AnyTokenizer
-    metric: str
-    student: Student | None
+    tokenizer: AnyTokenizer  # For a student, only the vocabulary of its teacher.
+    metric: str  # The metric that the best checkpoint minimises.
+    student: Student | None  # None for a language model.
 
 
 def open_run(workdir: pathlib.Path) -> Run:
@@ -66,11 +49,8 @@ def open_run(workdir: pathlib.Path) -> Run:
     """
     try:
         config = json.loads((workdir / CONFIG).read_text())
-        shape = (
-            None
-            if "teacher" in config
-            else TransformerConfig(**{**config["model"], "dropout": 0.0})
-        )
+        model = None if "teacher" in config else {**config["model"], "dropout": 0.0}
+        shape = TransformerConfig(**model) if model else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path"
@@ -91,7 +71,8 @@ def read_student(workdir: pathlib.Path) -> Student:
     path = workdir / STUDENT
     try:
         about = json.loads(path.read_text())
-        tokens, rows = np.array(about["head_tokens"], np.int32), tuple(about.get("rows", ()))
+        tokens = np.array(about["head_tokens"], np.int32)
+        rows = tuple(about.get("rows", ()))
         return Student(LlamaConfig(**about["model"]), tokens, about["vocabulary"], rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -105,8 +86,7 @@ def write_student(workdir: pathlib.Path, student: Student, teacher: str) -> None
         "teacher": teacher,
         "vocabulary": student.vocabulary,
         "model": dataclasses.asdict(student.shape),
+        "rows": list(student.rows),
+        "head_tokens": student.head_tokens.tolist(),
     }
-    write_json(
-        workdir / STUDENT,
-        {**about, "rows": list(student.rows), "head_tokens": student.head_tokens.tolist()},
-    )
+    write_json(workdir / STUDENT, about)

@@ -1,7 +1,6 @@
 """One training step and one evaluation step, as pure functions of a `TrainState`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,24 +15,17 @@ from spectr_jax.models.layers.attention import causal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The whole state of a run, except its position in the data.
+    """The state of a run, except its position in the data."""
 
-    Attributes:
-      step: int32 [], number of steps taken.
-      params: parameters, as `nnx.split` returns them.
-      opt_state: state of the optimizer.
-      key: [] typed key; step `i` draws its dropout from `fold_in(key, i)`.
-    """
-
-    step: jax.Array
-    params: Any
+    step: jax.Array  # int32 [], number of steps taken.
+    params: Any  # Parameters, as `nnx.split` returns them.
     opt_state: Any
-    key: jax.Array
+    key: jax.Array  # [] typed key; step `i` draws its dropout from `fold_in(key, i)`.
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""Loss function: (params, batch, key) -> (loss, metrics), both summed over tokens. The key is
-consumed."""
+"""Loss function: (params, batch, key) -> (loss, metrics), both summed over tokens; consumes the
+key."""
 
 
 def init_state(
@@ -45,20 +37,12 @@ def init_state(
 
 
 class StepOptions(NamedTuple):
-    """Static options of a step.
+    """Static options of a step."""
 
-    Attributes:
-      exit_layer: number of first layers after which a second loss is taken, for self-speculation; 0
-        for none.
-      exit_weight: weight of that loss.
-      accumulate: number of parts in which a batch is processed; their gradients are summed.
-      remat: whether to recompute each block's activations in the backward pass to save memory.
-    """
-
-    exit_layer: int = 0
-    exit_weight: float = 0.0
-    accumulate: int = 1
-    remat: bool = False
+    exit_layer: int = 0  # Layers after which a second loss is taken, for self-speculation, or 0.
+    exit_weight: float = 0.0  # Weight of that loss.
+    accumulate: int = 1  # Parts in which a batch is processed; their gradients are summed.
+    remat: bool = False  # Recompute activations of blocks in the backward pass to save memory.
 
 
 def summed_loss(
@@ -68,8 +52,7 @@ def summed_loss(
     exit_layer: int = 0,
     remat: bool = False,
 ):
-    """Returns the cross-entropy summed over the tokens of a packed batch. `dropout_key` is
-    consumed.
+    """Returns the cross-entropy summed over the tokens of a packed batch; consumes `dropout_key`.
 
     Returns:
       Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the
@@ -95,19 +78,11 @@ def train_step(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """Returns one update of a language model.
+    """Returns the state of a language model after one update, and scalars `loss` (nats per token),
+    `exit_loss` (if there is an exit), `grad_norm` and `tokens`.
 
-    Args:
-      graphdef: of the model, from `nnx.split`.
-      optimizer: including its schedule.
-      options: static.
-      state: donated by the caller.
-      batch: `inputs`, `targets`, `segments`, `positions`, int32 [B, N].
-
-    Returns:
-      The new state, and scalars `loss` (nats per token), `grad_norm`, `tokens`, and with an
-      exit
-      `exit_loss`.
+    The caller donates `state`. `batch` has `inputs`, `targets`, `segments`, `positions`, int32
+    [B, N].
     """
 
     def objective(params, part, key):
@@ -127,18 +102,11 @@ def update(
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
-    """Returns one update that lowers `objective` over the tokens of `batch` whose `segments` [B, N]
-    are not 0.
+    """Returns the state after one update that lowers `objective`, and scalars: the objective's
+    metrics per token, `grad_norm` and `tokens`.
 
-    Args:
-      objective: see `Objective`.
-      optimizer: including its schedule.
-      accumulate: see `StepOptions`.
-      state: donated by the caller.
-      batch: arrays [B, ...].
-
-    Returns:
-      The new state, and scalars: the objective's metrics per token, `grad_norm` and `tokens`.
+    The caller donates `state`. `batch` has arrays [B, ...], is processed in `accumulate` parts, and
+    its tokens are those whose `segments` [B, N] are not 0.
     """
     tokens = jnp.sum(batch["segments"] > 0)
     step_key = jax.random.fold_in(state.key, state.step)
@@ -155,26 +123,19 @@ def update(
         )
         return jax.tree.map(jnp.add, sums, grads), logged
 
-    parts = jax.tree.map(functools.partial(_split_rows, parts=accumulate), batch)
+    # Every `accumulate`-th row is in one part, so that each device keeps its own rows.
+    parts = jax.tree.map(
+        lambda rows: jnp.swapaxes(rows.reshape(-1, accumulate, *rows.shape[1:]), 0, 1), batch
+    )
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     grads, logged = jax.lax.scan(add_part, zeros, (jnp.arange(accumulate), parts))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {
-        **jax.tree.map(jnp.sum, logged),
-        "grad_norm": optax.tree.norm(grads),
-        "tokens": tokens,
-    }
+    metrics = jax.tree.map(jnp.sum, logged)
+    metrics |= {"grad_norm": optax.tree.norm(grads), "tokens": tokens}
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
 def eval_step(graphdef, params, batch: dict[str, jax.Array], exit_layer: int = 0):
-    """Returns the summed nats, those after `exit_layer`, and the number of tokens of a batch,
-    without dropout."""
+    """Returns `summed_loss` of a batch, without dropout."""
     return summed_loss(nnx.merge(graphdef, params), batch, exit_layer=exit_layer)
-
-
-def _split_rows(rows_BxN: jax.Array, parts: int) -> jax.Array:
-    """Returns [parts, B / parts, N] with every `parts`-th row in one part, so that each device
-    keeps its own rows."""
-    return jnp.swapaxes(rows_BxN.reshape(-1, parts, *rows_BxN.shape[1:]), 0, 1)

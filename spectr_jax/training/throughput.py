@@ -1,5 +1,4 @@
-"""Hardware utilisation of a run: model FLOPs utilisation as in PaLM (Chowdhery et al., 2022,
-appendix B)."""
+"""Model FLOPs utilisation of a run, as in PaLM (Chowdhery et al., 2022, appendix B)."""
 
 import functools
 import re
@@ -10,8 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.models.transformer import TransformerConfig, parameter_count
 
-# Published dense bfloat16 FLOP/s of one device, by the first words of its
-# `device_kind`.
+# Published dense bfloat16 FLOP/s of one device, by the first words of its `device_kind`.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
@@ -33,34 +31,26 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(config: TransformerConfig) -> int:
-    """Returns the FLOPs of a training step per token, forward and backward.
-
-    That is 6 per parameter outside the embedding, and 12 per layer, unit of width and token of the
-    context for attention.
-    """
+    """Returns the FLOPs of a training step per token, forward and backward: 6 per parameter outside
+    the embedding, and 12 * layers * width * context for attention."""
     parameters = parameter_count(config) - config.vocab_size * config.width
     return 6 * parameters + 12 * config.layers * config.width * config.context
 
 
 @functools.cache
 def peak_flops() -> float:
-    """Returns the FLOP/s of all devices: the published figure, or else that of a product timed
-    here."""
+    """Returns the FLOP/s of all devices: the published ones, or else those of a timed product."""
     published = published_flops(jax.devices()[0].device_kind)
     if published is not None:
         return published * jax.device_count()
     # The devices of one CPU share its cores, and so the speed of one product.
-    return _product_flops() * (
-        jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-    )
+    on_cpu = jax.default_backend() == "cpu"
+    return _product_flops() * (jax.process_count() if on_cpu else jax.device_count())
 
 
 def published_flops(kind: str) -> float | None:
-    """Returns the dense bfloat16 FLOP/s of a device, or None if unknown.
-
-    The longest name of `PEAK_FLOPS` that starts `kind` counts, in whole words: an L40 is not an
-      L4.
-    """
+    """Returns the dense bfloat16 FLOP/s of a device by the longest name of `PEAK_FLOPS` that starts
+    `kind` in whole words (an L40 is not an L4), or None."""
     names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}\b", kind)]
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
@@ -68,9 +58,8 @@ def published_flops(kind: str) -> float | None:
 def _product_flops(size: int = 1536, tries: int = 5) -> float:
     x = jnp.ones((size, size), jnp.float32)
     product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
     seconds = []
-    for _ in range(tries):
+    for _ in range(1 + tries):  # The first one compiles, and is never the fastest.
         started = time.perf_counter()
         product(x, x).block_until_ready()
         seconds.append(time.perf_counter() - started)

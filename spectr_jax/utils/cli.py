@@ -12,41 +12,32 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from spectr_jax.utils.errors import Interrupted, UserError, check_device, explain
+from spectr_jax.utils.errors import Interrupted, UserError, check_device, explain, first_line
 from spectr_jax.utils.files import expanded
 
-BAD_INPUT = 2
-"""Exit status after bad input, which is reported in one line."""
-INTERRUPTED = 75
-"""Exit status of a run that was stopped and saved (EX_TEMPFAIL in sysexits.h)."""
-CTRL_C = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
-CLOSED_PIPE = 141
-"""Exit status after the reader of the output closed the pipe, as in `| head -1`: 128 + SIGPIPE."""
+BAD_INPUT, INTERRUPTED, CTRL_C, CLOSED_PIPE = 2, 75, 130, 141
+"""Exit statuses, explained in `_STATUS_HELP`. 75 is EX_TEMPFAIL of sysexits.h; the last two are 128
+plus the number of a signal, as in shells."""
 
 flags.DEFINE_bool("verbose", False, "Print the traceback of an error above its one-line message.")
 
 _CONFIG_HELP = """
-Any field of the config can be set with --config.FIELD=VALUE, such as
---config.batch_size=64. The config.py of spectr_jax/training, distillation and
-experiments list the fields with their defaults,
-and configs/ has configs to begin with.
+Set any field of the config with --config.FIELD=VALUE, such as --config.batch_size=64.
+The fields and their defaults are in config.py of spectr_jax/training, distillation
+and experiments. configs/ has examples.
 """
 _STATUS_HELP = f"""
 Exit status:
   0    done
   {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
 {{saved}}  {CTRL_C}  stopped by Ctrl-C
-  {CLOSED_PIPE}  ended in silence, because the pipe that it prints to was closed
+  {CLOSED_PIPE}  the pipe that it prints to was closed
   1    a bug: please report its traceback
 """
-_SAVED_HELP = (
-    f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
-)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -67,10 +58,8 @@ def importing() -> Iterator[None]:
 
 def define_process_flags() -> None:
     """Defines the flags of a program that can run on several processes."""
-    flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0, for a run of several processes."
-    )
-    flags.DEFINE_integer("processes", None, "The number of processes of the run.")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, with several processes.")
+    flags.DEFINE_integer("processes", None, "The number of processes of the run.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "The index of this process, from 0.")
     flags.DEFINE_bool(
         "distributed",
@@ -91,11 +80,7 @@ def define_import_flag() -> None:
 
 
 def _import_modules() -> None:
-    """Imports the modules that --import names. The current folder is searched too.
-
-    Raises:
-      UserError: a module is missing or fails.
-    """
+    """Imports the modules that --import names, also from the current folder."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in ",".join(flags.FLAGS["import"].value or []).split(","):
@@ -103,10 +88,10 @@ def _import_modules() -> None:
             if name.strip():
                 importlib.import_module(name.strip())
         except Exception as error:  # User code may raise anything.
-            reason = next(iter(str(error).splitlines()), "")
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
-                f"--import={name.strip()} fails ({type(error).__name__}: {reason}); fix it, "
-                "or name a module that is installed or in the current folder, without .py"
+                f"--import={name.strip()} fails ({reason}); fix it, or name a module that is "
+                "installed or in the current folder, without .py"
             ) from error
 
 
@@ -114,47 +99,41 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
     """Parses the flags and runs `main`. A user error becomes one line without a traceback
     (`errors.explain`).
 
-    Args:
-      main: takes no arguments; raises `UserError` for bad input, and `Interrupted` once a
-        stopped run is saved.
-      output: the flag that names the output folder, if any. It is checked before any long work.
+    `main` raises `UserError` for bad input, and `Interrupted` once a stopped run is saved. `output`
+    is the flag that names the output folder, which is checked before any long work.
     """
 
     def guarded(_):
         logging.set_verbosity(logging.WARNING)  # Orbax logs every file at INFO.
-        distributed = _process_flags()
-        alone = distributed is None
+        processes = _process_flags()
+        exit_with = functools.partial(_exit, at_once=processes is not None)
         try:
             if output is not None:
                 _check_output(output)
-                if alone:  # With several processes, JAX's preemption service handles it.
+                if processes is None:  # With several, JAX's preemption service handles it.
                     signal.signal(signal.SIGTERM, _terminate)
-            if distributed is not None:
+            if processes is not None:
                 from spectr_jax.utils import hosts
 
-                hosts.connect(**distributed)
+                hosts.connect(*processes)
             check_device()
             _keep_programs()
             if "import" in flags.FLAGS:
                 _import_modules()
-            with _quiet_end(at_once=not alone):
+            with _quiet_end(at_once=processes is not None):
                 main()
         except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
+            resumes = "; the same command resumes" if output is not None else ""
             status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
-            _exit(
-                "interrupted" + "; the same command resumes" * (output is not None),
-                error,
-                status,
-                at_once=not alone,
-            )
+            exit_with(f"interrupted{resumes}", error, status)
         except Exception as error:
             line = explain(error, None if output is None else str(expanded(output.value)))
             if line is None:
                 raise
-            _exit(f"error: {line}", error, at_once=not alone)
+            exit_with(f"error: {line}", error)
 
     app.run(guarded, flags_parser=functools.partial(_parse, output is not None))
 
@@ -171,15 +150,12 @@ def _quiet_end(at_once: bool = False) -> Iterator[None]:
         if sys.stdout is not None:
             sys.stdout.flush()  # Python's own flush at exit would print an error.
     except BrokenPipeError:
-        closed = [
-            stream
-            for stream in (sys.stdout, sys.stderr)
-            if stream is not None and _is_closed_pipe(stream.fileno())
-        ]
+        outputs = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream is not None]
+        closed = [output for output in outputs if _is_closed_pipe(output)]
         if not closed:  # The error is about another pipe.
             raise
-        for stream in closed:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # For the remaining output.
+        for output in closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # For the remaining output.
         if at_once:
             os._exit(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
@@ -191,20 +167,13 @@ def _is_closed_pipe(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def _process_flags() -> dict | None:
+def _process_flags() -> list[Any] | None:
     """Returns the arguments of `hosts.connect`, or None for a single process."""
     if "coordinator" not in flags.FLAGS:
         return None
-    found = {
-        "coordinator": flags.FLAGS.coordinator,
-        "processes": flags.FLAGS.processes,
-        "process": flags.FLAGS.process_id,
-    }
-    return (
-        found
-        if flags.FLAGS.distributed or any(value is not None for value in found.values())
-        else None
-    )
+    found = [flags.FLAGS[name].value for name in ("coordinator", "processes", "process_id")]
+    given = flags.FLAGS.distributed or any(value is not None for value in found)
+    return found if given else None
 
 
 def _check_output(flag: flags.FlagHolder) -> None:
@@ -213,15 +182,10 @@ def _check_output(flag: flags.FlagHolder) -> None:
         raise UserError(f"--{flag.name} is empty; name a folder")
     path = expanded(flag.value)
     nearest = next(place for place in (path, *path.parents) if place.exists())
-    if not nearest.is_dir():
-        raise UserError(
-            f"--{flag.name}={flag.value}: {str(nearest)!r} is not a folder; choose another"
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--{flag.name}={flag.value}: {str(nearest)!r} cannot be written to; choose another "
-            "folder"
-        )
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return
+    problem = "cannot be written to" if nearest.is_dir() else "is not a folder"
+    raise UserError(f"--{flag.name}={flag.value}: {str(nearest)!r} {problem}; choose another")
 
 
 def _keep_programs() -> None:
@@ -235,8 +199,10 @@ def _keep_programs() -> None:
 
 
 def _parse(writes: bool, argv: list[str]) -> list[str]:
-    """Parses the flags and returns the remaining arguments. `writes` says whether the program
-    writes to a folder."""
+    """Parses the flags and returns an empty list: other arguments are an error.
+
+    `writes` says whether the program writes to a folder, for the help.
+    """
     _extend_help(writes)
     try:
         with _quiet_end():
@@ -245,12 +211,10 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
             raise UserError(
                 f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help"
             )
-        if "config" in flags.FLAGS and not hasattr(
-            flags.FLAGS.config, "keys"
-        ):  # Raises if the config file could not be loaded.
+        # Reading `config` raises an error if its file could not be loaded.
+        if "config" in flags.FLAGS and not hasattr(flags.FLAGS.config, "keys"):
             raise UserError(
-                f"get_config() returns {flags.FLAGS.config!r}; return a config of "
-                "spectr_jax (training, distillation, experiments)"
+                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax"
             )
         return left
     except SystemExit as error:
@@ -272,13 +236,13 @@ def _extend_help(writes: bool) -> None:
         for name in flags.FLAGS
         if any("than None" in check.message for check in flags.FLAGS[name].validators)
     ]
-    parts = [_CONFIG_HELP] * ("config" in flags.FLAGS) + [
-        f"\nRequired: {', '.join(needed)}\n"
-    ] * bool(needed)
     program = sys.modules["__main__"]
-    program.__doc__ = "".join(
-        [program.__doc__ or "", *parts, _STATUS_HELP.format(saved=_SAVED_HELP * writes)]
+    parts = [program.__doc__ or "", _CONFIG_HELP if "config" in flags.FLAGS else ""]
+    parts.append(f"\nRequired: {', '.join(needed)}\n" if needed else "")
+    saved = (
+        f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
     )
+    program.__doc__ = "".join([*parts, _STATUS_HELP.format(saved=saved if writes else "")])
 
 
 def _reason(error: Exception) -> str:
@@ -286,8 +250,7 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
         return text.split("UserError: ", 1)[1]
-    missing = re.findall(r"Flag (--\w+) must have a value", text)
-    if missing:
+    if missing := re.findall(r"Flag (--\w+) must have a value", text):
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help"
     if isinstance(error, UserError):
         return text
@@ -305,11 +268,14 @@ def _reason(error: Exception) -> str:
 def _exit(
     line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False
 ) -> NoReturn:
-    if (
-        flags.FLAGS["verbose"].value or "--verbose" in sys.argv
-    ):  # It may follow a flag that was not parsed.
+    """Prints `line`, with --verbose after the traceback, and exits.
+
+    It exits `at_once` if JAX would wait for other processes, which wait for this one.
+    """
+    # The flag may follow one that was not parsed.
+    if flags.FLAGS["verbose"].value or "--verbose" in sys.argv:
         traceback.print_exception(error)
     print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
-    if at_once:  # JAX would wait at exit for the other processes, which wait for this one.
+    if at_once:
         os._exit(status)
     sys.exit(status)

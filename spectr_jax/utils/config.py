@@ -1,12 +1,12 @@
 """Checks of `ml_collections.ConfigDict`s: unknown fields, types and ranges."""
 
-import hashlib
 import json
 from typing import Any
 
 import ml_collections
 
 from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import digest
 
 
 def check_fields(
@@ -17,30 +17,24 @@ def check_fields(
         if name not in defaults:
             raise unknown("config field", prefix + name, [prefix + known for known in defaults])
     for name, default in defaults.items():
+        field = f"config field {prefix + name!r}"
         if name not in config:
-            raise UserError(
-                f"config field {prefix + name!r} is missing; the default is {default!r}"
-            )
+            raise UserError(f"{field} is missing; the default is {default!r}")
         value = config[name]
-        if isinstance(default, ml_collections.ConfigDict):
-            if not isinstance(value, ml_collections.ConfigDict):
-                raise UserError(
-                    f"config field {prefix + name!r} is {value!r}; it must hold "
-                    f"{', '.join(default)}"
-                )
+        if not isinstance(default, ml_collections.ConfigDict):
+            if not _same_kind(value, default):
+                kind = f"{type(default).__name__}, such as {default!r}"
+                kind = "number, or None" if default is None else kind
+                raise UserError(f"{field} is {value!r}; give a {kind}")
+        elif isinstance(value, ml_collections.ConfigDict):
             check_fields(value, default, f"{prefix}{name}.")
-        elif not _same_kind(value, default):
-            kind = (
-                "number, or None"
-                if default is None
-                else f"{type(default).__name__}, such as {default!r}"
-            )
-            raise UserError(f"config field {prefix + name!r} is {value!r}; give a {kind}")
+        else:
+            raise UserError(f"{field} is {value!r}; it must hold {', '.join(default)}")
 
 
 def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
-    """Raises `UserError` unless each named field (`a.b` for a nested one) is at least 1. Every
-    entry of a tuple is checked."""
+    """Raises `UserError` unless each named field (`a.b` for a nested one) and each entry of a tuple
+    is at least 1."""
     for name in names:
         value: Any = config
         for part in name.split("."):
@@ -57,22 +51,21 @@ def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 def config_hash(config: ml_collections.ConfigDict) -> str:
     """Returns twelve hex digits that identify the config."""
-    return hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode()).hexdigest()[:12]
+    return digest(json.dumps(to_json(config), sort_keys=True).encode())[:12]
 
 
 def _same_kind(value: Any, default: Any) -> bool:
+    """Returns whether `value` has the type of `default`. A float may be an integer, and the default
+    None stands for an optional number."""
     if default is None:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        return value is None or _same_kind(value, 0.0)
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     if isinstance(default, float):
         return isinstance(value, int | float)
     if isinstance(default, tuple):
+        if not isinstance(value, tuple | list) or (default and not value):
+            return False
         kind = default[0] if default else 0  # A tuple with an empty default holds integers.
-        filled = bool(value) or not default
-        return (
-            isinstance(value, tuple | list)
-            and filled
-            and all(_same_kind(entry, kind) for entry in value)
-        )
+        return all(_same_kind(entry, kind) for entry in value)
     return isinstance(value, type(default))

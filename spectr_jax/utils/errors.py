@@ -5,32 +5,15 @@ import errno
 import pathlib
 from collections.abc import Iterable
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-_REFUSED = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EEXIST,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-    }
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_REFUSED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
 )
-
 EXTRAS = {
     "train": (
-        *(
-            "array_record",
-            "grain",
-            "importlib_resources",
-            "matplotlib",
-            "ml_collections",
-            "optax",
-            "orbax",
-        ),
-        *("tensorflow_datasets", "tqdm"),
+        *("array_record", "grain", "importlib_resources", "matplotlib", "ml_collections"),
+        *("optax", "orbax", "tensorflow_datasets", "tqdm"),
     ),
     "hf": ("gguf", "huggingface_hub", "jinja2", "tokenizers"),
 }
@@ -56,6 +39,12 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
 
 
+def first_line(error: BaseException, otherwise: str = "") -> str:
+    """Returns the first line of an error's message, or else `otherwise` or the error's type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else otherwise or type(error).__name__
+
+
 def explain(error: BaseException, output: str | None = None) -> str | None:
     """Returns one line that tells the user what to do, or None if the error is a bug of ours.
 
@@ -66,9 +55,9 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
     """
     if isinstance(error, UserError):
         return str(error)
-    reason = next(iter(str(error).splitlines()), "")[:200]
+    reason = first_line(error, "host")
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
-        return f"out of memory ({reason or 'host'}); use a smaller batch_size or smaller models"
+        return f"out of memory ({reason}); use a smaller batch_size or smaller models"
     if isinstance(error, RuntimeError) and reason.startswith("Unable to initialize backend"):
         return f"JAX does not find its device ({reason}); unset JAX_PLATFORMS, or set it to cpu"
     if isinstance(error, ModuleNotFoundError):
@@ -100,7 +89,7 @@ def check_device() -> None:
     try:
         jax.local_devices()
     except (AssertionError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), "")[:200] or "no plugin for it is installed"
+        reason = first_line(error, "no plugin for it is installed")
         raise UserError(
             f"JAX_PLATFORMS={platforms}: JAX does not find this device ({reason}); unset "
             "JAX_PLATFORMS, or set it to cpu"
@@ -112,5 +101,6 @@ def _missing(error: ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
-            return f"{module} is not installed; run pip install 'spectr_jax[{extra}]', or '.[{extra}]' in a clone"
+            install = f"pip install 'spectr_jax[{extra}]', or '.[{extra}]' in a clone"
+            return f"{module} is not installed; run {install}"
     return None

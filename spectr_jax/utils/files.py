@@ -1,4 +1,4 @@
-"""Atomic file writes, digests of file content, and expansion of user-given paths."""
+"""Atomic writes of files, digests of their content, and expansion of user-given paths."""
 
 import contextlib
 import hashlib
@@ -27,8 +27,7 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-    """A context that adds `path` to an `OSError` without a file name, such as that of a full
-    disk."""
+    """A context that adds `path` to an `OSError` without a file name, as of a full disk."""
     try:
         yield
     except OSError as error:
@@ -37,11 +36,7 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def expanded(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns a user-given path with `~` expanded.
-
-    Raises:
-      UserError: there is no such user.
-    """
+    """Returns a user-given path with `~` expanded. Raises `UserError` if there is no such user."""
     try:
         return pathlib.Path(name).expanduser()
     except RuntimeError as error:
@@ -49,8 +44,7 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
 
 
 def named(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns `expanded(name)`, with `.` and `..` resolved so that the last part can name a
-    model."""
+    """Returns `expanded(name)` with a last `.` or `..` resolved, so that it ends in a name."""
     path = expanded(name)
     return path.resolve() if path.name in ("", "..") else path
 
@@ -61,15 +55,12 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def check_fetched(path: pathlib.Path) -> None:
-    """Raises `UserError` if the file is a pointer of Git LFS, left by a clone that did not fetch
-    it."""
+    """Raises `UserError` if the file is a pointer of Git LFS, whose content was not fetched."""
     with path.open("rb") as opened:
-        pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
-    if pointer:
-        raise UserError(
-            f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull' in "
-            "its folder"
-        )
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(
+                f"{str(path)!r} is a pointer of Git LFS, not the file itself; run 'git lfs pull'"
+            )
 
 
 def digest(content: bytes) -> str:

@@ -7,22 +7,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.errors import UserError, first_line
 
 HEARTBEAT_SECONDS = 30
-"""Seconds after which the other processes exit if one stops responding."""
+"""Time after which the other processes exit if one stops responding."""
 
 
 def connect(
     coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> None:
-    """Connects this process to the others. Call it before JAX is used.
+    """Connects this process, of index `process`, to the others. Call it before JAX is used.
 
-    Args:
-      coordinator: HOST:PORT of process 0. None reads all three values from the environment (TPU
-        pods, Slurm, Open MPI).
-      processes: the number of processes.
-      process: the index of this process.
+    `coordinator` is HOST:PORT of process 0. Without arguments, all three values come from the
+    environment (TPU pods, Slurm, Open MPI).
 
     Raises:
       UserError: the values are inconsistent, the environment has none, or no process answers.
@@ -36,28 +33,22 @@ def connect(
         )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise UserError(
-            f"--coordinator={coordinator!r} is not HOST:PORT; give the address of process 0, as "
-            "host0:1234"
+            f"--coordinator={coordinator!r} is not HOST:PORT; give process 0's, as host0:1234"
         )
-    if processes is not None and processes < 1:
-        raise UserError(f"--processes={processes} is less than 1; give how many there are")
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(
             f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} "
             "has its own"
         )
+    where = f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
     try:
         jax.distributed.initialize(
             coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
         )
     except (RuntimeError, ValueError) as error:
-        where = (
-            f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
-        )
         raise UserError(
-            f"no other processes were found {where} ({str(error).splitlines()[0]}); start all of "
-            "them, with --coordinator, "
-            "--processes and --process_id where the environment does not tell"
+            f"no other processes were found {where} ({first_line(error)}); start all of them, with "
+            "--coordinator, --processes and --process_id if the environment does not set these"
         ) from error
 
 
@@ -67,8 +58,7 @@ def is_first() -> bool:
 
 
 def own_share(count: int) -> slice:
-    """Returns this process's slice of `count` items that are split evenly, such as rows of a
-    batch."""
+    """Returns this process's slice of `count` evenly split items, such as rows of a batch."""
     share = count // jax.process_count()
     return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
@@ -79,11 +69,10 @@ def gather(value: Any) -> list[Any]:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(content)))
-    padded = np.pad(content, (0, int(sizes.max()) - len(content)))
+    # JSON may end in spaces.
+    padded = np.pad(content, (0, int(sizes.max()) - len(content)), constant_values=ord(" "))
     rows = multihost_utils.process_allgather(padded)
-    return [
-        json.loads(row[:size].tobytes()) for row, size in zip(np.asarray(rows), sizes, strict=True)
-    ]
+    return [json.loads(np.asarray(row).tobytes()) for row in rows]
 
 
 def wait_for_all(what: str) -> None:
@@ -93,8 +82,7 @@ def wait_for_all(what: str) -> None:
 
 
 def fetch(tree: Any) -> Any:
-    """Returns the arrays of a pytree as NumPy arrays, gathered from all devices. Every process
-    must call it."""
+    """Returns a pytree of NumPy arrays, gathered from all devices. Every process must call it."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

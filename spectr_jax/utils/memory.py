@@ -1,5 +1,5 @@
-"""Settings of the C library's heap, which otherwise returns and reacquires memory at every
-training step on a CPU."""
+"""Settings of glibc's heap, which otherwise returns its memory to Linux at each training step on a
+CPU and reacquires it, filled with zeros (results/notes/2026-11-training.md)."""
 
 import ctypes
 import importlib.metadata
@@ -13,22 +13,21 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep large freed blocks for later allocations. Call it before JAX starts threads.
+    """Makes glibc keep large freed blocks for later allocations, and returns whether it does. Call
+    it before JAX starts threads.
 
-    Otherwise the kernel zeroes the memory of every step again. Does nothing if an accelerator
-    plugin is installed, if the C library is not glibc, or if the environment sets GLIBC_TUNABLES or
-    MALLOC_* itself.
-
-    Returns:
-      Whether the settings were changed.
+    Nothing changes if an accelerator plugin is installed, if the C library is not glibc, or if the
+    environment configures malloc (huge pages apart) by GLIBC_TUNABLES or MALLOC_*.
     """
-    if not sys.platform.startswith("linux") or _accelerator_expected() or _set_by_user():
+    tuned = re.search(r"glibc\.malloc\.(arena|mmap|trim)", os.environ.get("GLIBC_TUNABLES", ""))
+    if tuned or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    if not sys.platform.startswith("linux") or _accelerator_expected():
         return False
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         return False
-    # One heap for all threads, because secondary heaps are limited in size; no block outside it;
-    # and its end is never returned to the system.
+    # One heap for all threads (others are limited in size), no block outside it, and no trimming.
     settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
     return all(library.mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
 
@@ -40,9 +39,3 @@ def _accelerator_expected() -> bool:
     return bool(plugins) or any(
         importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu")
     )
-
-
-def _set_by_user() -> bool:
-    """Returns whether the user configured malloc. Huge pages do not count."""
-    ours = re.search(r"glibc\.malloc\.(arena|mmap|trim)", os.environ.get("GLIBC_TUNABLES", ""))
-    return ours is not None or any(name.startswith("MALLOC_") for name in os.environ)

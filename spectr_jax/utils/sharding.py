@@ -10,16 +10,12 @@ from spectr_jax.utils.errors import UserError
 
 AXES = ("data", "fsdp")
 ROWS = PartitionSpec(AXES)
-"""Shards rows of a batch, or sequences, over all devices."""
+"""Splits the rows of a batch over all devices."""
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a (data, fsdp) mesh of all devices or of those given. Each group of `fsdp` devices
-    shares one copy of the parameters.
-
-    Raises:
-      UserError: `fsdp` does not divide the number of devices.
-    """
+    shares one copy of the parameters. Raises `UserError` if `fsdp` does not divide the devices."""
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:
         raise UserError(f"mesh.fsdp={fsdp} does not divide the {count} devices; choose a divisor")
@@ -29,15 +25,13 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
-    """Returns the sharding of parameters and optimizer state: the largest axis that `fsdp`
-    divides is split, all others are replicated."""
+    """Returns the sharding of parameters and optimizer state. Each array is split along the largest
+    axis that `fsdp` divides, if any, and otherwise replicated."""
     fsdp = mesh.shape["fsdp"]
 
     def rule(leaf):
         axes: list[str | None] = [None] * len(leaf.shape)
-        divisible = [
-            axis for axis, size in enumerate(leaf.shape) if size % fsdp == 0 and size >= fsdp
-        ]
+        divisible = [axis for axis, size in enumerate(leaf.shape) if size and size % fsdp == 0]
         if fsdp > 1 and divisible:
             axes[max(divisible, key=lambda axis: leaf.shape[axis])] = "fsdp"
         return NamedSharding(mesh, PartitionSpec(*axes))
@@ -62,13 +56,10 @@ def put(tree: Any, places: Any) -> Any:
     """Returns arrays that every process holds, each placed by its sharding in `places`."""
 
     def put_one(leaf, place):
-        if leaf.sharding == place:
-            return leaf
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or leaf.sharding == place:
             return jax.device_put(leaf, place)
-        on_host = np.asarray(
-            leaf
-        )  # A device of one process cannot always send to a device of another.
+        # A device of one process cannot always send to a device of another.
+        on_host = np.asarray(leaf)
         return jax.make_array_from_callback(leaf.shape, place, lambda index: on_host[index])
 
     return jax.tree.map(put_one, tree, places)

@@ -41,9 +41,8 @@ def _sentences_of(batch):
 
 def test_no_text_is_out_of_vocabulary(tokenizer):
     for text in ("the draft", "naïve 東京 🙂 zq"):
-        assert (
-            tokenizer.decode([*tokenizer.encode(text), -1]) == text
-        )  # -1 is no token: the target had no distribution.
+        # -1 is not a token: it stands where the target had no distribution.
+        assert tokenizer.decode([*tokenizer.encode(text), -1]) == text
     assert tokenizer.piece(-1) == "<none>"
     assert tokenizer.vocab_size == 320
 
@@ -81,19 +80,14 @@ def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
     "streams", [1, *(pytest.param(streams, marks=pytest.mark.slow) for streams in (3, 4))]
 )
 def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
-    """Of each stream: wherever its rows end with a packed batch, each sentence of its share was
-    seen n or n + 1 times, in another order each time, although the pipeline starts anew every 17
-    batches."""
+    """At each point where a stream's packed rows are used up, each of its sentences was seen n or
+    n + 1 times, in another order each time, although the pipeline restarts every 17 batches."""
     numbers = {
         tokenizer.decode(tokenizer.encode(sentence)): index
         for index, sentence in enumerate(sentences)
     }
-    options = {
-        "batch": streams,
-        "length": 96,
-        "seed": 3,
-        "streams": streams,
-    }  # A row from each stream.
+    # One row from each stream.
+    options = {"batch": streams, "length": 96, "seed": 3, "streams": streams}
     seen: list[list[int]] = [[] for _ in range(streams)]
     whole: list[list[int]] = [[] for _ in range(streams)]
     iterator = iter(training_batches(sentences, tokenizer, **options))
@@ -133,7 +127,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
-def test_a_stream_has_a_sentence_at_least(sentences, tokenizer, tmp_path):
+def test_a_stream_has_at_least_one_sentence(sentences, tokenizer, tmp_path):
     pack(sentences[:5], tokenizer, tmp_path, 16)
     rows = open_corpus(f"packed:{tmp_path}")
     for corpus, count, name in ((sentences[:3], 3, "sentences"), (rows, len(rows), "packed rows")):

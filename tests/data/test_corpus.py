@@ -36,8 +36,7 @@ def test_folder_and_glob_join_files_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open)]
 )
-def test_blank_lines_are_no_sentences(tmp_path, suffix, opener):
-    """Nor is a carriage return before a line's end a part of it."""
+def test_blank_lines_and_carriage_returns_are_dropped(tmp_path, suffix, opener):
     folder = tmp_path / "folder"
     folder.mkdir()
     texts = (
@@ -60,7 +59,7 @@ def test_blank_lines_are_no_sentences(tmp_path, suffix, opener):
 
 
 def test_the_unpacked_lm1b_release(tmp_path):
-    """Files without a suffix, in the folder that the official archive unpacks to."""
+    """Its files have no suffix."""
     folder = (
         tmp_path
         / "1-billion-word-language-modeling-benchmark-r13output"
@@ -97,7 +96,7 @@ def test_a_digest_is_of_the_text(tmp_path):
 
 
 def test_tfds_lm1b_is_read_without_tensorflow(tmp_path, array_records):
-    """Array records of lm1b's layout, found through TFDS's own lm1b builder."""
+    """Array records of lm1b's layout are found through TFDS's own lm1b builder."""
     array_records(tmp_path, LINES, ["held out"])
     sentences = open_sentences("tfds:lm1b:train", str(tmp_path))
     assert [sentences[index] for index in range(len(sentences))] == LINES

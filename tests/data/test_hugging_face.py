@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face's files: ours written, those of GPT-2's family read."""
+"""Writes our tokenizer in Hugging Face's files, and reads tokenizers of GPT-2's family."""
 
 import json
 import random
@@ -11,7 +11,6 @@ import transformers
 
 from spectr_jax.data.hugging_face import (
     HuggingFaceTokenizer,
-    adds_bos,
     controls,
     first_added,
     puts_bos,
@@ -66,7 +65,7 @@ def _texts():
     ]
 
 
-def test_our_tokenizer_splits_texts_alike_there(ours, written):
+def test_our_tokenizer_gives_the_same_tokens_there(ours, written):
     theirs = HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS)
     auto = transformers.AutoTokenizer.from_pretrained(written)
     assert (auto.bos_token_id, auto.eos_token_id, auto.pad_token_id) == (1, 2, 0)
@@ -112,8 +111,7 @@ def test_pieces_look_as_in_the_text(ours, written):
 
 
 def test_strings_to_prompts_and_back(ours, byte_pairs):
-    """In both kinds: BOS first and behind the shorter ones; what is behind a length is not part of
-    a text."""
+    """BOS begins prompts and pads the shorter ones; tokens after a length are ignored."""
     for tokenizer in (ours, HuggingFaceTokenizer(read_tokenizer(byte_pairs / "new"), 0, 5)):
         texts = ["Sentence 7 of many", "again", ""]
         tokens, lengths = tokenizer.prompts(texts)
@@ -152,7 +150,7 @@ def _special(tokens=("<|end|>", "<|user|>", "<|stop|>")):
 
 
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
-    """Its template, with a system message, conditions, BOS and the beginning of the answer."""
+    """With a system message, conditions, BOS and the beginning of the answer."""
     template = (
         "{{ bos_token }}{% for message in messages %}\n    "
         "{% if loop.first and message.role != 'system' %}<|user|>system"
@@ -186,8 +184,8 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
 
 
 def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
-    """Of several tokens that end a sequence, the one that tokenizer_config.json names, and no BOS
-    that it does not have."""
+    """`eos_token` is the one of several ends that tokenizer_config.json names, and `bos_token` is
+    undefined if it has none."""
     names = {
         "bos_token": {"content": "<|user|>", "lstrip": False},
         "eos_token": "<|stop|>",
@@ -213,8 +211,8 @@ def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
     assert without.chat(messages) == [*without.encode("hi"), 0]
 
 
-def test_tokens_that_only_the_files_beside_declare(tmp_path):
-    """They are added, as by transformers; which ids they have must be what the files say."""
+def test_tokens_that_only_the_other_files_declare(tmp_path):
+    """They are added, as by transformers, and must get the ids that the files give."""
     special = _special()
     special.save(str(tmp_path / "tokenizer.json"))
     size = special.get_vocab_size()
@@ -248,7 +246,7 @@ def test_tokens_that_only_the_files_beside_declare(tmp_path):
     ],
 )
 def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
-    """Settings beside the tokenizer count for Llama's classes, as in transformers."""
+    """Settings next to the tokenizer count for Llama's classes, as in transformers."""
     special = _special()
     special.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 1)]
@@ -270,7 +268,7 @@ def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
         "{{ strftime_now('%Y') }}",
     ],
 )
-def test_what_templates_use_beside_messages(template):
+def test_what_templates_use_besides_messages(template):
     special = _special()
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=special)
     theirs.chat_template = template
@@ -320,8 +318,8 @@ def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
     assert read_tokenizer(tmp_path).encode(text).ids == whole
 
 
-def test_files_of_old_are_read_for_a_gpt2_only(byte_pairs, tmp_path):
-    """They do not say how a text is split, which differs from a GPT-2's in all others."""
+def test_old_files_are_read_only_for_a_gpt2(byte_pairs, tmp_path):
+    """They do not say how a text is split, and other models split it otherwise."""
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((byte_pairs / "old" / name).read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -332,12 +330,12 @@ def test_files_of_old_are_read_for_a_gpt2_only(byte_pairs, tmp_path):
 
 
 def test_what_is_saved_adds_bos_as_it_did(tmp_path):
-    """A GGUF's tokenizer adds BOS because its metadata say so; a folder's has a rule for it."""
+    """A GGUF file's metadata say whether BOS is added; tokenizer.json has a rule for it."""
     for adds in (True, False):
         tokenizer = HuggingFaceTokenizer(_special(), 1, 2, adds_bos=adds)
         tokenizer.save(tmp_path, 64)
         read = read_tokenizer(tmp_path)
-        assert adds_bos(read, 1) == adds
+        assert (first_added(read) == 1) == adds
         assert read.encode("again", add_special_tokens=True).ids == tokenizer.prompt("again")
 
 
@@ -379,11 +377,11 @@ def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
     assert tokenizer.piece(-1) == "<none>"
     tokens, lengths = tokenizer.prompts(["Sentence 7", ""])
     assert lengths.tolist() == [len(words), 1] and tokens[1, 0] == 1
-    assert not adds_bos(special, 1)
+    assert first_added(special) != 1
     special.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 1)]
     )
-    assert adds_bos(special, 1)
+    assert first_added(special) == 1
 
 
 def test_controls_of_a_folder(tmp_path):

@@ -1,5 +1,5 @@
-"""LM1B as a user prepares it: `scripts/prepare_lm1b.sh` on an archive of the official layout, with
-TFDS's own builder."""
+"""`scripts/prepare_lm1b.sh` prepares LM1B from an archive of the official layout, with TFDS's own
+builder."""
 
 import pathlib
 import subprocess
@@ -35,8 +35,7 @@ FILES = {  # As in the release, whose training file 0 became the held-out ones.
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The folder that the archive unpacks to: 4,000 sentences, some of them twice, some with bytes
-    beyond ASCII."""
+    """The folder that the archive unpacks to: 4,000 sentences, some repeated, some not ASCII."""
     folder = tmp_path_factory.mktemp("release") / TOP
     rng = np.random.default_rng(0)
     words = ["draft", "target", "token", "law", "plan", "naïve", "東京", "U.S."]
@@ -53,8 +52,7 @@ def release(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(release, tmp_path_factory):
-    """A TFDS folder that the script filled; it finds the archive where TFDS keeps what it has
-    downloaded."""
+    """A TFDS folder that the script filled from an archive in TFDS's folder of downloads."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.download import resource
 
@@ -91,7 +89,7 @@ def test_tfds_and_the_unpacked_release_have_the_same_sentences(release, prepared
 
 
 def test_a_run_on_it(prepared, tmp_path):
-    """The entry point with the ladder's own config, for a few steps of a small shape."""
+    """The entry point takes a few steps of a small shape with a config of the ladder."""
     fields = {
         "steps": 3,
         "batch_size": 8,

@@ -1,5 +1,4 @@
-"""A corpus that was packed before trains as the text that it was made from does, and bad ones are
-refused."""
+"""A packed corpus gives the batches of its text, and damaged ones are refused."""
 
 import contextlib
 import itertools
@@ -50,7 +49,7 @@ def test_rows_are_the_packed_sentences(corpus, tmp_path, monkeypatch, compress):
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatch, streams):
-    """Of each stream, whose epochs end inside batches."""
+    """In each stream. Its epochs end inside batches."""
     _, lines, tokenizer = corpus
     monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 10)
     pack(lines, tokenizer, tmp_path, LENGTH)
@@ -68,8 +67,8 @@ def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatc
         assert first != second and first != wanted
 
 
-def test_a_place_of_any_process_is_found_again(corpus, tmp_path):
-    """Saved by two processes, read by one, in the second epoch."""
+def test_positions_do_not_depend_on_the_number_of_processes(corpus, tmp_path):
+    """They are saved by two processes and restored by one, in the second epoch."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
@@ -93,8 +92,8 @@ def test_a_place_of_any_process_is_found_again(corpus, tmp_path):
 
 
 def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
-    """A stream's share of the batch in one call: what is done row by row costs as much as a step of
-    a small model."""
+    """One call reads a stream's share of the batch. Row by row takes as long as a step of a small
+    model."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     counts = []
@@ -114,8 +113,7 @@ def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
 
 
 def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
-    """Whose own shuffle, row by row, runs of before had: their places, numbers of rows, mean the
-    same."""
+    """So that positions (numbers of rows) of runs that used Grain's own shuffle stay valid."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
@@ -135,7 +133,7 @@ def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
 
 
 def test_where_sentences_begin_follows_from_the_tokens(corpus):
-    """Against the sentences themselves, those that are cut among them."""
+    """Compared with the sentences themselves, some of which are cut."""
     _, lines, tokenizer = corpus
     (batch,) = evaluation_batches(lines, tokenizer, batch=10_000, length=LENGTH)
     expected = sorted(tuple([*tokenizer.encode(line), EOS][:LENGTH]) for line in lines)

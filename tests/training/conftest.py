@@ -1,5 +1,4 @@
-"""A small corpus whose sentences end in their numbers, and runs on it: in this process, or as a
-user starts them."""
+"""A small corpus of numbered sentences, and runs on it in this process or as a command."""
 
 import functools
 import json
@@ -45,8 +44,8 @@ def _programs(mesh, steps, *fields):
 
 @pytest.fixture(autouse=True)
 def _little_but_training(request, monkeypatch):
-    """Runs of one shape in one process share their programs, and draw no curves: both take half of
-    a run's time."""
+    """Runs of one shape in one process share their programs, and plot no curves: together these
+    take half of a run's time."""
     if request.node.get_closest_marker("own_programs"):
         return
 
@@ -76,7 +75,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fields(corpus):
-    """The flat fields of a small run, with changes."""
+    """Returns the flat fields of a small run, with changes."""
 
     def make(**changes):
         data = {
@@ -90,7 +89,7 @@ def fields(corpus):
 
 @pytest.fixture(scope="session")
 def config(fields):
-    """The config of a small run, with changes."""
+    """Returns the config of a small run, with changes."""
 
     def make(**changes):
         made = train_config("draft_2m")
@@ -102,7 +101,7 @@ def config(fields):
 
 @pytest.fixture(scope="session")
 def command(fields):
-    """The command line of a small run, with changes."""
+    """Returns the command line of a small run, with changes."""
 
     def make(workdir, *flags, **changes):
         given = [f"--config.{name}={value}" for name, value in fields(**changes).items()]
@@ -114,7 +113,7 @@ def command(fields):
 
 @pytest.fixture(scope="session")
 def start(command):
-    """Starts the command line of a small run; stdout and stderr come together."""
+    """Starts a small run as a command, with stderr in stdout."""
 
     def popen(*args, env=None, **changes):
         return subprocess.Popen(
@@ -131,7 +130,7 @@ def start(command):
 
 @pytest.fixture(scope="session")
 def losses():
-    """{step: loss} of a workdir."""
+    """Returns {step: loss} of a workdir."""
 
     def read(workdir):
         return {
@@ -145,7 +144,7 @@ def losses():
 
 @pytest.fixture(scope="session")
 def wait_for_step(losses):
-    """Waits until a run that was started has logged a step."""
+    """Waits until a started run has logged a step."""
 
     def wait(workdir, step, process):
         deadline = time.monotonic() + 180

@@ -1,4 +1,4 @@
-"""What can go wrong in a run: each ends in a clear message, with the last good step intact."""
+"""Each fault of a run gives a clear message, and the last good step stays intact."""
 
 import json
 import os
@@ -28,9 +28,8 @@ def _largest(folder):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_end(config, start, wait_for_step, losses, tmp_path):
-    """kill -9 at some step: then the losses and the parameters of a run in one go, to the last
-    bit."""
+def test_a_killed_run_resumes_bit_for_bit(config, start, wait_for_step, losses, tmp_path):
+    """After kill -9 at some step, losses and parameters equal those of an uninterrupted run."""
     changes = {"steps": 60, "checkpoint_every": 10, "eval_every": 30}
     whole = train(config(**changes), tmp_path / "whole")
     process = start(tmp_path / "killed", **changes)
@@ -55,14 +54,13 @@ def test_an_interrupted_run_saves(start, wait_for_step, losses, tmp_path):
     log = process.communicate(timeout=120)[0]
     assert process.returncode == 75, log
     step = max(losses(tmp_path))
-    assert f"stopped and saved at step {step} of 100000; the same command resumes from there" in log
+    assert f"stopped and saved at step {step} of 100000; the same command resumes" in log
     assert _saved(tmp_path)[-1] == step
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
-    """As `timeout` sends SIGTERM to a run and then to its group. A second Ctrl-C later ends it at
-    once."""
+    """`timeout` sends SIGTERM to a run and then to its group. A later Ctrl-C stops it at once."""
     clock = [100.0]
     monkeypatch.setattr("spectr_jax.training.interruption.time.monotonic", lambda: clock[0])
     with Interruption() as interruption:
@@ -96,7 +94,9 @@ def test_a_loss_that_is_not_finite(config, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "truncated", "no metadata"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(config, losses, tmp_path, capfd, damage):
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(
+    config, losses, tmp_path, capfd, damage
+):
     whole = train(config(), tmp_path)
     curve = losses(tmp_path)
     newest = tmp_path / "checkpoints/12"
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(config, losses, tmp_pa
 
 @pytest.mark.parametrize("damage", ["gone", "truncated", "foreign"])
 def test_no_checkpoint_that_can_be_read(config, tmp_path, damage):
-    """Then nothing is moved."""
+    """Nothing is moved."""
     train(config(steps=4), tmp_path)
     largest = _largest(tmp_path / "checkpoints/4/params")
     if damage == "gone":
@@ -140,8 +140,8 @@ def test_no_checkpoint_that_can_be_read(config, tmp_path, damage):
     assert _saved(tmp_path) == [4] and not (tmp_path / "damaged").exists()
 
 
-def test_a_half_written_checkpoint_is_none(config, tmp_path):
-    """What a run leaves that died while it wrote: a folder that was not renamed yet."""
+def test_a_half_written_checkpoint_is_ignored(config, tmp_path):
+    """A run that died while writing leaves a folder that was not renamed yet."""
     train(config(steps=4), tmp_path)
     (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/4.orbax-checkpoint-tmp")
     with pytest.raises(UserError, match="no complete checkpoint in"):
@@ -154,8 +154,8 @@ def test_a_half_written_checkpoint_is_none(config, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk(config, command, losses, tmp_path):
-    """No file can grow above 60 kB: the checkpoint fails, the one before is whole; with room the
-    run goes on."""
+    """If no file can exceed 60 kB, the checkpoint fails and the one before is whole; with more
+    space the run continues."""
     changes = {"model.width": 64, "steps": 4}
     train(config(**changes), tmp_path)
     before = losses(tmp_path)
@@ -194,8 +194,8 @@ def test_out_of_memory(config, tmp_path, monkeypatch):
 
 
 def test_a_shard_that_is_gone(config, corpus, tmp_path, array_records):
-    """Told before the run starts; while it runs, the sentence is named, and the last checkpoint is
-    there."""
+    """It is reported before the run starts. During a run the sentence is named, and the last
+    checkpoint is kept."""
     files = array_records(tmp_path, (corpus / "train.txt").read_text().splitlines(), shards=2)
     changes = {
         "data.train": "tfds:lm1b:train",

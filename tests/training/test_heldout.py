@@ -1,4 +1,4 @@
-"""Held-out figures against the sentences one by one."""
+"""Held-out scores compared with those of the sentences one by one."""
 
 import functools
 import math
@@ -26,8 +26,7 @@ def tokenizer(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow), 16])
 def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
-    """Whatever is padding and whichever sentences share a row; those that do not fit are left
-    out."""
+    """For any padding and packing. Sentences that do not fit are left out."""
     run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})
     sentences = open_sentences(run.data.heldout)
     model = Transformer(TransformerConfig(**run.model), rngs=nnx.Rngs(0))
@@ -56,9 +55,8 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
     )
 
 
-def test_characters_are_those_of_the_text_whatever_ends_its_lines(corpus, tokenizer, tmp_path):
-    """A line end is one character; a blank line, which would be one more for one easy token, is
-    none."""
+def test_characters_do_not_depend_on_line_ends(corpus, tokenizer, tmp_path):
+    """A line end counts as one character, and a blank line, which is easy to predict, as none."""
     lines = (corpus / "heldout.txt").read_text().splitlines()
     other = tmp_path / "other.txt"
     other.write_bytes("".join(f"{line}\r\n\r\n  \n" for line in lines).encode())

@@ -1,4 +1,4 @@
-"""What the record says of speed, with steps that are done when the test wants it."""
+"""The speed in the record, measured on steps that the test finishes."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from spectr_jax.training.metrics import Window
 
 
 class _Loss:
-    """A loss that the device is at until `done` is set."""
+    """A loss that the device computes until `done` is set."""
 
     def __init__(self, value=2.0, done=True):
         self.value, self.done = value, threading.Event()
@@ -29,21 +29,21 @@ def _step(loss, tokens=10):
     return {"loss": loss, "grad_norm": np.float32(1.0), "tokens": tokens}
 
 
-def test_only_what_the_device_waits_for_is_waiting_for_data():
+def test_only_an_idle_device_is_waiting_for_data():
     with Window() as window:
         window.add(_step(_Loss()))
         at_work = _Loss(done=False)
         window.add(_step(at_work))
-        with window.waiting_for_data():  # Of the host alone.
+        with window.waiting_for_data():  # Only the host waits.
             time.sleep(0.1)
         assert window.means()["waiting_for_data"] == 0
-        with window.waiting_for_data():  # Of the device too, in its second part.
+        with window.waiting_for_data():  # In the second half the device waits too.
             time.sleep(0.2)
             at_work.done.set()
             time.sleep(0.2)
         assert 0.15 < window.means()["waiting_for_data"] < 0.7
         window.clear()
-        with window.waiting_for_data():  # Of the device, all of it.
+        with window.waiting_for_data():  # The device waits all the time.
             time.sleep(0.1)
         window.add(_step(_Loss()))
         assert window.means()["waiting_for_data"] > 0.8
@@ -94,7 +94,7 @@ def test_the_thread_ends_with_the_window():
     ],
 )
 def test_devices_whose_names_begin_alike(kind, teraflops, monkeypatch):
-    """In whatever order the table has them."""
+    """The order of the table does not matter."""
     wanted = None if teraflops is None else teraflops * 1e12
     for order in (1, -1):
         monkeypatch.setattr(

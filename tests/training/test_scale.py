@@ -1,4 +1,4 @@
-"""One device, eight, two processes: the same run."""
+"""A run is the same on one device, on eight, and on two processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.utils.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("scale")  # The runs that all compare with are made once.
+pytestmark = pytest.mark.xdist_group("scale")  # All tests compare with the same runs.
 
 # Without dropout, so that the parts of an accumulated batch are the batch.
 CHANGES = {
@@ -26,10 +26,8 @@ CHANGES = {
     "checkpoint_every": 10,
     "model.dropout": 0.0,
 }
-ENDLESS = {
-    "steps": 100_000,
-    "checkpoint_every": 100_000,
-}  # A process waits long for one that dies while they save.
+# A process waits long for one that dies while they save.
+ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
 VARIANTS = {
     "data 8": {},
     "fsdp 8": {"mesh.fsdp": 8},
@@ -77,7 +75,7 @@ def _devices(count):
 
 @pytest.fixture(scope="module")
 def one(config, tmp_path_factory):
-    """The run on one device, and the same cut off at step 10, twice."""
+    """The run on one device, and two copies of it that stop at step 10."""
     folder = tmp_path_factory.mktemp("one")
     train(config(**CHANGES), folder / "whole")
     train(config(**{**CHANGES, "steps": 10}), folder / "half")
@@ -87,7 +85,7 @@ def one(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def eight(one, fields, tmp_path_factory):
-    """The variants on eight devices, and the rest of the half run there."""
+    """The variants on eight devices, and the second half of the stopped run."""
     folder = tmp_path_factory.mktemp("eight")
     runs = [
         (str(folder / name), fields(**{**CHANGES, **changes})) for name, changes in VARIANTS.items()
@@ -117,8 +115,8 @@ def _same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_eight_devices_are_one(one, eight, losses, variant):
-    """Loss, gradient norm and held-out loss to 1e-5, for 20 steps in which the loss falls."""
+def test_eight_devices_give_the_run_of_one(one, eight, losses, variant):
+    """Loss, gradient norm and held-out loss agree to 1e-5 for 20 steps, in which the loss falls."""
     folder, sharded = eight
     assert losses(one / "whole")[20] < losses(one / "whole")[1] - 0.3
     _same(folder / variant, one / "whole")
@@ -126,8 +124,8 @@ def test_eight_devices_are_one(one, eight, losses, variant):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_devices(one, eight):
-    """Ten steps on one device, ten on eight."""
+def test_a_run_resumes_on_other_devices(one, eight):
+    """Ten steps on one device, then ten on eight."""
     assert len(read_metrics(one / "half/metrics.jsonl")) == 22
     _same(one / "half", one / "whole")
 
@@ -149,14 +147,12 @@ def _two(start, workdir, **changes):
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tmp_path):
-    """Two processes of four devices: the losses of one. SIGTERM to one of them stops and saves
-    both; when one is killed the other ends by itself, and one process goes on alone: all that is
-    still one run."""
+    """Two processes of four devices have the losses of one device. SIGTERM to one stops and saves
+    both. If one is killed, the other exits, and a single process resumes the same run."""
     workdir = tmp_path / "run"
     processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
-    wait_for_step(
-        workdir, 40, processes[0]
-    )  # By then each stream has packed a second lot of rows, and is elsewhere.
+    # By then each stream has packed a second group of rows, and their positions differ.
+    wait_for_step(workdir, 40, processes[0])
     processes[1].terminate()
     logs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [75, 75], logs
@@ -185,7 +181,7 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
 
 @pytest.mark.slow
 def test_decoding_spreads_over_devices_and_processes(one, corpus):
-    """The same texts on one device, on eight, and on two processes of four; the models come from
+    """One device, eight, and two processes of four give the same texts. The models come from
     workdirs."""
     command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
     port = f"localhost:{_free_port()}"
@@ -222,6 +218,6 @@ def test_decoding_spreads_over_devices_and_processes(one, corpus):
         ),
     ],
 )
-def test_what_cannot_be_dealt_out_evenly(config, changes, devices, processes, message):
+def test_what_cannot_be_divided_evenly(config, changes, devices, processes, message):
     with pytest.raises(UserError, match=message):
         preparation.count_streams(config(**changes), devices, processes)

@@ -19,7 +19,7 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
     ],
 )
 def test_a_pointer_of_git_lfs_is_named(tmp_path, name, read):
-    """As a clone has it that was made without Git LFS."""
+    """A clone made without Git LFS has such files."""
     file = tmp_path / name
     file.write_text(POINTER)
     with pytest.raises(

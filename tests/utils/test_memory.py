@@ -1,4 +1,4 @@
-"""The C library's heap, in processes of their own: its settings hold for good."""
+"""Settings of glibc's heap. They stay for the life of a process, so each test starts its own."""
 
 import os
 import subprocess
