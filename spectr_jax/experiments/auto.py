@@ -40,8 +40,8 @@ class Acceptance(NamedTuple):
     """The measured acceptance of the pair.
 
     Attributes:
-      tables: by method, the argument of `prediction.predictor`.
-      tokens: mean number of tokens of a sequence.
+      tables: by method, the table that `prediction.predictor` takes.
+      tokens: mean number of new tokens per sequence.
       replayed: for methods without such a table, tokens per call by shape, from replayed calls.
     """
 
@@ -53,9 +53,8 @@ class Acceptance(NamedTuple):
 class Candidate(NamedTuple):
     """A method on a tree, with its predicted speed."""
 
-    name: str
-    shape: str
     method: Method
+    shape: str
     tokens_per_call: float
     tokens_per_second: float
 
@@ -74,9 +73,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
     journal = Journal(workdir, NAME, config, report.weights(target, draft))
     bench = Bench(config, target, [draft], prompts, journal)
-    acceptance = measure_acceptance(bench)
-    times = measure_times(bench)
-    found = sorted(candidates(config, acceptance, times), key=lambda each: -each.tokens_per_second)
+    acceptance, times = measure_acceptance(bench), measure_times(bench)
+    found = candidates(config, acceptance, times)
     tried = try_all(bench, to_try(config, found))
     result = {
         "title": f"The fastest method for {config.target} with drafts of {config.draft}, batch "
@@ -193,17 +191,24 @@ def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]
 
 def candidates(
     config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times
-) -> Iterator[Candidate]:
-    """Yields the baseline, and every method on its chains, prefix trees or optimal trees."""
-
-    def candidate(name: str, shape: str, method: Method, per_call: float) -> Candidate:
+) -> list[Candidate]:
+    """Returns the baseline, and every method on its chains, prefix trees or optimal trees, the
+    fastest first."""
+    found = []
+    for method, shape, per_call in _searched(config, acceptance):
         calls = acceptance.tokens / per_call
-        seconds = calls * call_time(times, name, method.tree, per_call)
+        seconds = calls * call_time(times, method.name, method.tree, per_call)
         seconds += times.start[bool(method.tree.size)]
         per_second = config.batch_size * acceptance.tokens / seconds
-        return Candidate(name, shape, method, per_call, per_second)
+        found.append(Candidate(method, shape, per_call, per_second))
+    return sorted(found, key=lambda each: -each.tokens_per_second)
 
-    yield candidate("baseline", "-", get_method("baseline"), 1.0)
+
+def _searched(
+    config: ml_collections.ConfigDict, acceptance: Acceptance
+) -> Iterator[tuple[Method, str, float]]:
+    """Yields each method and shape, with the expected tokens per call."""
+    yield get_method("baseline"), "-", 1.0
     widest, highest = max(config.num_drafts), max(config.draft_lengths)
     shapes = {*_chains(config), *tree_search.prefix_shapes(widest, highest)}
     prefix_trees = {
@@ -223,11 +228,11 @@ def candidates(
         for shape, tree in trees.items():
             method = on_tree(name, tree)
             if method is not None:
-                yield candidate(name, shape, method, tokens(tree))
+                yield method, shape, tokens(tree)
     for name, replayed in acceptance.replayed.items():
         for shape, per_call in replayed.items():
-            method = get_method(name, **(options_for(name, tree_lib.parse(shape)) or {}))
-            yield candidate(name, shape, method, per_call)
+            options = options_for(name, tree_lib.parse(shape)) or {}
+            yield get_method(name, **options), shape, per_call
 
 
 def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
@@ -240,13 +245,12 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
 
 
 def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
-    """Returns `tries` candidates of the sorted `found`: the baseline, the best of each method,
-    and the best of the others."""
+    """Returns the baseline and `tries` candidates of the sorted `found`: the best of each method,
+    then the best of the others."""
     baseline = next(each for each in found if not each.method.tree.size)
-    best = {each.name: each for each in reversed(found) if each is not baseline}
-    chosen = sorted(best.values(), key=lambda each: -each.tokens_per_second)[: config.tries]
-    others = [each for each in found if each is not baseline and each not in chosen]
-    return [baseline, *chosen, *others[: config.tries - len(chosen)]]
+    others = [each for each in found if each is not baseline]
+    best = {each.method.name: each for each in reversed(others)}.values()
+    return [baseline, *sorted(others, key=lambda each: each not in best)[: config.tries]]
 
 
 def answer(rows: list[dict[str, Any]]) -> str:
@@ -295,14 +299,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Runs the chosen candidates in turns on each seed, the baseline first. Ratios are medians over
-    seeds.
+    """Returns a row for each chosen candidate; the first one is the baseline.
 
-    A journal entry is one candidate on one seed. After a stop, the ratios of that seed may come
-    from two processes.
+    The candidates take turns on each seed; ratios are medians over seeds. After a stop, the two
+    speeds of a ratio may come from two processes.
     """
     programs = {
-        f"{candidate.name} {candidate.shape}": Program(candidate.method, bench.drafts[0])
+        f"{candidate.method.name} {candidate.shape}": Program(candidate.method, bench.drafts[0])
         for candidate in chosen
     }
     runs = list(bench.measure_all(programs, bench.config.seeds, warm_up=True).values())
@@ -324,7 +327,7 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
 
 def _predicted(candidate: Candidate) -> dict[str, Any]:
     return {
-        "method": candidate.name,
+        "method": candidate.method.name,
         "shape": candidate.shape,
         "tokens_per_call": candidate.tokens_per_call,
         "tokens_per_second": candidate.tokens_per_second,
@@ -333,7 +336,7 @@ def _predicted(candidate: Candidate) -> dict[str, Any]:
 
 def _options(candidate: Candidate) -> str:
     """Returns the arguments of `get_method` as code."""
-    options = options_for(candidate.name, candidate.method.tree) or {}
+    options = options_for(candidate.method.name, candidate.method.tree) or {}
     if "tree" not in options:
         return ", ".join(f"{option}={value}" for option, value in options.items())
     if candidate.shape[0].isdigit():

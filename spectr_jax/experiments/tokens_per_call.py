@@ -143,8 +143,8 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     if best:
         notes += [
-            "alpha* is the mean of the largest acceptance that any plan can reach at the same nodes "
-            "with as many i.i.d. drafts (optimal transport, SpecTr, section 5), on seed "
+            "alpha* is the mean of the largest acceptance that any plan can reach at the same "
+            "nodes with as many i.i.d. drafts (optimal transport, SpecTr, section 5), on seed "
             f"{config['seeds'][0]}. Methods that decide on whole paths can exceed it; others do so "
             "by chance only, because alpha is sampled and alpha* is an expectation."
         ]

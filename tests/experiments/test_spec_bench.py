@@ -189,7 +189,7 @@ def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
         ({"methods": ("block 2,1",)}, "methods='block 2,1': 'block' does not draft the tree '2,1'"),
         ({"methods": ("baseline",)}, "methods='baseline': drafts nothing"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
-        ({"questions_per_task": -1}, "questions_per_task=-1: is negative"),
+        ({"questions_per_task": -1}, "questions_per_task=-1"),
         (
             {"max_new_tokens": 200},
             "max_new_tokens=200: question 1 can exceed the context 300 of 'large'",
