@@ -209,21 +209,18 @@ def _searched(
 ) -> Iterator[tuple[Method, str, float]]:
     """Yields each method and shape, with the expected tokens per call."""
     yield get_method("baseline"), "-", 1.0
-    widest, highest = max(config.num_drafts), max(config.draft_lengths)
-    shapes = {*_chains(config), *tree_search.prefix_shapes(widest, highest)}
-    prefix_trees = {
-        tree_lib.spelled(branching): tree_lib.prefix_tree(*branching)
-        for branching in sorted(shapes)
-    }
+    widest, highest, size = max(config.num_drafts), max(config.draft_lengths), config.size
+    shapes = {*_chains(config), *tree_search.prefix_shapes(widest, highest, size)}
+    prefix_trees = {tree_lib.spelled(each): tree_lib.prefix_tree(*each) for each in sorted(shapes)}
     for name, table in acceptance.tables.items():
         tokens, one_chain = prediction.predictor(get_method(name), table), cannot_branch(name)
         if statistic(get_method(name)) == CHILDREN:
-            trees = _optimal_trees(table.tolist(), config.size, highest)
+            trees = _optimal_trees(table.tolist(), size, highest)
         else:
             trees = {
                 shape: tree
                 for shape, tree in prefix_trees.items()
-                if (tree.size == tree.height) == one_chain and tree.size <= config.size
+                if (tree.size == tree.height) == one_chain and tree.size <= size
             }
         for shape, tree in trees.items():
             method = on_tree(name, tree)
