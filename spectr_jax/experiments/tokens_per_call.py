@@ -221,8 +221,11 @@ def _has_optimum(config: ml_collections.ConfigDict, row: Row) -> bool:
 def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
     """Returns the measured rows, which take turns on each seed. The first one is the baseline."""
     config = bench.config
-    labels = [f"group {number}: {_label(row)}" for row in rows]  # Two drafts may share a name.
-    named = dict(zip(labels, rows, strict=True))
+    # With the number of the group, because two drafts may share a name.
+    named = {
+        f"group {number}: {row.algorithm} K={row.num_drafts} L={row.draft_length}": row
+        for row in rows
+    }
     timed = {
         label: Program(row.method, row.draft, observe_accepted) for label, row in named.items()
     }
@@ -233,21 +236,11 @@ def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str,
     }
     runs = bench.measure_all(timed, config.seeds, warm_up=True)
     best = bench.measure_all(optima, config.seeds[:1])
-    return [
-        _summary(
-            row,
-            runs[label],
-            *best.get(f"{label}, alpha*", [None]),
-            runs[labels[0]],
-            config.temperature,
-        )
-        for label, row in named.items()
-    ]
-
-
-def _label(row: Row) -> str:
-    shape = f" K={row.num_drafts} L={row.draft_length}" if row.draft else ""
-    return f"{row.algorithm}{shape}"
+    baseline, summaries = next(iter(runs.values())), []
+    for label, row in named.items():
+        (optimum,) = best.get(f"{label}, alpha*", [None])
+        summaries.append(_summary(row, runs[label], optimum, baseline, config.temperature))
+    return summaries
 
 
 def _tick(row: dict[str, Any]) -> str:

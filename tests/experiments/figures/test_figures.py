@@ -10,7 +10,7 @@ from spectr_jax.experiments.config import figures_config
 from spectr_jax.experiments.figures.acceptance import FIGURES, run
 from spectr_jax.utils.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("figures")  # They share what they look at.
+pytestmark = pytest.mark.xdist_group("figures")  # They share the figures.
 
 
 def _config(**changes):
@@ -21,7 +21,7 @@ def _config(**changes):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two figures are of one function: here of one vocabulary too, so that they share programs."""
+    """The two figures of SpecTr++ get the same vocabulary here, so that they share programs."""
     folder = tmp_path_factory.mktemp("figures")
     with pytest.MonkeyPatch.context() as patched:
         second = "spectr_plus_plus_figure_2"
