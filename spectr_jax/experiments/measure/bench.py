@@ -25,7 +25,7 @@ class Bench(NamedTuple):
       prompts: the prompts to continue.
       journal: the measurements so far.
       bar: a progress bar, updated after each compiled program and each batch. Without one,
-        `compile` shows its own.
+        `compile` and `measure_all` show their own.
     """
 
     config: ml_collections.ConfigDict
@@ -85,7 +85,8 @@ class Bench(NamedTuple):
         if self.bar is not None:  # For programs that an earlier start measured.
             self.bar.update((1 + warm_up) * (len(programs) - len(missing)))
         found: dict[str, list[Measurement]] = {label: [] for label in programs}
-        for name, label, seed in tqdm.tqdm(turns, unit="run", disable=self.bar is not None):
+        bar = tqdm.tqdm(turns, unit="run", dynamic_ncols=True, disable=self.bar is not None)
+        for name, label, seed in bar:
             found[label].append(self.measured(name, programs[label], seed))
         return found
 
