@@ -59,12 +59,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 f"exceeds the context {trained.model.context} of {trained.name!r}; lower it"
             )
     journal = Journal(workdir, NAME, config, report.weights(*models, draft))
+    profiled = _method(config, config.methods[0], config.lengths[-1])
+    arguments = profiled, models[0].model, draft.model, config.context
     result = {
         "title": f"Latency of a call relative to {config.models[0]}, length {config.lengths[0]}, "
         "one sequence",
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, models[0], draft, journal),
-        "profile": journal.value("profile", lambda: profile_call(config, models[0], draft)),
+        "profile": journal.value("profile", lambda: profile.generation_profile(*arguments)),
         **journal.about(),
     }
     report.write(workdir, NAME, result, markdown(result))
@@ -150,14 +152,6 @@ def measure_phases(
             }
         )
     return rows
-
-
-def profile_call(
-    config: ml_collections.ConfigDict, target: Trained, draft: Trained
-) -> list[dict[str, Any]]:
-    """Returns a profile of one generation with the first method, for one sequence."""
-    method = _method(config, config.methods[0], config.lengths[-1])
-    return profile.generation_profile(method, target.model, draft.model, config.context)
 
 
 def markdown(result: dict[str, Any]) -> str:

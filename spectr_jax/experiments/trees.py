@@ -103,8 +103,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     for name, R in acceptance.R.items():
         size = min(config.sizes, key=lambda size: abs(size - 16))
         tree = tree_search.optimal_tree(R, size)
-        mean = {(): 1.0} | acceptance.nodes[name, "optimal"].mean()
-        accepted = [mean[tree.path(node)] for node in range(size + 1)]
+        nodes = acceptance.nodes[name, "optimal"]
+        mean = dict(zip(nodes.paths, nodes.accepted.mean(axis=0), strict=True))
+        accepted = [1.0, *(mean[tree.path(node)] for node in range(1, size + 1))]
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted, title)
     report.write(workdir, NAME, result, markdown(result))

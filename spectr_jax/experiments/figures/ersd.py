@@ -39,7 +39,7 @@ def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
             sizes = range(1, len(nodes.paths) + 1)
             tokens = (1 + np.cumsum(_theory(nodes, R))).tolist()
             series.append(Series(strategy, sizes, tokens, panel=panel))
-            series.append(_measured(nodes.tokens(), strategy, panel))
+            series.append(_measured(1 + np.cumsum(nodes.accepted, axis=1), strategy, panel))
         best = [tunstall.lemma_4_2(R, size, vocab_size).bound for size in sizes]
         series.append(Series("Lemma 4.2, best m for each N", sizes, best, panel=panel))
         fixed = _bound_of_largest(R, sizes, vocab_size)

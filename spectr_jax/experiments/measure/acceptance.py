@@ -23,22 +23,12 @@ class Nodes(NamedTuple):
 
     Attributes:
       paths: the nodes in the order in which the tree grows, as child indices from the root.
-      accepted: [seeds, N] the acceptance of each node, in that order.
+      accepted: [seeds, N] the acceptance of each node, in that order. Adding a node does not change
+        the acceptance of the nodes before it.
     """
 
     paths: Sequence[tuple[int, ...]]
     accepted: np.ndarray
-
-    def tokens(self) -> np.ndarray:
-        """Returns [seeds, N]: the tokens per call of the tree of the first n nodes.
-
-        Adding a node does not change the acceptance of the nodes before it.
-        """
-        return 1 + np.cumsum(self.accepted, axis=1)
-
-    def mean(self) -> dict[tuple[int, ...], float]:
-        """Returns the acceptance of each node by path, averaged over seeds."""
-        return dict(zip(self.paths, self.accepted.mean(axis=0).tolist(), strict=True))
 
 
 class PairAcceptance(NamedTuple):
