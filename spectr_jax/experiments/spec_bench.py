@@ -82,7 +82,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     ]
     bench = Bench(config, target, freeze(target.model), contenders, set())
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress(len(config.temperatures) * len(questions), "question") as bar:
         for temperature in dict.fromkeys(config.temperatures):
             measured = []
@@ -185,8 +185,8 @@ def measure_question(
 ) -> dict[str, Any]:
     """Returns the results of each method on a question, by label.
 
-    `runs` has tokens, calls and seconds of each run. `positions` has the counts of
-    `observe_positions` over all runs, by level and by part of an answer.
+    `runs` has the tokens, calls and seconds of each run. `positions` has the sums over all runs of
+    the counts of `observe_positions`, by level and by part of an answer.
     """
     found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
     for turn in range(bench.config.runs):

@@ -191,9 +191,9 @@ def _summary(
 ) -> dict[str, Any]:
     """Returns the measured row; `best` is the run that observed alpha*."""
     speeds = np.array([result.per_second for result in results])
-    draft, cited = shape_name(row.draft) if row.draft else None, None
-    if temperature == 1:  # As in the paper.
-        cited = paper.TOKENS_PER_CALL.get((draft or "", *row[1:4]))
+    draft = shape_name(row.draft) if row.draft else None
+    key = draft or "", *row[1:4]
+    cited = paper.TOKENS_PER_CALL.get(key) if temperature == 1 else None  # As in the paper.
     nodes, accepted = (
         sum(result.observed[name] for result in results) for name in ("nodes", "accepted")
     )
