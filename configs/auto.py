@@ -1,12 +1,11 @@
-"""The fastest method for a pair of models on this machine, predicted from measured parts and then
-tried.
+"""The fastest method for a pair of models on this machine: predicted first, then tried.
 
     python -m spectr_jax.eval --config=configs/auto.py --workdir=runs/auto
 
-By default one sequence at a time with the 6M target and the 2M draft, 32 prompts; minutes on two
-CPU
-cores. Set --config.target and --config.draft for other models (random:target_97m and
-random:draft_6m for the times of untrained ones), and --config.batch_size for more sequences.
+The default is the 6M target with the 2M draft, one sequence at a time, on 32 prompts. It takes
+minutes on two CPU cores. Set --config.target and --config.draft for other models
+(random:target_97m and random:draft_6m for the times of untrained ones), and --config.batch_size for
+more sequences.
 """
 
 from spectr_jax.experiments.config import auto_config

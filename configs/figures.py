@@ -4,7 +4,7 @@
     python -m spectr_jax.eval --config=configs/figures.py --workdir=runs/figures \\
         --config.only="('spectr_figure_5',)" --config.prompt='The weather in May is'
 
-Each figure is written as PNG and JSON. All of them take some minutes on two CPU cores. SpecTr's
+Each figure is written as PNG and JSON. Together they take minutes on two CPU cores. SpecTr's
 Figure 5 compares the next-token distributions of a target and a draft; the others need no model.
 """
 

@@ -1,15 +1,16 @@
-"""Tokens per serial call of a target with smaller and larger drafts, in the form of SpecTr's Tables
-2 and 4.
+"""Tokens per serial call with drafts of several sizes, in the form of SpecTr's Tables 2 and 4.
 
     python -m spectr_jax.eval --config=configs/ladder.py --workdir=runs/ladder
     python -m spectr_jax.eval --config=configs/ladder.py:97m --workdir=runs/target_97m
     python -m spectr_jax.eval --config=configs/ladder.py:smollm2 --workdir=runs/smollm2
 
-`20m`, the default, is the 20M target with drafts of 2M and 6M; 20 to 60 minutes on two CPU cores.
-`97m` is the paper's 97M target with drafts of 2M, 6M and 20M, in bfloat16, without `otm` and
-alpha*;
-45 minutes. `smollm2` is SmolLM2-135M with its plain draft of 6M, in bfloat16, without alpha*, two
-seeds; 20 minutes. Prompts are our own. The paper's column is for its 97M target on LM1B.
+- `20m`, the default, is the 20M target with drafts of 2M and 6M: 20 to 60 minutes on two CPU cores.
+- `97m` is the paper's 97M target with drafts of 2M, 6M and 20M, in bfloat16, without `otm` and
+  alpha*: 45 minutes.
+- `smollm2` is SmolLM2-135M with its plain draft of 6M, in bfloat16, without alpha*, on two seeds:
+  20 minutes.
+
+The prompts are our own. The paper's column is for its 97M target on LM1B.
 """
 
 from spectr_jax.experiments.config import eval_config

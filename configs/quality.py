@@ -3,10 +3,9 @@
     python -m spectr_jax.eval --config=configs/quality.py --workdir=runs/quality \\
         --config.heldout='my_text/heldout-*'
 
-The 2M and 6M by default; set --config.models for others, such as smollm2. Give your own text, one
-sentence per line. All models score the same sentences, those that fit every model's context. It
-takes
-minutes on two CPU cores; smollm2 takes a quarter of an hour for 1,000 sentences.
+The default models are the 2M and the 6M; set --config.models for others, such as smollm2. Give your
+own text, one sentence per line. All models score the same sentences, those that fit every model's
+context. It takes minutes on two CPU cores; smollm2 takes a quarter of an hour for 1,000 sentences.
 """
 
 from spectr_jax.experiments.config import quality_config

@@ -1,12 +1,10 @@
-"""SpecTr Tables 2 and 4: tokens per serial call of the 97M target with drafts of 2M, 6M and 20M on
-LM1B.
+"""SpecTr, Tables 2 and 4: tokens per serial call of the 97M with drafts of 2M, 6M and 20M on LM1B.
 
     scripts/train_ladder.sh --workdir=runs/lm1b    # trains the four models, then runs this
     python -m spectr_jax.eval --config=configs/table2.py --workdir=runs/table2
 
 1,000 test prompts, three seeds, temperature 1, K in {1, 2, 4, 8}, L in {4, 8}. All rows together
-are
-Table 4; those of the 6M draft are Table 2.
+are Table 4; those of the 6M draft are Table 2.
 """
 
 from spectr_jax.experiments.config import eval_config

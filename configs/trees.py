@@ -2,9 +2,8 @@
 
     python -m spectr_jax.eval --config=configs/trees.py --workdir=runs/trees
 
-The 2M model drafts for the 6M model. It takes 40 minutes to two hours on two CPU cores, much of it
-to
-compile a hundred programs. Set --config.target and --config.draft for another pair.
+The 2M model drafts for the 6M model. It takes 40 minutes to two hours on two CPU cores, much of
+it to compile a hundred programs. Set --config.target and --config.draft for another pair.
 """
 
 from spectr_jax.experiments.config import trees_config

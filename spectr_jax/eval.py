@@ -1,8 +1,8 @@
-"""Regenerates the papers' tables and figures: the config says which.
+"""Generates the papers' tables and figures; the config chooses which.
 
     python -m spectr_jax.eval --config=configs/demo.py --workdir=runs/demo
 
-After a stop the same command resumes a table where it was.
+After a stop the same command resumes the table.
 """
 
 from absl import flags
@@ -23,14 +23,14 @@ _WORKDIR = flags.DEFINE_string(
 
 
 def main():
-    # Once flags are parsed: `--help` need not wait for JAX.
+    # Imported after the flags are parsed, so that `--help` does not wait for JAX.
     import jax
 
     from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
     from spectr_jax.experiments.figures import acceptance
 
-    all_of_them = tokens_per_call, trees, latency, auto, quality, spec_bench, acceptance
-    experiments = {experiment.NAME: experiment.run for experiment in all_of_them}
+    modules = tokens_per_call, trees, latency, auto, quality, spec_bench, acceptance
+    experiments = {module.NAME: module.run for module in modules}
     name = _CONFIG.value.get("experiment")
     if name is None:
         raise UserError(
@@ -41,7 +41,7 @@ def main():
         raise unknown("experiment", name, experiments)
     if jax.process_count() > 1 and name != tokens_per_call.NAME:
         raise UserError(
-            f"experiment {name!r} runs in one process; drop --coordinator and --distributed"
+            f"experiment={name!r}: runs in one process only; drop --coordinator and --distributed"
         )
     experiments[name](_CONFIG.value, expanded(_WORKDIR.value))
 

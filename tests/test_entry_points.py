@@ -141,18 +141,14 @@ CASES = [
     ),
     (EVAL, f"{TREES} --config.extra_trees=('4,0',)", "tree='4,0': k_2=0"),
     (EVAL, f"{TREES} --config.extra_trees=('4;2',)", "tree='4;2'"),
-    (
-        EVAL,
-        f"{TREES} --config.exit_layer=2",
-        "exit_layer=2 of a target of 2 layers; give fewer, or 0",
-    ),
+    (EVAL, f"{TREES} --config.exit_layer=2", "exit_layer=2: must be below the target's 2 layers"),
     (EVAL, f"{LATENCY} --config.runs=0", "config field 'runs' is 0; give at least 1"),
     (EVAL, f"{QUALITY} --config.heldout=/nowhere", "no text file matches '/nowhere'"),
     (EVAL, f"{AUTO} --config.methods=('x',)", "unknown method 'x'; known: baseline"),
     (
         EVAL,
         f"{AUTO} --config.methods=('greedy_drafts',)",
-        "methods has 'greedy_drafts', which has no prediction",
+        "methods='greedy_drafts': cannot be predicted",
     ),
     (
         EVAL,

@@ -4,9 +4,8 @@
     python -m spectr_jax.train --config=configs/lm1b/draft_20m.py --workdir=runs/lm1b/draft_20m
 
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Estimated, not
-measured: 3.3e17 FLOPs, 16 minutes on an H100 at a third of its peak, but at least the two hours
-that one
-process needs to pack 3.2 billion tokens (450,000 tokens per second per core; hosts share the work).
+measured: 3.3e17 FLOPs, 16 minutes on an H100 at a third of its peak. One process needs two hours
+to pack 3.2 billion tokens (450,000 tokens per second per core); hosts share this work.
 """
 
 from spectr_jax.training.config import lm1b_config

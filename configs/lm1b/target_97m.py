@@ -3,10 +3,11 @@
     scripts/prepare_lm1b.sh                                        # once
     python -m spectr_jax.train --config=configs/lm1b/target_97m.py --workdir=runs/lm1b/target_97m
 
-The recipe is `lm1b_config`'s. For a GPU or a TPU slice, any number of hosts. Time: 3.2 billion
-tokens, two and a quarter hours at the 390,000 tokens a second that an H200 was measured to train
-(22 % of its peak; packed text, Muon, no dropout), and at least as long for one process to pack them
-(450,000 tokens a second; several hosts share that). Neither this recipe nor LM1B was tried.
+The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Neither the recipe
+nor LM1B was tried. Estimated time for 3.2 billion tokens: two and a quarter hours at the 390,000
+tokens per second that an H200 was measured to train (22 % of its peak; packed text, Muon, no
+dropout). One process needs two hours to pack them (450,000 tokens per second per core); hosts share
+this work.
 
 A step on 256 rows takes 26 GB of an H100 and 14.6 GB of a TPU v5e, as compiled for them
 (results/compiled). Where that does not fit: --config.accumulate=2 or --config.remat=True.

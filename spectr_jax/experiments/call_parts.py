@@ -1,5 +1,4 @@
-"""Times of the parts of a call on this machine, and from them the time of any method on any
-tree."""
+"""Measures the parts of a call on this machine, and predicts the time of any method on any tree."""
 
 import functools
 import time
@@ -19,12 +18,12 @@ from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.call_times import (
     PHASES,
     Timer,
-    call_seconds,
+    call_timer,
     phase_timers,
-    timed_once,
+    timed,
     token_timer,
 )
-from spectr_jax.loading.by_name import Trained
+from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import freeze
 
 STARTED = "speculative"
@@ -32,12 +31,15 @@ STARTED = "speculative"
 
 
 class Times(NamedTuple):
-    """Seconds on this machine, as functions of a number of tokens or drafts. `select` is by method,
-    per chosen token.
+    """Seconds on this machine.
 
-    `together` is the time of the parts inside a call divided by their separate times. `start`
-    is the
-    time to start a sequence, without and with drafts.
+    Attributes:
+      target: of a target call, by number of new tokens.
+      together: time of the parts inside a call, divided by the sum of their separate times.
+      start: to start a sequence, without and with drafts.
+      first_level: to draft the first level, by number of drafts.
+      level: to draft another level, by number of drafts.
+      select: by method, per emitted token, by number of drafts.
     """
 
     target: Callable[[int], float]
@@ -50,59 +52,51 @@ class Times(NamedTuple):
 
 def measure_times(bench: Bench) -> Times:
     """Measures target calls, and drafting and selection by the phases of calls on few chains."""
-    config, journal, target, draft = bench.config, bench.journal, bench.target, bench.drafts[0]
+    config, target, draft = bench.config, bench.target.model, bench.drafts[0].model
     batch, context = config.batch_size, config.prompt_tokens + config.max_new_tokens // 2
-    widths, counts = sorted(set(config.num_drafts)), counted(config.size)
-
-    def calls() -> list[float]:
-        seconds = call_seconds(target.model, batch, counts, context)
-        return [seconds(count) for count in counts]
-
-    target_seconds = _between(counts, journal.value("calls of the target", calls))
+    widths, measured = sorted(set(config.num_drafts)), functools.partial(timed, bench.journal)
 
     def phases(width: int, length: int, **options) -> Callable[[], dict[str, Timer]]:
         method = get_method("spectr", num_drafts=width, draft_length=length)
-        return functools.partial(
-            phase_timers, method, target.model, draft.model, batch, context, **options
-        )
+        return functools.partial(phase_timers, method, target, draft, batch, context, **options)
 
-    lengths = {
+    calls = {
+        count: functools.partial(call_timer, target, batch, count, context)
+        for count in counted(config.size)
+    }
+    target_seconds = _between(measured("calls of the target", calls))
+    drafting = {
         (width, length): phases(width, length, phases=("draft",))
         for width in widths
         for length in (1, 4)
     }
-    drafting = timed_once(journal, "drafting", lengths)
-    first = [drafting[width, 1]["draft"] for width in widths]
-    level = [
-        max(drafting[width, 4]["draft"] - drafting[width, 1]["draft"], 0.0) / 3 for width in widths
-    ]
-    choosing = {
-        (name, width): functools.partial(token_timer, method, target.model.vocab_size, batch)
+    drafted = {task: each["draft"] for task, each in measured("drafting", drafting).items()}
+    level = {width: max(drafted[width, 4] - drafted[width, 1], 0.0) / 3 for width in widths}
+    selection = {
+        (name, width): functools.partial(token_timer, method, target.vocab_size, batch)
         for name in dict.fromkeys([*config.methods, STARTED])
         for width in ([1] if cannot_branch(name) else widths)
         if (method := on_chains(name, width)) is not None
     }
-    chosen, select = timed_once(journal, "selection", choosing), {}
-    for name in dict.fromkeys(method for method, _ in choosing):
-        measured = {width: seconds for (method, width), seconds in chosen.items() if method == name}
-        select[name] = _between(list(measured), list(measured.values()))
+    selected: dict[str, dict[int, float]] = {}
+    for (name, width), seconds in measured("selection", selection).items():
+        selected.setdefault(name, {})[width] = seconds
     started = get_method("baseline"), get_method(STARTED, draft_length=1)
-    texts = [functools.partial(_text_timer, method, config, target, draft) for method in started]
-    whole = timed_once(journal, "whole calls", {"call": phases(2, 2), **dict(enumerate(texts))})
-    together = whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES)
+    starts = [functools.partial(_start_timer, each, config, target, draft) for each in started]
+    whole = measured("whole calls", {"call": phases(2, 2), **dict(enumerate(starts))})
     times = Times(
         target_seconds,
-        together,
+        whole["call"]["call"] / sum(whole["call"][phase] for phase in PHASES),
         (0.0, 0.0),
-        _between(widths, first),
-        _between(widths, level),
-        select,
+        _between({width: drafted[width, 1] for width in widths}),
+        _between(level),
+        {name: _between(seconds) for name, seconds in selected.items()},
     )
-    start = [
-        max(0.0, whole[at] - call_time(times, STARTED, method.tree, 1))
-        for at, method in enumerate(started)
-    ]
-    return times._replace(start=(start[0], start[1]))
+    alone, drafts = (
+        max(0.0, whole[index] - call_time(times, STARTED, method.tree, 1))
+        for index, method in enumerate(started)
+    )
+    return times._replace(start=(alone, drafts))
 
 
 def call_time(times: Times, name: str, tree: Tree, expected: float) -> float:
@@ -126,11 +120,11 @@ def counted(size: int) -> list[int]:
     return [*(count for count in (1, 2, 3, 5, 9, 17, 33, 65, 129) if count <= size), size + 1]
 
 
-def _text_timer(
-    method: Method, config: ml_collections.ConfigDict, target: Trained, draft: Trained
+def _start_timer(
+    method: Method, config: ml_collections.ConfigDict, target: Model, draft: Model
 ) -> Timer:
-    """Returns a timer of sequences of one new token."""
-    models = freeze(target.model), freeze(draft.model)
+    """Returns a timer of generations of one new token per sequence."""
+    models = freeze(target), freeze(draft)
     prompts = np.ones((config.batch_size, config.prompt_tokens + 1), np.int32)
     lengths = np.full(config.batch_size, prompts.shape[1])
 
@@ -143,9 +137,8 @@ def _text_timer(
     return lambda: float(np.median([one(seed) for seed in range(1, 12)]))
 
 
-def _between(numbers: list[int], seconds: list[float]) -> Callable[[int], float]:
+def _between(seconds: dict[int, float]) -> Callable[[int], float]:
     """Returns a function that interpolates between measured numbers, and is proportional beyond
     the last."""
-    return lambda number: (
-        float(np.interp(number, numbers, seconds)) * max(1.0, number / numbers[-1])
-    )
+    numbers, values = list(seconds), list(seconds.values())
+    return lambda number: float(np.interp(number, numbers, values)) * max(1.0, number / numbers[-1])

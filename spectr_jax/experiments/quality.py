@@ -1,7 +1,7 @@
 """Bits per character of models on held-out sentences, in each decoding precision.
 
-All models score the same sentences, those that fit every model's context, by one definition
-(`scored`).
+All models score the same tokens (`scored`) of the same sentences, those that fit every model's
+context.
 """
 
 import functools
@@ -32,12 +32,13 @@ from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
 SEPARATOR = "<|endoftext|>"
-"""Separator of texts in the training of models that add no BOS, such as GPT-2, SmolLM and Qwen."""
+"""Precedes each training document of models that add no BOS, such as GPT-2, SmolLM and Qwen."""
 WIDTH = 32
+"""Batches are padded to a multiple of this length, so that few programs compile."""
 
 
 class Contender(NamedTuple):
-    """A model of the table: its name, and what is checked before any model is scored."""
+    """A model of the table: what is known of it before it is scored."""
 
     spec: str
     name: str
@@ -59,11 +60,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check_positive(config, "sentences", "batch_size")
     for dtype in config.dtypes:
         check_dtype(dtype)
-    if config.batch_size % jax.device_count():
-        raise UserError(
-            f"batch_size={config.batch_size} does not divide over {jax.device_count()} devices; "
-            "give a multiple"
-        )
+    measurement.check_batch_size(config)
     measurement.check_table(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     contenders = [_contender(spec) for spec in config.models]
@@ -73,14 +70,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     def entry(contender: Contender, dtype: str) -> str:
         return f"{contender.spec} in {dtype}"
 
-    rows = []
-    wanted = dict.fromkeys(
-        itertools.product({each.spec: each for each in contenders}.values(), config.dtypes)
-    )
-    missing = [each for each in wanted if entry(*each) not in journal]
-    found = side_by_side(
-        [functools.partial(_scores, kept, config.batch_size, *each) for each in missing]
-    )
+    models = {contender.spec: contender for contender in contenders}.values()
+    wanted = list(itertools.product(models, config.dtypes))
+    missing = [each for each in dict.fromkeys(wanted) if entry(*each) not in journal]
+    tasks = [functools.partial(_scores, kept, config.batch_size, *each) for each in missing]
+    found, rows = side_by_side(tasks), []
     for each in contenders:
         scores = {
             dtype: journal.value(entry(each, dtype), functools.partial(next, found))
@@ -97,33 +91,23 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 def _contender(spec: str) -> Contender:
     trained = load_alone(spec)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
-    return Contender(
-        spec,
-        trained.name,
-        parameters,
-        trained.model.context,
-        trained.tokenizer,
-        *report.weights(trained),
-    )
+    name, model, tokenizer = trained
+    return Contender(spec, name, parameters, model.context, tokenizer, *report.weights(trained))
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
-    """Returns the tokens of a sentence as a line. The first token is context; all others are
-    scored.
+    """Returns the tokens of a sentence as a line. All but the first are scored.
 
-    The first is BOS if the model's own program adds one, or else the training separator if the
-    vocabulary has it. The last is the line end: a newline, or EOS if the tokenizer drops
-    newlines.
+    The first is BOS if the tokenizer adds one to prompts, or else `SEPARATOR` if it is in the
+    vocabulary. The last is the line end: a newline, or EOS if the tokenizer drops newlines.
     """
-    text = tokenizer.encode(f"{sentence}\n")
-    if not tokenizer.decode(text).endswith("\n"):
-        text = [
-            *tokenizer.encode(sentence),
-            tokenizer.eos if isinstance(tokenizer.eos, int) else tokenizer.eos[0],
-        ]
+    line = tokenizer.encode(f"{sentence}\n")
+    if not tokenizer.decode(line).endswith("\n"):
+        eos = tokenizer.eos if isinstance(tokenizer.eos, int) else tokenizer.eos[0]
+        line = [*tokenizer.encode(sentence), eos]
     separator = tokenizer.encode(SEPARATOR)
     adds_bos = tokenizer.prompt(sentence) != tokenizer.encode(sentence)
-    return [tokenizer.bos if adds_bos or len(separator) != 1 else separator[0], *text]
+    return [tokenizer.bos if adds_bos or len(separator) != 1 else separator[0], *line]
 
 
 def fitting(
@@ -132,7 +116,7 @@ def fitting(
     """Returns those of the first sentences that fit the context of every model.
 
     Raises:
-      UserError: none does.
+      UserError: no sentence fits.
     """
     tried = [sentences[index] for index in range(min(first, len(sentences)))]
     kept = [
@@ -141,10 +125,10 @@ def fitting(
         if all(len(scored(each.tokenizer, text)) <= each.context + 1 for each in contenders)
     ]
     if not kept:
-        least = min(contenders, key=lambda each: each.context)
+        shortest = min(contenders, key=lambda each: each.context)
         raise UserError(
-            f"no held-out sentence of {name!r} fits all models; leave out that of the shortest "
-            f"context, {least.spec!r}"
+            f"heldout={name!r}: no sentence fits the context of all models; leave out the model of "
+            f"the shortest context, {shortest.spec!r}"
         )
     return kept
 
@@ -152,25 +136,20 @@ def fitting(
 def _scores(
     sentences: list[str], batch_size: int, contender: Contender, dtype: str
 ) -> dict[str, float]:
-    model = load(contender.spec, dtype).model
     tokens = [scored(contender.tokenizer, sentence) for sentence in sentences]
-    heldout = Heldout(
-        batches(tokens, batch_size, contender.context),
-        sum(len(sentence) + 1 for sentence in sentences),
-    )
+    characters = sum(len(sentence) + 1 for sentence in sentences)
+    heldout = Heldout(batches(tokens, batch_size, contender.context), characters)
     mesh = sharding.make_mesh()
-    graphdef, state = nnx.split(model)
-    return evaluate(
-        jax.jit(functools.partial(_nats, graphdef)), sharding.replicate(mesh, state), heldout, mesh
-    )
+    graphdef, state = nnx.split(load(contender.spec, dtype).model)
+    nats = jax.jit(functools.partial(_nats, graphdef))
+    return evaluate(nats, sharding.replicate(mesh, state), heldout, mesh)
 
 
 def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
-    """Returns this process's rows of batches of sequences, short ones first. `real` marks scored
-    tokens.
+    """Returns this process's rows of batches of sequences, the shortest sequences first.
 
-    A batch is as long as its longest sequence, rounded up to a multiple of `WIDTH` and at most
-    `context`.
+    A batch has `inputs`, `targets` and `real`, 1 for scored tokens. It is as long as its longest
+    sequence, rounded up to a multiple of `WIDTH` and at most `context`.
     """
     mine, ordered, made = hosts.own_share(rows), sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
@@ -185,7 +164,7 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
 
 
 def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the summed nats of a batch, 0 for an early exit, and the number of tokens."""
+    """Returns the summed nats of a batch, those of an early exit (0), and the number of tokens."""
     inputs = batch["inputs"]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     logits, _ = nnx.merge(graphdef, state).extend(inputs, positions, causal(jnp.zeros_like(inputs)))
@@ -197,27 +176,22 @@ def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
     config = result["config"]
-    header = [
-        "Model",
-        "Parameters",
-        "Nats per token",
-        *(f"Bits per character, {dtype}" for dtype in config["dtypes"]),
-    ]
+    header = ["Model", "Parameters", "Nats per token"]
+    header += [f"Bits per character, {dtype}" for dtype in config["dtypes"]]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
-        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}`, the "
-        f"{result['sentences']:,} that fit every model's context, each on its own. BOS, or "
-        f"`{SEPARATOR}` for a model that adds no BOS, precedes a sentence and is not scored. The line "
-        "end, a newline or EOS, follows it, is scored, and counts as one character. Tokenizers "
-        "differ, so bits per character can be compared and nats per token (in "
-        f"{config['dtypes'][0]}) cannot.",
+        f"Scored are the {result['sentences']:,} of the first {config['sentences']:,} sentences of "
+        f"`{config['heldout']}` that fit every model's context, each on its own. BOS, or "
+        f"`{SEPARATOR}` for a model that adds no BOS, precedes a sentence and is not scored. The "
+        "line end, a newline or EOS, is scored and counts as one character. Bits per character can "
+        f"be compared between tokenizers; nats per token (in {config['dtypes'][0]}) cannot.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
         report.made_by(result),
     ]
     return report.page("Held-out sentences", table, notes)
 
 
-def _cells(row: dict[str, Any], dtypes) -> list[str]:
+def _cells(row: dict[str, Any], dtypes: Sequence[str]) -> list[str]:
     bits = [f"{row['scores'][dtype]['eval_bits_per_character']:.4f}" for dtype in dtypes]
     nats = f"{row['scores'][dtypes[0]]['eval_nats_per_token']:.4f}"
     return [row["model"], f"{row['parameters']:,}", nats, *bits]

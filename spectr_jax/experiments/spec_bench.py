@@ -3,8 +3,9 @@ tasks, and where drafts are accepted.
 
 Its protocol is one conversation at a time with the model's chat template, where the second message
 follows the model's own answer. The speed of a question is its number of new tokens divided by the
-time of its answers, prompts included. The speed of a task is the mean over questions. The speedup
-is the ratio of two such means, averaged over runs. The baseline and the methods take turns.
+time of its answers, prompts included. The speed of a task is the mean over its questions. The
+speedup is the ratio of two such speeds, averaged over runs. The baseline and the methods take
+turns.
 """
 
 import functools
@@ -50,8 +51,8 @@ class Contender(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What all conversations share. `compiled` has the compiled programs, by method and padded
-    length."""
+    """The inputs that all conversations share, and the label and padded length of each program that
+    is compiled."""
 
     config: ml_collections.ConfigDict
     target: Trained
@@ -81,22 +82,21 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     ]
     bench = Bench(config, target, freeze(target.model), contenders, set())
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
-    measured: dict[float, list[dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
     with progress(len(config.temperatures) * len(questions), "question") as bar:
-        for temperature in config.temperatures:
+        for temperature in dict.fromkeys(config.temperatures):
+            measured = []
             for number, question in enumerate(questions):
                 entry = f"question {question.identity} at temperature {temperature}"
                 bar.set_description(entry)
                 measure = functools.partial(measure_question, bench, question, number, temperature)
-                found = journal.value(entry, measure)
-                measured.setdefault(temperature, []).append({"task": question.task, "found": found})
+                measured.append((question.task, journal.value(entry, measure)))
                 bar.update()
+            rows += summaries(temperature, measured)
     result = {
         "title": f"Spec-Bench, {target.name}",
         "questions": len(questions),
-        "rows": [
-            row for temperature, each in measured.items() for row in summaries(temperature, each)
-        ],
+        "rows": rows,
         **journal.about(),
     }
     report.write(workdir, NAME, result, markdown(result))
@@ -112,8 +112,8 @@ def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
     check_dtype(config.dtype)
     if config.questions_per_task < 0:
         raise UserError(
-            f"questions_per_task={config.questions_per_task}: is negative; give a number of "
-            "questions, or 0 for all"
+            f"questions_per_task={config.questions_per_task}: must not be negative; give a number "
+            "of questions, or 0 for all"
         )
     for temperature in config.temperatures:
         check_policy(Policy(temperature))
@@ -163,52 +163,60 @@ def check_room(
     """Raises `UserError` if a conversation can exceed the context of a model."""
     context, name = min((each.model.context, each.name) for each in models)
     for question in questions:
-        messages = [{"role": "user", "content": turn} for turn in question.turns]
-        for answer in range(len(question.turns) - 1):
-            messages.insert(2 * answer + 1, {"role": "assistant", "content": ""})
-        most = _padded(
-            len(models[0].tokenizer.chat(messages))
-            + config.max_new_tokens * (len(question.turns) - 1)
-        )
-        if most + config.max_new_tokens > context:
+        messages: list[dict[str, str]] = []
+        for turn in question.turns:
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
+        prompt = models[0].tokenizer.chat(messages[:-1])
+        answers = config.max_new_tokens * (len(question.turns) - 1)
+        if _padded(len(prompt) + answers) + config.max_new_tokens > context:
             raise UserError(
                 f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed "
-                f"the context {context} of "
-                f"{name!r}; give fewer, or leave the question out"
+                f"the context {context} of {name!r}; give fewer, or leave the question out"
             )
 
 
 def _padded(tokens: int) -> int:
-    """Returns a padded prompt length. All prompts of up to `LONG` tokens share one program."""
+    """Returns the padded length of a prompt. Prompts of at most `LONG` tokens share one program."""
     return padded_length(max(tokens, LONG), LONG)
 
 
 def measure_question(
     bench: Bench, question: Question, number: int, temperature: float
 ) -> dict[str, Any]:
-    """Returns the results of each method on a question, by label: tokens, calls and seconds per
-    run, and the counts of `observe_positions` over all runs by level and by part of an answer."""
+    """Returns the results of each method on a question, by label.
+
+    `runs` has the tokens, calls and seconds of each run. `positions` has the sums over all runs of
+    the counts of `observe_positions`, by level and by part of an answer.
+    """
     found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
     for turn in range(bench.config.runs):
-        key = jax.random.fold_in(
-            jax.random.fold_in(jax.random.key(bench.config.seed), number), turn
-        )
+        key = jax.random.fold_in(jax.random.key(bench.config.seed), number)
+        key = jax.random.fold_in(key, turn)
         for contender in bench.contenders:
             made, positions = converse(bench, contender, question, temperature, key)
             entry = found[contender.label]
             entry["runs"].append(made)
-            for name, counts in positions.items():
-                entry["positions"][name] = (
-                    np.array(entry["positions"].get(name, 0)) + counts
-                ).tolist()
+            _add(entry["positions"], positions)
+    for entry in found.values():
+        entry["positions"] = {name: sums.tolist() for name, sums in entry["positions"].items()}
     return found
+
+
+def _add(sums: dict[str, np.ndarray], counts: dict[str, np.ndarray]) -> None:
+    """Adds `counts` to `sums`, name by name."""
+    for name, values in counts.items():
+        sums[name] = sums.get(name, 0) + values
 
 
 def converse(
     bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Answers the messages of a question in turn. Returns tokens, calls and seconds, and the
-    counts of accepted drafts. Consumes `key`."""
+    """Answers the messages of a question in turn. Consumes `key`.
+
+    Returns:
+      tokens, calls and seconds, and the counts of `observe_positions` by level and by part of an
+      answer.
+    """
     tokenizer, new_tokens = bench.target.tokenizer, bench.config.max_new_tokens
     policy = Policy(temperature, eos=tokenizer.eos)
     messages: list[dict[str, str]] = []
@@ -216,81 +224,71 @@ def converse(
     for number, turn in enumerate(question.turns):
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.chat(messages)
-        length = _padded(len(prompt))
+        start, length = len(prompt), _padded(len(prompt))
         tokens = np.zeros((1, length), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        observe = observe_positions(length + new_tokens)
-        arguments: Any = (
-            jax.random.fold_in(key, number),
-            contender.method,
-            bench.model,
-            contender.draft,
-            tokens,
-            [len(prompt)],
-        )
-        arguments = *arguments, new_tokens, policy, observe
+        tokens[0, :start] = prompt
+        models = bench.model, contender.draft
+        given = tokens, [start], new_tokens, policy, observe_positions(length + new_tokens)
+        arguments: Any = (jax.random.fold_in(key, number), contender.method, *models, *given)
         if (contender.label, length) not in bench.compiled:
             lower(*arguments).compile()
             bench.compiled.add((contender.label, length))
         started = time.perf_counter()
         generation = jax.block_until_ready(generate(*arguments))
         made["seconds"] += time.perf_counter() - started
-        new = np.asarray(generation.tokens[0, len(prompt) : int(generation.lengths[0])]).tolist()
+        new = np.asarray(generation.tokens[0, start : int(generation.lengths[0])]).tolist()
         made["tokens"] += len(new)
         made["calls"] += int(generation.target_calls[0])
-        for name, counts in _by_part(generation.observed, len(prompt), new_tokens).items():
-            positions[name] = positions.get(name, 0) + counts
+        _add(positions, _by_part(generation.observed, start, new_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(new)})
     return made, positions
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
-    """Returns the counts by level, and those by position as counts by part of the answer that
-    starts at `start`."""
+    """Returns the counts by level, and the counts by position summed over each part of the answer,
+    which starts at `start`."""
     counts = {name: np.asarray(values[0]) for name, values in observed.items()}
-    edges = np.arange(PARTS) * new_tokens // PARTS
-    by_place = ("calls", "chosen_at", "accepted_at")
-    parts = {
-        name: np.add.reduceat(counts[name][start : start + new_tokens], edges) for name in by_place
-    }
-    return {"reached": counts["reached"], "accepted": counts["accepted"], **parts}
+    edges = start + np.arange(PARTS) * new_tokens // PARTS
+    for name in ("calls", "chosen_at", "accepted_at"):
+        counts[name] = np.add.reduceat(counts[name][: start + new_tokens], edges)
+    return counts
 
 
-def summaries(temperature: float, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each task and method, and for all questions together."""
+def summaries(temperature: float, measured: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each task and method, and for all questions together.
+
+    `measured` has the task of each question, and what `measure_question` returned.
+    """
     rows = []
-    for task in (*dict.fromkeys(each["task"] for each in measured), OVERALL):
-        found = [each["found"] for each in measured if task in (each["task"], OVERALL)]
+    for task in (*dict.fromkeys(task for task, _ in measured), OVERALL):
+        found = [each for of_task, each in measured if task in (of_task, OVERALL)]
         speeds = {label: _speeds([each[label]["runs"] for each in found]) for label in found[0]}
-        for label in found[0]:
-            made = [one for each in found for one in each[label]["runs"]]
+        for label, speed in speeds.items():
+            made = [run for each in found for run in each[label]["runs"]]
             positions = [each[label]["positions"] for each in found]
-            ratios = speeds[label] / speeds[BASELINE]
+            tokens, calls = (sum(run[name] for run in made) for name in ("tokens", "calls"))
+            ratios = speed / speeds[BASELINE]
+            sums = {name: np.sum([each[name] for each in positions], 0) for name in positions[0]}
             rows.append(
                 {
                     "temperature": temperature,
                     "task": task,
                     "questions": len(found),
                     "method": label,
-                    "tokens_per_call": sum(one["tokens"] for one in made)
-                    / sum(one["calls"] for one in made),
-                    "tokens_per_second": float(np.mean(speeds[label])),
+                    "tokens_per_call": tokens / calls,
+                    "tokens_per_second": float(np.mean(speed)),
                     "speedup": float(np.mean(ratios)),
                     "speedup_std": float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
-                    **{
-                        name: np.sum([each[name] for each in positions], axis=0).tolist()
-                        for name in positions[0]
-                    },
+                    **{name: values.tolist() for name, values in sums.items()},
                 }
             )
     return rows
 
 
 def _speeds(runs: list[list[dict[str, float]]]) -> np.ndarray:
-    """Returns [runs], the mean tokens per second over questions."""
-    return np.array([[one["tokens"] / one["seconds"] for one in each] for each in runs]).mean(
-        axis=0
-    )
+    """Returns [runs], the mean tokens per second over questions, from [questions][runs]."""
+    speeds = [[run["tokens"] / run["seconds"] for run in question] for question in runs]
+    return np.mean(speeds, axis=0)
 
 
 def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
@@ -300,28 +298,28 @@ def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the tables with their provenance, as Markdown."""
-    config = result["config"]
-    parts = [f"# {result['title']}"]
+    config, tables = result["config"], []
     for temperature in config["temperatures"]:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
-        parts += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
+        tables += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
     header = ["Published by others", "Model, hardware", "Speedup", "Source"]
     cited = [
-        [name, model, f"{speedup:.2f}", source] for name, model, speedup, source in paper.SPEC_BENCH
+        [name, model, f"{speed:.2f}", source] for name, model, speed, source in paper.SPEC_BENCH
     ]
-    parts += ["## Other models, other hardware", report.markdown_table(header, cited)]
-    parts += [
+    notes = [
+        "## Other models, other hardware",
+        report.markdown_table(header, cited),
         f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a "
-        f"time, at most {config['max_new_tokens']} new tokens per answer, {config['runs']} run(s) in "
-        "which the methods take turns. Speedup is the ratio of mean tokens per second over "
-        "questions to the baseline's, prompts included, averaged over runs. Tokens per call count "
-        "the accepted drafts and one more token.",
+        f"time, at most {config['max_new_tokens']} new tokens per answer. In each of "
+        f"{config['runs']} run(s) the methods take turns. Speedup is the ratio of the mean tokens "
+        "per second over questions to that of the baseline, prompts included, averaged over runs. "
+        "Tokens per call count the accepted drafts and one extra token.",
         "Accepted is the share of drafts among the tokens selected at a level where drafts were "
-        f"available. The picture and `{NAME}.json` also have it by part of an answer.",
+        f"available. The picture and `{NAME}.json` also show it by part of an answer.",
         f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
         report.made_by(result),
     ]
-    return "\n\n".join(parts) + "\n"
+    return report.page(result["title"], "\n\n".join(tables), notes)
 
 
 def _speed_table(rows: list[dict[str, Any]]) -> str:
@@ -332,7 +330,7 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = {row["method"]: row for row in rows if row["task"] == task}
         own = of_task[BASELINE]
-        cells = [task, str(own["questions"]), f"{own['tokens_per_second']:.1f}"]
+        cells = [task, own["questions"], f"{own['tokens_per_second']:.1f}"]
         for row in (of_task[label] for label in labels):
             cells += [f"{row['tokens_per_call']:.2f}", f"{row['speedup']:.2f}"]
         table.append(cells)
@@ -341,15 +339,14 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
 
 def _level_table(rows: list[dict[str, Any]]) -> str:
     height = max(len(row["reached"]) for row in rows)
-    header = ["Task", "Method", *(f"accepted, level {level}" for level in range(1, height + 1))]
+    header = ["Task", "Method", *(f"Accepted, level {level}" for level in range(1, height + 1))]
     table = []
     for row in rows:
         if row["method"] != BASELINE:
-            cells = [
-                "-" if share is None else f"{share:.2f}"
-                for share in shares(row["accepted"], row["reached"])
-            ]
-            table.append([row["task"], row["method"], *cells, *["-"] * (height - len(cells))])
+            accepted = shares(row["accepted"], row["reached"])
+            accepted += [None] * (height - len(accepted))
+            cells = ["-" if share is None else f"{share:.2f}" for share in accepted]
+            table.append([row["task"], row["method"], *cells])
     return report.markdown_table(header, table)
 
 
@@ -367,13 +364,11 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     grid = figure.subplots(len(temperatures), 2 * len(labels), squeeze=False, sharey=True)
     for row in drafting:
         line, column = temperatures.index(row["temperature"]), 2 * labels.index(row["method"])
-        pictures = (
-            ("accepted", "reached", "level"),
-            ("accepted_at", "chosen_at", "part of the answer"),
-        )
+        by_level = "level", row["accepted"], row["reached"]
+        by_part = "part of the answer", row["accepted_at"], row["chosen_at"]
         pair = grid[line, column : column + 2]
-        for axes, (accepted, reached, what) in zip(pair, pictures, strict=True):
-            share = [np.nan if one is None else one for one in shares(row[accepted], row[reached])]
+        for axes, (what, *counts) in zip(pair, (by_level, by_part), strict=True):
+            share = np.array(shares(*counts), float)  # None becomes NaN.
             places = np.arange(1, len(share) + 1)
             style, width = ("k.-", 2) if row["task"] == OVERALL else (".-", 1)
             axes.plot(places, share, style, linewidth=width, label=row["task"])

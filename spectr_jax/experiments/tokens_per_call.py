@@ -25,14 +25,6 @@ from spectr_jax.utils.errors import UserError
 
 NAME = "tokens_per_call"
 
-_ABOUT_BEST = (
-    "alpha*: the mean of the most that any plan can reach at the same nodes with as many drafts "
-    "(optimal transport, SpecTr "
-    "section 5), on seed {seed}; for i.i.d. drafts. Methods that decide on whole paths can be "
-    "above alpha*; others by "
-    "chance: alpha is drawn, alpha* expected."
-)
-
 
 class Row(NamedTuple):
     """One row of the table, before it is measured."""
@@ -55,24 +47,26 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check_eval_config(config)
     target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))
-    rows = table_rows(config, drafts)
+    baseline, *rows = table_rows(config, drafts)
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
     summaries: list[dict[str, Any]] = []
-    # Rows compared with the preceding baseline run close in time: all of one draft
-    # and L.
+    # Each draft and L has its own baseline runs, which are close in time to those of its rows.
     groups = [
-        [rows[0], *group]
-        for _, group in itertools.groupby(rows[1:], lambda row: (row.draft, row.draft_length))
+        [baseline, *group]
+        for _, group in itertools.groupby(rows, lambda row: (row.draft, row.draft_length))
     ]
-    steps = sum(_steps(config, row, len(prompts.tokens)) for group in groups for row in group)
+    batches, every_row = len(prompts.tokens), [row for group in groups for row in group]
+    steps = len(every_row) * (2 + batches * len(config.seeds))  # 2: compilation and a warm-up.
+    steps += sum(_has_optimum(config, row) for row in every_row) * (1 + batches)
     with progress(steps, "step") as bar:
         bench = Bench(config, target, drafts, prompts, journal, bar)
         for number, group in enumerate(groups):
-            found = _measure_group(bench, number, group)
-            summaries += found[1 if summaries else 0 :]
+            summaries += _measure_group(bench, number, group)[1 if summaries else 0 :]
             jax.clear_caches()  # The number of programs a process can hold is limited.
+    shape = shape_name(target)
+    title = target.name if shape == target.name else f"{target.name} ({shape})"
     result = {
-        "title": f"Tokens per serial call of the target {_titled(target)}",
+        "title": f"Tokens per serial call of the target {title}",
         "rows": summaries,
         "prompts": prompts.real,
         **journal.about(),
@@ -84,35 +78,32 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     return result
 
 
-def _titled(target: Trained) -> str:
-    shape = shape_name(target)
-    return target.name if shape == target.name else f"{target.name} ({shape})"
-
-
 def check_eval_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid config."""
     check_fields(config, eval_config())
     measurement.check_decoding(config)
     check_positive(config, "num_drafts", "draft_lengths")
     for name in config.methods:
-        if get_method(name).tree.size and not get_method(name).needs_draft:
-            raise UserError(f"methods has {name!r}, which uses none of the drafts; leave it out")
+        method, one_chain = get_method(name), cannot_branch(name)
+        if method.tree.size and not method.needs_draft:
+            raise UserError(f"methods={name!r}: uses no draft model; leave it out")
         for length in config.draft_lengths:
-            if cannot_branch(name) and on_tree(name, chain(length)) is None:
+            if one_chain and on_tree(name, chain(length)) is None:
                 raise UserError(
-                    f"methods has {name!r}, which does not draft chains of {length} tokens; leave "
-                    "it out"
+                    f"methods={name!r}: does not draft chains of {length} tokens; leave it out"
                 )
-        if cannot_branch(name) and 1 not in config.num_drafts:
+        if one_chain and 1 not in config.num_drafts:
             raise UserError(
-                f"methods has {name!r}, which drafts one chain only; add 1 to num_drafts, or leave "
-                "it out"
+                f"methods={name!r}: drafts only one chain; add 1 to num_drafts, or leave it out"
             )
 
 
 def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
-    """Returns the baseline, and for each draft and L speculative decoding and the config's
-    one-chain methods at K = 1, and the others above."""
+    """Returns the baseline, and for each draft and L the methods with K drafts.
+
+    At K = 1 these are speculative decoding and the config's methods on one chain; at larger K its
+    other methods.
+    """
     rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
@@ -126,17 +117,15 @@ def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
-    config = result["config"]
+    config, rows = result["config"], []
     best = ["alpha*"] if config["optimal_acceptance"] else []
     header = ["Draft", "Algorithm", "K", "L", "Tokens/call", "Paper*", "alpha", *best]
-    header += ["Tokens/s", "Speedup"]
-    rows = []
     for row in result["rows"]:
         optimum = row["optimal_acceptance"]
         rows.append(
             [
                 *(row["draft"] or "-", row["algorithm"]),
-                *(str(row["num_drafts"] or "-"), str(row["draft_length"] or "-")),
+                *(row["num_drafts"] or "-", row["draft_length"] or "-"),
                 report.mean_and_std(row["tokens_per_call_by_seed"]),
                 f"{row['paper']:.2f}" if row["paper"] else "-",
                 f"{row['acceptance']:.3f}" if row["draft"] else "-",
@@ -146,15 +135,24 @@ def markdown(result: dict[str, Any]) -> str:
         )
     drafts = ", ".join(f"`{draft}`" for draft in config["drafts"])
     notes = [
-        f"{report.decoded(result)} Tokens/s are over the batch; the speedup is over the baseline of "
-        "the same run.",
-        "*Paper: SpecTr (Sun et al., 2023), Table 4, for a draft of the same size and the paper's 97M "
-        "target on LM1B, at temperature 1 only. It is not meant to match other models or data.",
+        f"{report.decoded(result)} Tokens/s are over the batch. The speedup is relative to the "
+        "baseline of the same run.",
+        "*Paper: SpecTr (Sun et al., 2023), Table 4, for a draft of the same size and the paper's "
+        "97M target on LM1B, at temperature 1 only. Other models and data give other numbers.",
         "alpha is the share of nodes at which the emitted token was a draft, over all seeds.",
-        *(_ABOUT_BEST.format(seed=config["seeds"][0]) for _ in best),
+    ]
+    if best:
+        notes += [
+            "alpha* is the mean of the largest acceptance that any plan can reach at the same "
+            "nodes with as many i.i.d. drafts (optimal transport, SpecTr, section 5), on seed "
+            f"{config['seeds'][0]}. Methods that decide on whole paths can exceed it; others do so "
+            "by chance only, because alpha is sampled and alpha* is an expectation."
+        ]
+    notes += [
         f"Target `{config['target']}`, drafts {drafts}, prompts `{config['prompts']}`.",
         report.made_by(result),
     ]
+    header += ["Tokens/s", "Speedup"]
     return report.page(result["title"], report.markdown_table(header, rows), notes)
 
 
@@ -191,13 +189,11 @@ def _summary(
     baseline: list[Measurement],
     temperature: float,
 ) -> dict[str, Any]:
-    per_call = [result.tokens / result.calls for result in results]
-    speeds = np.array([result.tokens / result.seconds for result in results])
-    baseline_speeds = np.array([result.tokens / result.seconds for result in baseline])
+    """Returns the measured row; `best` is the run that observed alpha*."""
+    speeds = np.array([result.per_second for result in results])
     draft = shape_name(row.draft) if row.draft else None
-    cited = (
-        paper.TOKENS_PER_CALL.get(draft or "", {}) if temperature == 1 else {}
-    )  # The paper's temperature.
+    key = draft or "", *row[1:4]
+    cited = paper.TOKENS_PER_CALL.get(key) if temperature == 1 else None  # As in the paper.
     nodes, accepted = (
         sum(result.observed[name] for result in results) for name in ("nodes", "accepted")
     )
@@ -206,79 +202,45 @@ def _summary(
         "algorithm": row.algorithm,
         "num_drafts": row.num_drafts,
         "draft_length": row.draft_length,
-        "tokens_per_call": float(np.mean(per_call)),
-        "tokens_per_call_std": float(np.std(per_call, ddof=1)) if len(per_call) > 1 else 0.0,
-        "tokens_per_call_by_seed": per_call,
+        **measurement.tokens_per_call(results),
         "acceptance": float(accepted / nodes) if row.draft else None,
-        "optimal_acceptance": float(best.observed["optimum"] / best.observed["nodes"])
-        if best
-        else None,
+        "optimal_acceptance": best and float(best.observed["optimum"] / best.observed["nodes"]),
         "nodes": int(nodes),
-        "paper": cited.get(row[1:4]) if row.draft else 1.0,
+        "paper": cited if row.draft else 1.0,
         "tokens_per_second": float(np.median(speeds)),
-        "speedup": float(np.median(speeds / baseline_speeds)),
+        "speedup": float(np.median(speeds / [result.per_second for result in baseline])),
     }
 
 
-def _programs(config: ml_collections.ConfigDict, row: Row) -> tuple[Program, Program | None]:
-    """Returns the timed program, which also counts alpha, and a separate one for alpha*, which
-    takes time."""
-    asked = (
-        row.draft and config.optimal_acceptance and row.method.verifier.rule == "iid"
-    )  # The optimum for such drafts.
-    optimum = Program(row.method, row.draft, observe_optimum) if asked else None
-    return Program(row.method, row.draft, observe_accepted), optimum
-
-
-def _steps(config: ml_collections.ConfigDict, row: Row, batches: int) -> int:
-    """Returns the number of programs to compile for a row plus the number of batches to run."""
-    _, optimum = _programs(config, row)
-    return 1 + 1 + batches * len(config.seeds) + (1 + batches if optimum else 0)
+def _has_optimum(config: ml_collections.ConfigDict, row: Row) -> bool:
+    """Returns whether alpha*, the optimum for i.i.d. drafts, is measured for the row."""
+    iid = row.draft is not None and row.method.verifier.rule == "iid"
+    return iid and config.optimal_acceptance
 
 
 def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
     """Returns the measured rows, which take turns on each seed. The first one is the baseline."""
-    config, journal = bench.config, bench.journal
-
-    def name(row: Row, run: int | str) -> str:
-        return f"group {number}, {_label(row)}, {run}"  # Two drafts may share a name.
-
-    programs = [(row, *_programs(config, row)) for row in rows]
-    unfinished = [
-        each
-        for each in programs
-        if not all(name(each[0], f"seed {seed}") in journal for seed in config.seeds)
-    ]
-    missing = {_label(row): timed for row, timed, _ in unfinished}
-    unknown = {
-        f"alpha* of {_label(row)}": best
-        for row, _, best in programs
-        if best and name(row, "alpha*") not in journal
+    config = bench.config
+    # With the number of the group, because two drafts may share a name.
+    named = {
+        f"group {number}: {row.algorithm} K={row.num_drafts} L={row.draft_length}": row
+        for row in rows
     }
-    bench.compile(missing | unknown)
-    for timed in missing.values():
-        bench.run(timed, 0, batches=1)  # The first run is not timed.
-    if bench.bar is not None:  # For rows that an earlier start measured.
-        bench.bar.update(
-            2 * (len(rows) - len(missing))
-            + sum(best is not None for *_, best in programs)
-            - len(unknown)
-        )
-    runs: list[list[Measurement]] = [[] for _ in rows]
-    for seed in config.seeds:
-        for (row, timed, _), results in zip(programs, runs, strict=True):
-            results.append(bench.measured(name(row, f"seed {seed}"), timed, seed))
-    summaries = []
-    for (row, _, best), results in zip(programs, runs, strict=True):
-        optimum = bench.measured(name(row, "alpha*"), best, config.seeds[0]) if best else None
-        summaries.append(_summary(row, results, optimum, runs[0], config.temperature))
+    timed = {
+        label: Program(row.method, row.draft, observe_accepted) for label, row in named.items()
+    }
+    optima = {  # Separate programs, because the optimum takes time.
+        f"{label}, alpha*": Program(row.method, row.draft, observe_optimum)
+        for label, row in named.items()
+        if _has_optimum(config, row)
+    }
+    runs = bench.measure_all(timed, config.seeds, warm_up=True)
+    best = bench.measure_all(optima, config.seeds[:1])
+    baseline, summaries = next(iter(runs.values())), []
+    for label, row in named.items():
+        (optimum,) = best.get(f"{label}, alpha*", [None])
+        summaries.append(_summary(row, runs[label], optimum, baseline, config.temperature))
     return summaries
-
-
-def _label(row: Row) -> str:
-    return (
-        f"{row.algorithm} K={row.num_drafts} L={row.draft_length}" if row.draft else row.algorithm
-    )
 
 
 def _tick(row: dict[str, Any]) -> str:

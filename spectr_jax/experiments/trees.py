@@ -1,14 +1,14 @@
 """All methods at equal numbers of drafted tokens, and ERSD's Figures 3 and 4.
 
 First the acceptance of the pair is measured: by child index for drafts without replacement (GSD and
-ERSD, batch runs), and for i.i.d. drafts by the number of k that carry the accepted token. The trees
+ERSD, on batch trees), and for i.i.d. drafts by how many of k carry the accepted token. The trees
 and their expected tokens per call follow from it.
 """
 
 import dataclasses
 import functools
-import itertools
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,23 +71,23 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check_trees_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
-    if config.exit_layer >= target.model.layers:
+    if not 0 <= config.exit_layer < target.model.layers:
         raise UserError(
-            f"exit_layer={config.exit_layer} of a target of {target.model.layers} layers; give "
-            "fewer, or 0"
+            f"exit_layer={config.exit_layer}: must be below the target's {target.model.layers} "
+            "layers; lower it, or give 0 for no self-speculation"
         )
     if max(config.sizes) > target.model.vocab_size:
         raise UserError(
-            f"N={max(config.sizes)} children a node exceed the vocabulary of "
-            f"{target.model.vocab_size} tokens; lower sizes"
+            f"sizes={max(config.sizes)}: must not exceed the vocabulary of "
+            f"{target.model.vocab_size} tokens; lower it"
         )
-
     journal = Journal(workdir, NAME, config, report.weights(target, draft))
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
     rows = table_rows(config, acceptance)
     result = {
-        "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft)} drafts for {target.name}",
+        "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft)} drafts for "
+        f"{target.name}",
         "rows": _measure_rows(bench, rows),
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {
@@ -98,16 +98,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         **journal.about(),
     }
     result["answer"] = answer(result["rows"])
-    workdir.mkdir(parents=True, exist_ok=True)
     if acceptance.R:
         ersd.write_figures(acceptance, target.model.vocab_size, workdir)
     for name, R in acceptance.R.items():
         size = min(config.sizes, key=lambda size: abs(size - 16))
         tree = tree_search.optimal_tree(R, size)
-        mean = {(): 1.0} | acceptance.nodes[name, "optimal"].mean()
-        accepted = [mean[tree.path(node)] for node in range(size + 1)]
+        nodes = acceptance.nodes[name, "optimal"]
+        mean = dict(zip(nodes.paths, nodes.accepted.mean(axis=0), strict=True))
+        accepted = [1.0, *(mean[tree.path(node)] for node in range(1, size + 1))]
         title = f"{name.upper()}, optimal tree of {size}"
-        drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted=accepted, title=title)
+        drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted, title)
     report.write(workdir, NAME, result, markdown(result))
     journal.remove()
     return result
@@ -118,96 +118,73 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
     check_fields(config, trees_config())
     measurement.check_decoding(config)
     check_positive(config, "sizes", "draft_length")
+    most = max(config.sizes)
     for spec in config.extra_trees:
         tree = tree_lib.parse(spec)
         tree_search.branching_of(tree)
-        if tree.size > max(config.sizes):
+        if tree.size > most:
             raise UserError(
-                f"extra tree {spec!r} has {tree.size} nodes, more than the largest of "
-                f"sizes={config.sizes}; add its size"
+                f"extra_trees={spec!r}: has {tree.size} nodes, but the largest of sizes is {most}; "
+                "add its size, or leave it out"
             )
     measurement.check_has_acceptance(config)
     for name in config.methods:
-        if not get_method(name).needs_draft or all(
-            on_tree(name, tree_lib.chain(size)) is None for size in config.sizes
-        ):
+        chains = [on_tree(name, tree_lib.chain(size)) for size in config.sizes]
+        if not get_method(name).needs_draft or not any(chains):
             raise UserError(
-                f"methods has {name!r}, which has no draft model, or no tree of "
-                f"N={max(config.sizes)}; leave it out"
+                f"methods={name!r}: has no draft model, or no tree of N={most}; leave it out"
             )
-    if config.exit_layer < 0:
-        raise UserError(
-            f"exit_layer={config.exit_layer} is negative; give a number of layers, or 0 for none"
-        )
 
 
 def measure_acceptance(bench: Bench) -> PairAcceptance:
     """Measures acceptance: drafts without replacement on batch, chain, SpecInfer and optimal
-    trees, and i.i.d. batches, each with an observer."""
-    config, journal, size = bench.config, bench.journal, max(bench.config.sizes)
+    trees, and i.i.d. drafts on a batch tree."""
+    config, size = bench.config, max(bench.config.sizes)
     methods = [get_method(name) for name in config.methods]
     distinct = [method.name for method in methods if statistic(method) == CHILDREN]
     iid = tuple(method for method in methods if statistic(method) in (CARRIERS, WINNERS))
     nodes: dict[tuple[str, str], Nodes] = {}
     divergences: list[float] = []
 
-    def entry(name: str, shape: str, seed: int) -> str:
-        return f"acceptance of {name}, {shape}, {seed}"
-
-    def run_nodes(shapes: dict[tuple[str, str], Any]) -> None:
-        programs = {
+    def measure_nodes(orders: dict[tuple[str, str], Sequence[tuple[int, ...]]]) -> None:
+        """Adds the acceptance of trees that grow in these orders, by (method, shape)."""
+        programs = {}
+        for (name, shape), paths in orders.items():
             # Any tree will do, because the plan's acceptance is measured.
-            key: Program(
-                dataclasses.replace(get_method(key[0]), tree=tree_search.tree_of(paths)),
-                bench.drafts[0],
-                observe_nodes,
-            )
-            for key, paths in shapes.items()
-        }
-        missing = [
-            key
-            for key in programs
-            if not all(entry(*key, seed) in journal for seed in config.seeds)
-        ]
-        bench.compile({", ".join(key): programs[key] for key in missing})
-        for key, paths in shapes.items():
-            tree, sums = programs[key].method.tree, []
+            method = dataclasses.replace(get_method(name), tree=tree_search.tree_of(paths))
+            program = Program(method, bench.drafts[0], observe_nodes)
+            programs[f"acceptance of {name}, {shape}"] = program
+        found = bench.measure_all(programs, config.seeds)
+        for (key, paths), (label, runs) in zip(orders.items(), found.items(), strict=True):
+            tree = programs[label].method.tree
             numbers = {tree.path(node): node for node in range(1, size + 1)}
-            for seed in config.seeds:
-                bar.set_description(entry(*key, seed))
-                sums.append(bench.measured(entry(*key, seed), programs[key], seed).observed)
-            counts = np.array([each["nodes"] for each in sums])
+            counts = np.array([run.observed["nodes"] for run in runs])
             nodes[key] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
-            divergences.extend(each["kl"] / each["nodes"][0] for each in sums)
-            bar.update()
+            divergences.extend(run.observed["kl"] / run.observed["nodes"][0] for run in runs)
 
-    with tqdm.tqdm(total=4 * len(distinct) + len(iid[:1]), unit="run", dynamic_ncols=True) as bar:
-        fixed = _fixed_shapes(size).items()
-        run_nodes(
-            {
-                (name, shape): [tree.path(node) for node in range(1, size + 1)]
-                for name in distinct
-                for shape, tree in fixed
-            }
-        )
-        R = {
-            name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
+    measure_nodes(
+        {
+            (name, shape): [tree.path(node) for node in range(1, size + 1)]
             for name in distinct
+            for shape, tree in _fixed_shapes(size).items()
         }
-        run_nodes(
-            {(name, "optimal"): tree_search.optimal_order(R[name], size) for name in distinct}
-        )
-        counts = {}
-        if iid:
-            bar.set_description("i.i.d. drafts")
-            walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them will do.
-            program = Program(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
-            # One batch of prompts, because SpecTr++ takes half a minute per call for all k
-            # together.
-            counts = bench.measured("carriers", program, config.seeds[0], batches=1).observed
-            bar.update()
+    )
+    R = {
+        name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
+        for name in distinct
+    }
+    measure_nodes(
+        {(name, "optimal"): tree_search.optimal_order(R[name], size) for name in distinct}
+    )
+    carriers = {}
+    if iid:
+        walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them will do.
+        program = Program(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
+        # One batch of prompts, because SpecTr++ takes half a minute per call for all k together.
+        counts = bench.measured("carriers", program, config.seeds[0], batches=1).observed
+        carriers = {name: shares(table) for name, table in counts.items()}
     kl = float(np.mean(divergences)) if divergences else np.nan
-    return PairAcceptance(R, nodes, {name: shares(table) for name, table in counts.items()}, kl)
+    return PairAcceptance(R, nodes, carriers, kl)
 
 
 def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) -> list[Row]:
@@ -241,38 +218,31 @@ def _shapes(
     """Returns the trees of one size on which a method is measured, by description.
 
     For i.i.d. drafts these are chains, the extra trees larger than `below`, and the best prefix
-    tree for the acceptance of the plan, or of another plan if that is unknown. For distinct drafts
-    they are fixed shapes and the optimal tree for R, of the method or of another one.
+    tree for the acceptance of the method's plan, or of another plan if that is unknown. For
+    distinct drafts they are fixed shapes and the optimal tree for R, of the method or of another.
     """
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
-    carriers = acceptance.carriers
-    if carriers and get_method(name).verifier.rule == "iid":
+    rule, carriers = get_method(name).verifier.rule, acceptance.carriers
+    if carriers and rule == "iid":
         length, table = config.draft_length, carriers.get(name, next(iter(carriers.values())))
-        given = [tree_search.branching_of(tree_lib.parse(spec)) for spec in config.extra_trees]
-        given = [
-            branching
-            for branching in given
-            if below < tree_lib.prefix_tree(*branching).size <= size
-        ]
+        extra = [tree_lib.parse(spec) for spec in config.extra_trees]
+        given = [tree_search.branching_of(tree) for tree in extra if below < tree.size <= size]
         if size >= 2 * length:
             given.insert(0, (size // length, *[1] * (length - 1)))
         best = tree_search.best_prefix_trees(table, size, length)[0].branching
-        note = ", best" if name in carriers else ""
-        branchings = dict.fromkeys([*given, best])
-        named = {
-            each: f"({tree_lib.spelled(each)}){note if each == best else ''}" for each in branchings
+        notes = {best: ", best"} if name in carriers else {}
+        return {
+            f"({tree_lib.spelled(each)}){notes.get(each, '')}": tree_lib.prefix_tree(*each)
+            for each in dict.fromkeys([*given, best])
         }
-        return {name: tree_lib.prefix_tree(*each) for each, name in named.items()}
+    shapes = _fixed_shapes(size)
+    if rule != "race" or name not in acceptance.R:
+        del shapes["chain"]  # One draft per node is speculative decoding.
     if name in acceptance.R:
-        shapes = _fixed_shapes(size) | {
-            "optimal": tree_search.optimal_tree(acceptance.R[name], size)
-        }
-        if get_method(name).verifier.rule != "race":
-            del shapes["chain"]  # One draft per node is speculative decoding.
-        return shapes
-    shapes = {"batch": tree_lib.batch(size), "SpecInfer": tree_lib.specinfer(size)}
-    for other, R in itertools.islice(acceptance.R.items(), 1):
+        shapes["optimal"] = tree_search.optimal_tree(acceptance.R[name], size)
+    elif acceptance.R:
+        other, R = next(iter(acceptance.R.items()))
         shapes[f"{other}'s optimal"] = tree_search.optimal_tree(R, size)
     return shapes
 
@@ -287,11 +257,11 @@ def _fixed_shapes(size: int) -> dict[str, Tree]:
 
 def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
     seeds, journal, results = bench.config.seeds, bench.journal, []
-    programs = [Program(row.method, bench.drafts[0]) for row in rows]
-    baseline = programs[0]
-
-    def name(row: Row) -> str:
-        return f"N={row.size} {row.method.name} {row.shape}"
+    named = [
+        (f"N={row.size} {row.method.name} {row.shape}", row, Program(row.method, bench.drafts[0]))
+        for row in rows
+    ]
+    baseline = named[0][-1]
 
     def measured_row(row: Row, program: Program) -> dict[str, Any]:
         for each in (baseline, program):
@@ -303,23 +273,21 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
 
     with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
         for first in range(0, len(rows), ROWS_AT_ONCE):
-            some = list(zip(rows, programs, strict=True))[first : first + ROWS_AT_ONCE]
-            missing = {name(row): program for row, program in some if name(row) not in journal}
+            some = named[first : first + ROWS_AT_ONCE]
+            missing = {name: program for name, _, program in some if name not in journal}
             bench.compile({"baseline": baseline, **missing} if missing else {})
-            for row, program in some:
-                bar.set_description(name(row))
-                results.append(
-                    journal.value(name(row), functools.partial(measured_row, row, program))
-                )
+            for name, row, program in some:
+                bar.set_description(name)
+                take = functools.partial(measured_row, row, program)
+                results.append(journal.value(name, take))
                 bar.update()
             jax.clear_caches()  # The number of programs a process can hold is limited.
     return results
 
 
 def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
-    per_call = [each.tokens / each.calls for each in runs]
     speed, baseline_speed = (
-        float(np.median([each.tokens / each.seconds for each in some])) for some in (runs, baseline)
+        float(np.median([each.per_second for each in some])) for some in (runs, baseline)
     )
     tree = row.method.tree
     return {
@@ -329,9 +297,7 @@ def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> 
         "nodes": tree.size,
         "levels": tree.height,
         "parents": list(tree.parents),
-        "tokens_per_call": float(np.mean(per_call)),
-        "tokens_per_call_std": float(np.std(per_call, ddof=1)) if len(per_call) > 1 else 0.0,
-        "tokens_per_call_by_seed": per_call,
+        **measurement.tokens_per_call(runs),
         "theory": row.theory,
         "tokens_per_second": speed,
         "speedup": speed / baseline_speed,
@@ -341,22 +307,16 @@ def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> 
 def answer(rows: list[dict[str, Any]]) -> str:
     """Returns a sentence that names the best method."""
     drafting = [row for row in rows if row["size"]]
-    best = {
-        size: max(
-            (row for row in drafting if row["size"] == size), key=lambda row: row["tokens_per_call"]
-        )
-        for size in sorted({row["size"] for row in drafting})
-    }
+    best = []
+    for size in sorted({row["size"] for row in drafting}):
+        of_size = [row for row in drafting if row["size"] == size]
+        row = max(of_size, key=lambda row: row["tokens_per_call"])
+        best += [f"N = {size}: `{row['method']}` on {row['shape']} ({row['tokens_per_call']:.2f})"]
     fastest = max(drafting, key=lambda row: row["speedup"])
-    most = "; ".join(
-        f"N = {size}: `{row['method']}` on {row['shape']} ({row['tokens_per_call']:.2f})"
-        for size, row in best.items()
-    )
     return (
-        f"Most tokens per call: {most}. Most tokens per second of the methods on this machine: "
-        f"`{fastest['method']}`, "
-        f"{fastest['shape']}, {fastest['nodes']} of {fastest['size']} nodes, "
-        f"{fastest['speedup']:.2f} x the baseline"
+        f"Most tokens per call: {'; '.join(best)}. Most tokens per second of the methods on this "
+        f"machine: `{fastest['method']}`, {fastest['shape']}, {fastest['nodes']} of "
+        f"{fastest['size']} nodes, {fastest['speedup']:.2f} x the baseline"
         f"{': use the baseline here' if fastest['speedup'] < 1 else ''}."
     )
 
@@ -366,21 +326,20 @@ def markdown(result: dict[str, Any]) -> str:
     header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens/call", "Theory", "Tokens/s"]
     rows = [
         [
-            *(str(row["size"] or "-"), row["method"], row["shape"]),
-            *(str(row["nodes"]), str(row["levels"])),
+            *(row["size"] or "-", row["method"], row["shape"], row["nodes"], row["levels"]),
             report.mean_and_std(row["tokens_per_call_by_seed"]),
             "-" if row["theory"] is None else f"{row['theory']:.2f}",
             *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
         ]
         for row in result["rows"]
     ]
-    config, kl_bits = result["config"], result["kl_bits"]
+    config = result["config"]
     notes = [
         f"**Which should I use?** {result['answer']}",
-        f"{report.decoded(result)} The speedup is over baseline runs just before and after.",
+        f"{report.decoded(result)} The speedup is relative to baseline runs just before and after.",
         "Theory is the expected number of tokens per call if acceptance were the same at all nodes "
-        "as at the root, by child index for drafts without replacement, and by the number of drafts "
-        "that carry the accepted token for i.i.d. drafts.",
+        "as at the root: by child index for drafts without replacement, and for i.i.d. drafts by "
+        "the number of drafts that carry the accepted token.",
     ]
     for name, R in result["acceptance_by_child"].items():
         values = ", ".join(f"{value:.3f}" for value in R[:6])
@@ -391,7 +350,8 @@ def markdown(result: dict[str, Any]) -> str:
         notes.append(
             f"Acceptance by number of i.i.d. drafts, `{name}`, first batch of prompts: {values}."
         )
-    notes += [f"KL(target, draft) = {kl_bits:.2f} bits."] if kl_bits is not None else []
+    if result["kl_bits"] is not None:
+        notes.append(f"KL(target, draft) = {result['kl_bits']:.2f} bits.")
     notes += [
         f"Target `{config['target']}`, draft `{config['draft']}`, prompts `{config['prompts']}`. "
         f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",

@@ -1,5 +1,5 @@
-"""Tables 1 and 3, the phases and the profile: whole at toy size, its parts where the answer is
-known."""
+"""Tables 1 and 3, the phases and the profile: end to end at toy size, and their parts where the
+answer is known."""
 
 import contextlib
 import json
@@ -34,7 +34,8 @@ def _config(folder, **changes):
 
 
 def _stopping(function, calls, at):
-    """`function`, which stops the run instead when `calls`, those that there were, are so many."""
+    """Returns `function`, but its call number `at` stops the run. `calls` collects the arguments of
+    all calls."""
 
     def wrapped(*args):
         calls.append(args)
@@ -47,8 +48,8 @@ def _stopping(function, calls, at):
 
 @pytest.mark.slow
 def test_the_tables_are_written(toy, tmp_path, monkeypatch):
-    """Although it is stopped in the third of four turns, and at the profile, and goes on; each
-    thing that was measured until then is said to have taken an hour."""
+    """The run is stopped in the third of four turns, and at the profile, and resumes each time. Each
+    entry of the journal is edited to have taken an hour."""
     made, calls, phases, profiles = [], [], [], []
     make = _stopping(latency.call_runs, made, 0)
     monkeypatch.setattr(latency, "call_runs", lambda *args: _stopping(make(*args), calls, 6))
@@ -83,7 +84,7 @@ def test_the_tables_are_written(toy, tmp_path, monkeypatch):
     )
 
 
-def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
+def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch):
     config, any_model = (
         _config(tmp_path, methods=("spectr", "otm_block")),
         types.SimpleNamespace(model=None),
@@ -108,7 +109,7 @@ def test_phases_go_on_with_the_method_that_was_stopped(tmp_path, monkeypatch):
 
 
 def test_a_draft_without_a_tokenizer_can_be_timed(toy, tmp_path, monkeypatch):
-    """Only one that sees the features of a target cannot be called by itself."""
+    """A draft that sees the features of a target cannot be called alone, and is refused."""
     timed = []
     monkeypatch.setattr(
         latency, "measure_cells", lambda config, models, journal: timed.extend(models) or 1 / 0
@@ -122,7 +123,7 @@ def test_a_draft_without_a_tokenizer_can_be_timed(toy, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch):
+def test_the_table_is_written_without_a_profile(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(
         latency, "measure_cells", lambda *_: [{"model": "target", "median_ms": 1.0}]
     )
@@ -131,7 +132,7 @@ def test_a_profiler_that_sees_nothing_costs_no_table(toy, tmp_path, monkeypatch)
     monkeypatch.setattr(latency, "plot", lambda *_: None)
     monkeypatch.setattr(jax.profiler, "trace", contextlib.nullcontext)
     latency.run(_config(toy.folder), tmp_path)
-    assert "This machine shows it nothing" in (tmp_path / "latency.md").read_text()
+    assert "This machine does not allow profiling" in (tmp_path / "latency.md").read_text()
 
 
 def test_the_paper_has_every_cell_of_its_tables():
@@ -143,7 +144,7 @@ def test_the_paper_has_every_cell_of_its_tables():
     }
 
 
-def test_operations_are_told_by_their_scope():
+def test_operations_are_assigned_by_their_scope():
     program = """
   %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/while/body/draft/exp" source_line=3}
   ROOT %dot.7 = f32[8,8]{1,0} dot(%a, %b), metadata={op_name="jit(f)/while/body/score/dot_general"}
@@ -165,7 +166,7 @@ def test_operations_are_told_by_their_scope():
     assert [row["share"] for row in rows] == pytest.approx([0.6, 0.2, 0.2])
 
 
-def test_operations_are_told_by_the_names_that_a_gpu_gives_them():
+def test_operations_are_assigned_by_the_names_of_a_gpu():
     phases = {
         "loop_add_fusion.12": "draft",
         "custom-call.3": "score",
@@ -176,15 +177,15 @@ def test_operations_are_told_by_the_names_that_a_gpu_gives_them():
         "custom_call_3": (1, 0.002),
         "dynamic_update_slice_4": (1, 0.001),
     }
-    told = [(row["phase"], row["kind"]) for row in profile.summary(seen, phases, 1)]
-    assert told == [
+    rows = [(row["phase"], row["kind"]) for row in profile.summary(seen, phases, 1)]
+    assert rows == [
         ("draft", "fusion"),
         ("score", "custom-call"),
         ("commit", "dynamic-update-slice"),
     ]
 
 
-def test_operations_that_only_contain_others_are_no_work():
+def test_operations_that_only_contain_others_do_not_count():
     def event(name):
         return types.SimpleNamespace(stats=[("hlo_op", name)], duration_ns=1e9)
 
@@ -211,13 +212,10 @@ def test_operations_that_only_contain_others_are_no_work():
     [
         ({"runs": 0}, "'runs' is 0"),
         ({"dtype": "int4"}, "dtype='int4' is not known"),
-        ({"context": 30}, "context=30 and a call of 3 tokens exceed the context 32 of 'target'"),
+        ({"context": 30}, "context=30: with a call of 3 tokens it exceeds the context 32"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
-        (
-            {"models": ("random:draft_2m", "random:draft_2m")},
-            "models has 2 named 'random:draft_2m'",
-        ),
-        ({"methods": ("baseline",)}, "has 'baseline', which drafts no chains of"),
+        ({"models": ("random:draft_2m", "random:draft_2m")}, "models='random:draft_2m'"),
+        ({"methods": ("baseline",)}, "methods='baseline': drafts no chains of"),
     ],
 )
 def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):

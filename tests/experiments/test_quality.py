@@ -1,4 +1,4 @@
-"""Bits per character of small models with random weights, against the sentences one by one."""
+"""Bits per character of small models with random weights equal those of single sentences."""
 
 import json
 import math
@@ -37,8 +37,8 @@ def _config(toy, **changes):
 
 
 def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
-    """Although it is stopped at the second of three, and goes on; the first is said to have taken
-    an hour."""
+    """The run is stopped at the second of three precisions, and resumes. The first is edited to have
+    taken an hour."""
     scores, begun = quality._scores, []
 
     def stopped(sentences, batch_size, contender, dtype):
@@ -119,9 +119,8 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_another_programs_model_beside_ours(toy, llama, tmp_path):
-    """On the sentences that fit both, with what stands before and after them; of each, nats by
-    hand."""
+def test_a_llama_is_compared_with_our_model(toy, llama, tmp_path):
+    """Both are scored on the sentences that fit both; the nats are computed here again."""
     fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]
     too_long = [
         "x" * 24,
@@ -164,16 +163,14 @@ def test_another_programs_model_beside_ours(toy, llama, tmp_path):
             nats / math.log(2) / characters, rel=1e-5
         )
         assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    assert "the 6 that fit" in (tmp_path / "run" / "quality.md").read_text()
-    with pytest.raises(
-        UserError, match=r"fits all models; leave out that of the shortest context, 'hf:.*llama"
-    ):
+    assert "the 6 of the first 8 sentences" in (tmp_path / "run" / "quality.md").read_text()
+    with pytest.raises(UserError, match=r"heldout='.*': no sentence fits .*, 'hf:.*llama"):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
 
-def test_what_stands_before_and_after_a_sentence(toy, llama, tmp_path):
-    """A newline and the separator, or BOS where it is added; ours in another program's files is as
-    it is in ours."""
+def test_tokens_before_and_after_a_sentence(toy, llama, tmp_path):
+    """The separator or BOS comes before, a newline or EOS after. Our tokenizer in Hugging Face's
+    files gives the same tokens."""
     ours = load(str(toy.folder / "target")).tokenizer
     save_tokenizer(tmp_path, ours, 32)
     written = HuggingFaceTokenizer(read_tokenizer(tmp_path), BOS, (EOS, 3))

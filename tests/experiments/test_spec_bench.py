@@ -1,5 +1,5 @@
-"""Spec-Bench on questions of our own and small models: the protocol's arithmetic, what resumes, and
-what is refused."""
+"""Spec-Bench on our own questions and small models: the arithmetic of the protocol, resumption, and
+bad configs."""
 
 import json
 
@@ -48,7 +48,7 @@ def models():
 
 @pytest.fixture
 def config(models, tmp_path, monkeypatch):
-    """All prompts are padded to 128 tokens, for one program a method."""
+    """All prompts are padded to 128 tokens, so that each method has one program."""
     monkeypatch.setitem(by_name.LOADERS, "mine", lambda name, dtype: models[name])
     monkeypatch.setattr(spec_bench, "LONG", 128)
     path = tmp_path / "questions.jsonl"
@@ -67,8 +67,8 @@ def config(models, tmp_path, monkeypatch):
 
 
 def test_the_table_is_that_of_the_conversations(config, models, tmp_path, monkeypatch):
-    """Although it is stopped at the third question, and goes on. A clock of ours makes each answer
-    take a second."""
+    """The run is stopped at the third question, and resumes. A fake clock makes each answer take a
+    second."""
     clock, converse, asked = iter(range(10_000)), spec_bench.converse, []
     monkeypatch.setattr(spec_bench.time, "perf_counter", lambda: next(clock))
 
@@ -130,7 +130,7 @@ def test_the_table_is_that_of_the_conversations(config, models, tmp_path, monkey
 
 
 def _greedy(target, turns):
-    """The tokens of the answers, each in the conversation of those before."""
+    """Returns the tokens of the answers, each after the conversation so far."""
     messages, answers = [], []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
@@ -151,7 +151,7 @@ def _greedy(target, turns):
     return answers
 
 
-def test_questions_are_taken_at_equal_distances():
+def test_questions_are_evenly_spaced():
     questions = [
         Question(str(number), "one" if number < 8 else "two", ("?",)) for number in range(11)
     ]
@@ -189,7 +189,7 @@ def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
         ({"methods": ("block 2,1",)}, "methods='block 2,1': 'block' does not draft the tree '2,1'"),
         ({"methods": ("baseline",)}, "methods='baseline': drafts nothing"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
-        ({"questions_per_task": -1}, "questions_per_task=-1: is negative"),
+        ({"questions_per_task": -1}, "questions_per_task=-1"),
         (
             {"max_new_tokens": 200},
             "max_new_tokens=200: question 1 can exceed the context 300 of 'large'",

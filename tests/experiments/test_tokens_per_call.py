@@ -1,4 +1,4 @@
-"""The evaluation, on small models with random weights and a tokenizer trained here."""
+"""Tokens per call, on small models with random weights and a tokenizer trained here."""
 
 import dataclasses
 import itertools
@@ -53,7 +53,7 @@ def _config(folder, **changes):
 
 @pytest.fixture(scope="module")
 def whole(toy, tmp_path_factory):
-    """The folder of a table, and the table."""
+    """Returns the folder of a table, and the table."""
     folder = tmp_path_factory.mktemp("table")
     return folder, run(_config(toy.folder), folder)
 
@@ -99,7 +99,7 @@ def test_the_paper_is_cited_at_its_temperature():
 
 
 class _Bar:
-    """Counts, and remembers how far it was when it said what."""
+    """A progress bar that records each description with its position."""
 
     def __init__(self, total, *args, **kwargs):
         self.total, self.at, self.said = total, 0, []
@@ -123,8 +123,7 @@ class _Bar:
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
 def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
-    """One program a row without alpha*; although the table is stopped and goes on, the bar ends at
-    its total."""
+    """Each row has one program without alpha*. After a stop the resumed bar ends at its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
     config = _config(
@@ -153,14 +152,14 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
     assert first.at == 4 + 4 + 3 * 2 and second.at == second.total
     words = dict(first.said)
     assert (
-        words[0] == "compiling baseline"
-        and words[3] == "compiling otm_block K=2 L=2"
+        words[0] == "compiling group 0: baseline K=0 L=0"
+        and words[3] == "compiling group 0: otm_block K=2 L=2"
         and "seed 0" in words[8]
     )
     assert [at for at, _ in second.said[-8:]] == list(range(second.total - 16, second.total, 2))
 
 
-def test_what_tables_say_of_seeds_and_changed_trees():
+def test_descriptions_of_seeds_and_provenance():
     assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
     assert report.over_seeds((0, 1)) == "mean ± standard deviation over 2 seeds (0, 1)"
     assert report.over_seeds([3]) == "seed 3"
@@ -182,7 +181,7 @@ def test_what_tables_say_of_seeds_and_changed_trees():
 
 
 @pytest.mark.slow
-def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
+def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)
     prompts = read_prompts(config, target.tokenizer)
@@ -192,7 +191,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
 
     measured(
         get_method("speculative", draft_length=1), None
-    )  # What is around a program is small, and does not count.
+    )  # Compiles the small programs around it, which do not count.
     programs = {
         "block": Program(get_method("block", draft_length=1), draft),
         "block, observed": Program(
@@ -210,13 +209,13 @@ def test_what_was_compiled_ahead_is_not_compiled_again(toy, count_compilations):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
-    """Nothing is measured twice, and the second table is the first, but for its times."""
+def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
+    """Nothing is measured twice, and the table equals one without stops, except for its times."""
     config, measured = _config(toy.folder), []
-    monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Some side by side.
+    monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Programs compile in parallel.
 
     def stopped(*args, batches=None, observe=None, **kwargs):
-        if batches is None:  # Else it only warms up.
+        if batches is None:  # Otherwise it is a warm-up.
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
@@ -229,7 +228,7 @@ def test_a_table_that_was_stopped_goes_on(whole, toy, tmp_path, monkeypatch):
             run(config, tmp_path / "parts")
         assert not (tmp_path / "parts/tokens_per_call.json").exists()
     with (tmp_path / "parts/tokens_per_call.part.jsonl").open("a") as file:
-        file.write('{"name": "draft, otm')  # Killed while it wrote.
+        file.write('{"name": "draft, otm')  # As if killed while writing.
     parts = run(config, tmp_path / "parts")
     taken = [each for each in measured if each]
     assert (
@@ -260,8 +259,8 @@ def test_a_journal_of_another_run_is_left_alone(toy, tmp_path, content, message)
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_drafts_of_one_name_are_measured_each(toy, tmp_path):
-    """The target as its own draft, under the name of the other one."""
+def test_drafts_of_the_same_name_are_measured_separately(toy, tmp_path):
+    """The second draft is the target itself, under the name of the first draft."""
     (tmp_path / "draft.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     (tmp_path / "tokenizer.model").write_bytes((toy.folder / "tokenizer.model").read_bytes())
     drafts = tuple(str(folder / "draft.safetensors") for folder in (toy.folder, tmp_path))
@@ -316,7 +315,7 @@ def test_models_of_different_vocabularies(toy, tmp_path):
         run(_config(toy.folder, drafts=(str(tmp_path / "other.safetensors"),)), tmp_path / "run")
 
 
-def test_a_tokenizer_that_was_swapped(toy, tmp_path):
+def test_the_wrong_tokenizer_is_refused(toy, tmp_path):
     train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283)
     (tmp_path / "m.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     with pytest.raises(
@@ -331,14 +330,8 @@ def test_a_tokenizer_that_was_swapped(toy, tmp_path):
         ({"num_prompts": 10}, "num_prompts=10"),
         ({"max_new_tokens": 30}, "exceed the context 32 of 'target'"),
         ({"methods": ("speck",)}, "unknown method 'speck'"),
-        (
-            {"methods": ("baseline",)},
-            "'baseline', which does not draft chains of 2 tokens; leave it out",
-        ),
-        (
-            {"methods": ("block",), "num_drafts": (2,)},
-            "'block', which drafts one chain only; add 1 to num_drafts",
-        ),
+        ({"methods": ("baseline",)}, "methods='baseline': does not draft chains of 2 tokens"),
+        ({"methods": ("block",), "num_drafts": (2,)}, "methods='block': drafts only one chain"),
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"target": "none"}, "no model at 'none'"),
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
@@ -383,7 +376,8 @@ def test_shape_names_match_the_paper_table():
     ladder = [
         Trained(name, types.SimpleNamespace(config=shape), None) for name, shape in LADDER.items()
     ]
-    assert [shape_name(trained) for trained in ladder] == [*TOKENS_PER_CALL, "97M"]
+    drafts = dict.fromkeys(draft for draft, *_ in TOKENS_PER_CALL)
+    assert [shape_name(trained) for trained in ladder] == [*drafts, "97M"]
     assert (
         shape_name(Trained("mine", object(), None)) == "mine"
     )  # It need not be a transformer of ours.

@@ -15,11 +15,11 @@ class Series:
 
     Attributes:
       label: legend entry; "" for none.
-      x: of each point.
-      y: of each point.
+      x: x of each point.
+      y: y of each point.
       error: standard error of each point; None for a curve.
-      like: label of the curve whose colour the points take; black if "".
-      marker: circles, or squares "s" for K-SEQ and the linear program.
+      like: label of the curve whose colour the points take; "" for black.
+      marker: Matplotlib's marker of points: "o", or "s" for K-SEQ and the linear program.
       panel: index of the panel.
     """
 
@@ -34,8 +34,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The content of one figure. `caption` quotes the paper's and adds ours; `scales` are of x
-    and y."""
+    """The content of one figure, with one y label per panel and the scales of x and y."""
 
     title: str
     caption: str
@@ -64,34 +63,21 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
     canvas = canvases.Figure(figsize=(5.8 * panels, 4.8), layout="constrained")
     axes = canvas.subplots(1, panels, squeeze=False)
     for panel, (ax, ylabel) in enumerate(zip(axes[0], figure.ylabels, strict=True)):
-        colours = {"": "black"}
+        colours, look = {"": "black"}, dict[str, Any]()
         for series in (each for each in figure.series if each.panel == panel):
             if series.error is None:
                 colours[series.label] = f"C{len(colours) - 1}"
                 style = ["-", "--", "-."][len(colours) % 3]
-                ax.plot(
-                    series.x,
-                    series.y,
-                    label=series.label,
-                    color=colours[series.label],
-                    linestyle=style,
-                )
-                continue
-            ax.errorbar(
-                series.x,
-                series.y,
-                [2 * error for error in series.error],
-                fmt=series.marker,
-                color=colours[series.like],
-                label=series.label or None,
-                markersize=6,
-                markerfacecolor="none",
-                capsize=2,
-            )
-        ax.set(
-            xlabel=figure.xlabel, ylabel=ylabel, xscale=figure.scales[0], yscale=figure.scales[1]
-        )
-        if figure.scales[0] == "log":
+                look = {"color": colours[series.label], "linestyle": style}
+                ax.plot(series.x, series.y, label=series.label, **look)
+            else:
+                bars = [2 * error for error in series.error]
+                look = {"color": colours[series.like], "fmt": series.marker, "capsize": 2}
+                look |= {"markersize": 6, "markerfacecolor": "none"}
+                ax.errorbar(series.x, series.y, bars, label=series.label or None, **look)
+        xscale, yscale = figure.scales
+        ax.set(xlabel=figure.xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
+        if xscale == "log":
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         if "k" in figure.xlabel.split():

@@ -1,4 +1,4 @@
-"""Draft trees as text and as a picture."""
+"""Draws draft trees."""
 
 import pathlib
 from collections.abc import Sequence
@@ -9,29 +9,13 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.utils.files import naming
 
 
-def text(tree: Tree, labels: Sequence[str] | None = None) -> str:
-    """Returns the tree in lines, a node each, indented by depth; `labels` [N + 1] by node instead
-    of numbers."""
-    labels = labels or [str(node) for node in range(tree.size + 1)]
-    lines = [labels[0]]
-
-    def below(node: int, indent: str) -> None:
-        children = [int(child) for child in tree.children_table[node] if child >= 0]
-        for child in children:
-            last = child == children[-1]
-            lines.append(f"{indent}{'└─ ' if last else '├─ '}{labels[child]}")
-            below(child, indent + ("   " if last else "│  "))
-
-    below(0, "")
-    return "\n".join(lines)
-
-
 def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Returns where each node goes from top to bottom, so that no edges cross: leaves a row each,
-    others amid their children.
+    """Returns the row of each node, from top to bottom, so that no edges cross.
+
+    Each leaf has a row of its own; other nodes are centred on their children.
 
     Args:
-      paths: of all nodes in any order, as in `Tree.path`; the root's is empty.
+      paths: paths of all nodes in any order, as in `Tree.path`; the root's is empty.
     """
     order = {path: place for place, path in enumerate(paths)}
     children: dict[tuple[int, ...], list[int]] = {}
@@ -47,13 +31,9 @@ def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
 
 
 def png(
-    tree: Tree,
-    path: pathlib.Path,
-    labels: Sequence[str] | None = None,
-    accepted: Sequence[float] | None = None,
-    title: str = "",
+    tree: Tree, path: pathlib.Path, accepted: Sequence[float] | None = None, title: str = ""
 ) -> None:
-    """Draws the tree from left to right; `accepted` [N + 1], probabilities, colour the nodes."""
+    """Draws the tree from left to right. The probabilities `accepted` [N + 1] colour its nodes."""
     from matplotlib.figure import Figure
 
     rows = rows_of_paths([tree.path(node) for node in range(tree.size + 1)])
@@ -67,15 +47,6 @@ def png(
     dots = axes.scatter(tree.depth, -rows, c=shades, cmap="viridis", vmin=0, vmax=1, s=60, zorder=2)
     if accepted is not None:
         figure.colorbar(dots, ax=axes, label="probability of acceptance")
-    if labels:
-        for node, label in enumerate(labels):
-            axes.annotate(
-                label,
-                (tree.depth[node], -rows[node]),
-                (4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
     axes.set_xticks(range(tree.height + 1))
     axes.set_yticks([])
     axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))

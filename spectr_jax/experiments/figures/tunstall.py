@@ -1,5 +1,7 @@
-"""Bounds on the tokens per call of optimal trees, through Tunstall codes (ERSD, section 4).
-Entropies in bits."""
+"""Bounds on the tokens per call of optimal trees, from Tunstall codes (ERSD, section 4).
+
+Entropies are in bits. R [C] is the acceptance by child index, which descends.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,59 +13,62 @@ from spectr_jax.experiments.planning.tree_search import optimal_order
 
 
 def entropy(R: Sequence[float]) -> float:
-    """Returns the entropy H[R] of acceptance by child index; the missing mass 1 - sum R counts as
-    one more index, which makes it a lower bound."""
+    """Returns a lower bound of the entropy H[R] of acceptance by child index.
+
+    The missing mass 1 - sum R counts as one more index.
+    """
     pmf = np.append(np.asarray(R, float), max(1 - float(np.sum(R)), 0.0))
     pmf = pmf[pmf > 0]
     return float(-np.sum(pmf * np.log2(pmf)))
 
 
 def theorem_4_1(R: Sequence[float], vocab_size: int, size: int) -> float:
-    """ERSD, Theorem 4.1: (log V + log(N + 1)) / H[R] bounds the tokens a call of any tree of N =
-    `size` nodes."""
+    """Returns the bound on the tokens per call of any tree of N = `size` nodes.
+
+    Source: ERSD, Theorem 4.1: (log V + log(N + 1)) / H[R].
+    """
     return (math.log2(vocab_size) + math.log2(size + 1)) / entropy(R)
 
 
 class Lemma(NamedTuple):
-    """Lemma 4.2 at some d and m.
+    """ERSD, Lemma 4.2 at some d and m.
 
     Attributes:
-      d: child indices that the optimal tree explores.
-      m: further indices, which share the rest of R evenly.
-      bits: the entropy of R spread like this.
-      bound: on the tokens a call of trees of the N that it was made for.
+      d: number of child indices that the optimal tree explores.
+      m: number of further indices, which share the rest of R evenly.
+      bits: the entropy of this distribution over d + m indices.
+      size: N, the number of nodes for which d and m were chosen.
     """
 
     d: int
     m: int
     bits: float
-    bound: float
+    size: int
+
+    @property
+    def bound(self) -> float:
+        """Returns the bound on the tokens per call of trees of N nodes."""
+        return self.at(self.size)
 
     def at(self, size: int) -> float:
-        """Returns the bound for trees of another N, which explore at most d indices."""
+        """Returns the bound for trees of another size that explore at most d indices."""
         return (math.log2(self.d + self.m) + math.log2(size + 1)) / self.bits
 
 
 def lemma_4_2(R: Sequence[float], size: int, vocab_size: int) -> Lemma:
-    """ERSD, Lemma 4.2: for trees of N = `size` nodes, the bound that is least over m; R [C] is 0-th
-    order and descends."""
+    """Returns ERSD's Lemma 4.2 for trees of N = `size` nodes, at the m of the lowest bound."""
     d = max(max(node) for node in optimal_order(R, size)) + 1
     rest = max(1 - float(np.sum(R[:d])), 0.0)
-    pmf = np.array([*R[:d], rest])
-    lumped = float(-np.sum(pmf[pmf > 0] * np.log2(pmf[pmf > 0])))
     least = max(1, math.ceil(rest / min(R[:d])))
-    lemmas = []
-    for m in range(least, max(least, vocab_size - d) + 1):
-        bits = lumped + rest * math.log2(m)
-        lemmas.append(Lemma(d, m, bits, (math.log2(d + m) + math.log2(size + 1)) / bits))
+    bits, most = entropy(R[:d]), max(least, vocab_size - d)
+    lemmas = (Lemma(d, m, bits + rest * math.log2(m), size) for m in range(least, most + 1))
     return min(lemmas, key=lambda lemma: lemma.bound)
 
 
 def channel_bounds(kl_bits: float) -> tuple[float, float]:
-    """ERSD, eqs. (6) and (8): from D = KL(target, draft), the least and the most that H[R] of ERSD
-    can be, in bits.
+    """Returns the lower and the upper bound of ERSD's H[R], in bits, from D = KL(target, draft).
 
-    GSD has the same lower bound, and eq. (7), D + (1 + e) log(D + 1) + O(1), with a constant that
-    the paper does not give.
+    Source: ERSD, eqs. (6) and (8). GSD has the same lower bound. Its upper bound, eq. (7),
+    D + (1 + e) log(D + 1) + O(1), has a constant that the paper does not give.
     """
     return kl_bits, kl_bits + math.log2(kl_bits + 1) + 4

@@ -1,7 +1,7 @@
-"""Acceptance observed in decoding: compared with the optimum, by node, and by number of drafts.
+"""Observes acceptance in decoding: relative to the optimum, by node, and by number of drafts.
 
 Each `observe_*` is, or returns, an `observe` for `generate`: a function of one `Call` whose results
-are summed over calls.
+are summed over calls. Those that it returns are cached, so that `generate` does not recompile.
 """
 
 import functools
@@ -23,22 +23,12 @@ class Nodes(NamedTuple):
 
     Attributes:
       paths: the nodes in the order in which the tree grows, as child indices from the root.
-      accepted: [seeds, N] the acceptance of each node, in that order.
+      accepted: [seeds, N] the acceptance of each node, in that order. Adding a node does not change
+        the acceptance of the nodes before it.
     """
 
     paths: Sequence[tuple[int, ...]]
     accepted: np.ndarray
-
-    def tokens(self) -> np.ndarray:
-        """Returns [seeds, N]: the tokens per call of the tree of the first n nodes.
-
-        Adding a node does not change the acceptance of the nodes before it.
-        """
-        return 1 + np.cumsum(self.accepted, axis=1)
-
-    def mean(self) -> dict[tuple[int, ...], float]:
-        """Returns the acceptance of each node by path, averaged over seeds."""
-        return dict(zip(self.paths, self.accepted.mean(axis=0).tolist(), strict=True))
 
 
 class PairAcceptance(NamedTuple):
@@ -59,7 +49,7 @@ class PairAcceptance(NamedTuple):
 
 
 def observe_accepted(call: Call) -> dict[str, jax.Array]:
-    """Returns how often one call chose among drafts, and how often it accepted one. Almost free.
+    """Returns how often one call chose among drafts, and how often it accepted one.
 
     Returns:
       nodes: the number of nodes where the call chose among drafts.
@@ -72,7 +62,9 @@ def observe_accepted(call: Call) -> dict[str, jax.Array]:
 
 
 def observe_optimum(call: Call) -> dict[str, jax.Array]:
-    """Returns the optimal acceptance at the nodes of `observe_accepted`, on prefix trees. Slow.
+    """Returns the optimal acceptance at the nodes of `observe_accepted`, on prefix trees.
+
+    It is slow.
 
     Returns:
       nodes: the number of nodes where the call chose among drafts.
@@ -102,7 +94,7 @@ def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
 def observe_positions(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
     """Returns an `observe` that counts acceptance by tree level and by position in the sequence.
 
-    Tokens after EOS do not count. The function is cached, so that `generate` does not recompile.
+    Tokens after EOS do not count.
 
     Args:
       capacity: the largest number of tokens of a sequence, prompt included.
@@ -156,8 +148,7 @@ def observe_drafts(
 ) -> Callable[[Call], dict[str, jax.Array]]:
     """Returns an `observe` that gives each method's plan the first k of K i.i.d. drafts, for all k.
 
-    It is for `generate` on a batch tree. The function is cached, so that `generate` does not
-    recompile.
+    It is for `generate` on a batch tree.
 
     Args:
       methods: methods with i.i.d. drafts and different names; their trees are ignored.

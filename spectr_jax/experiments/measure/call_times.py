@@ -8,7 +8,7 @@ calls, and caches are updated in place.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,65 +37,48 @@ Timer = Callable[[], float]
 """A function that measures, and returns the median seconds of one pass."""
 
 
-def timed(label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Returns the seconds of all tasks; compiles them in parallel, then measures one at a time.
+def timed(journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Returns the seconds of all tasks. The journal stores them, and only missing ones run.
+
+    The missing tasks compile in parallel; then they are measured one at a time.
 
     Args:
-      label: title of the progress bars.
+      journal: the journal of the table.
+      label: title of the progress bars, and prefix of the names in the journal.
       tasks: by any name, functions that return a timer or a pytree of timers.
 
     Returns:
       `tasks`, with the measured seconds instead of the timers.
     """
-    return dict(zip(tasks, _one_by_one(label, list(tasks.values())), strict=True))
-
-
-def timed_once(
-    journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]
-) -> dict[Any, Any]:
-    """Returns what `timed` returns; runs only the tasks that the journal lacks, and stores them."""
     names = {task: f"{label} {task}" for task in tasks}
-    found = _one_by_one(label, [make for task, make in tasks.items() if names[task] not in journal])
-    take = functools.partial(next, found)
-    return {task: journal.value(name, take) for task, name in names.items()}
+    missing = [make for task, make in tasks.items() if names[task] not in journal]
+    bar = functools.partial(tqdm.tqdm, total=len(missing), dynamic_ncols=True)
+    made = iter(bar(list(bar(side_by_side(missing), f"{label}, compiling")), label))
+
+    def seconds() -> Any:
+        return jax.tree.map(lambda timer: timer(), next(made))
+
+    return {task: journal.value(name, seconds) for task, name in names.items()}
 
 
-def _one_by_one(label: str, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
-    """Yields the seconds of each task, in order, once all are compiled."""
-    bar = functools.partial(tqdm.tqdm, total=len(tasks), dynamic_ncols=True)
-    made = list(bar(side_by_side(tasks), f"{label}, compiling"))
-    for timers in bar(made, label):
-        yield jax.tree.map(lambda timer: timer(), timers)
-
-
-def call_seconds(
-    model: Model, batch: int, tokens: Sequence[int], context: int = 64, repeats: int = 10
-) -> Callable[[int], float]:
-    """Returns the seconds of a call as a function of the number of new tokens per sequence.
+def call_timer(model: Model, batch: int, count: int, context: int = 64, repeats: int = 10) -> Timer:
+    """Returns a timer of a call on `count` new tokens per sequence.
 
     Args:
       model: an `nnx.Module` that follows `Model`.
       batch: number of sequences.
-      tokens: ascending numbers of new tokens to measure.
+      count: number of new tokens.
       context: committed random tokens per sequence.
       repeats: number of measurements, of `PASSES` calls each, after a warm-up.
-
-    Returns:
-      A function of the number of tokens that interpolates between the measured medians.
     """
-    frozen = freeze(model)
 
     def one(_, fixed, carry):
-        model, new = fixed
-        return _extend(model.merge(), new, carry[1])
+        frozen, new = fixed
+        return _extend(frozen.merge(), new, carry[1])
 
-    def timer(count: int) -> Timer:
-        new, cache = _random_call(model, batch, count, context)
-        logits = jnp.zeros((batch, count, model.vocab_size))
-        return _loop_timer(one, [(frozen, new)], (logits, cache), repeats)
-
-    seconds = timed("calls", {count: functools.partial(timer, count) for count in tokens})
-    return lambda number: float(np.interp(number, tokens, list(seconds.values())))
+    new, cache = _random_call(model, batch, count, context)
+    logits = jnp.zeros((batch, count, model.vocab_size))
+    return _loop_timer(one, [(freeze(model), new)], (logits, cache), repeats)
 
 
 def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[], float]:
@@ -189,11 +172,8 @@ def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) 
       repeats: number of measurements, of `PASSES` calls each, after a warm-up.
     """
     rng, tree = np.random.default_rng(0), method.tree
-    logits = jnp.asarray(
-        rng.normal(size=(batch, 1, vocab_size))
-        + 0.1 * rng.normal(size=(batch, tree.size + 1, vocab_size))
-    )
-    logits = logits.astype(jnp.float32)
+    shared = rng.normal(size=(batch, 1, vocab_size))
+    logits = jnp.float32(shared + 0.1 * rng.normal(size=(batch, tree.size + 1, vocab_size)))
     p = jax.nn.softmax(logits[:, tree.inner])
     tokens = jnp.asarray(rng.integers(0, vocab_size, (batch, tree.size + 1)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)

@@ -1,4 +1,4 @@
-"""Parallel compilation: a table on an accelerator compiles about 100 programs, 30 s each."""
+"""Compiles in parallel: a table on an accelerator has about 100 programs that take 30 s each."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +12,10 @@ CORES_OF_A_PROGRAM = {"cpu": 4}
 
 
 def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-    """Yields the results of the tasks, in order; as many run at once as there are cores for.
+    """Yields the results of the tasks, in order. The number of cores limits how many run at once.
 
-    With several processes one task runs at a time, because all must run them in the same order.
+    With several processes one task runs at a time, because all processes must run them in the same
+    order.
     """
     cores = (os.cpu_count() or 1) // CORES_OF_A_PROGRAM.get(jax.default_backend(), 1)
     with ThreadPoolExecutor(1 if jax.process_count() > 1 else max(1, cores)) as pool:

@@ -12,7 +12,7 @@ import numpy as np
 from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.measurement import Measurement
 from spectr_jax.utils import hosts
-from spectr_jax.utils.config import config_hash
+from spectr_jax.utils.config import config_hash, to_json
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
 
@@ -71,9 +71,17 @@ class Journal:
             self._write({"commit": self._commit})
 
     def about(self) -> dict[str, Any]:
-        """Returns `report.about` with the weights, and the time and commits of all starts."""
-        about = report.about(self._config, self._started)
-        return {**about, "commit": self._commit, "commits": self._commits, "weights": self._weights}
+        """Returns the table's provenance: its config and weights, `report.provenance`, and the
+        seconds and commits of all starts."""
+        return {
+            "seconds": round(time.monotonic() - self._started, 1),
+            "config": to_json(self._config),
+            "config_hash": config_hash(self._config),
+            **report.provenance(),
+            "commit": self._commit,
+            "commits": self._commits,
+            "weights": self._weights,
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._values

@@ -28,10 +28,10 @@ class Counts(NamedTuple):
     kernels: Counter[str]
     stops: Counter[str]
 
-    def plus(self, other: "Counts", times: int = 1) -> "Counts":
-        """Returns the sum of these counts and `times` those of `other`."""
-        kernels, stops = (Counter({name: times * n for name, n in each.items()}) for each in other)
-        return Counts(self.kernels + kernels, self.stops + stops)
+    def add(self, other: "Counts", times: int = 1) -> None:
+        """Adds `times` the counts of `other`."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine.update({phase: times * number for phase, number in theirs.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class _Operation:
 
     @property
     def calls(self) -> list[str]:
-        """Returns the computations that it runs: a loop's condition and body, a conditional's
-        branches, or the callee of a call."""
+        """Returns the names of the computations that it runs: the condition and the body of a loop,
+        the branches of a conditional, or the callee of a call."""
         names = "body|condition|to_apply|calls|true_computation|false_computation"
         single = re.findall(rf"(?:{names})=%?([\w.-]+)", self.line)
         several = re.search(r"branch_computations=\{([^}]*)\}", self.line)
@@ -98,18 +98,16 @@ def _count(computations: dict[str, list[_Operation]], name: str, phases: tuple[s
         if each.kind in FREE:
             continue
         phase = _phase(each.line, phases)
-        if each.kind == "call":
-            total = total.plus(_count(computations, each.calls[0], phases))
-        elif each.kind == "while":
-            for callee in each.calls:
-                total = total.plus(_count(computations, callee, phases), each.trips or 1)
-            total = total.plus(Counts(Counter(), Counter({phase: each.trips is None})))
-        elif each.kind == "conditional":
-            branches = [_count(computations, callee, phases) for callee in each.calls]
-            total = total.plus(max(branches, key=lambda branch: branch.kernels.total()))
-            total = total.plus(Counts(Counter(), Counter({phase: 1})))
-        else:
-            total = total.plus(Counts(Counter({phase: 1}), Counter()))
+        if each.kind not in ("call", "while", "conditional"):
+            total.kernels[phase] += 1
+            continue
+        called = [_count(computations, callee, phases) for callee in each.calls]
+        if each.kind == "conditional":
+            called = [max(called, key=lambda branch: branch.kernels.total())]
+        for counts in called:
+            total.add(counts, each.trips or 1)
+        if each.kind != "call" and each.trips is None:
+            total.stops[phase] += 1
     return total
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,8 +50,8 @@ class Measurement(NamedTuple):
     """The totals of one method over all prompts, for one seed.
 
     Attributes:
-      tokens: emitted tokens.
-      calls: calls of the target.
+      tokens: number of emitted tokens.
+      calls: number of target calls.
       seconds: time of all generations.
       observed: the results of `observe`, summed over calls.
     """
@@ -61,23 +61,49 @@ class Measurement(NamedTuple):
     seconds: float
     observed: dict[str, np.ndarray]
 
+    @property
+    def per_call(self) -> float:
+        """Returns the tokens per call."""
+        return self.tokens / self.calls
+
+    @property
+    def per_second(self) -> float:
+        """Returns the tokens per second."""
+        return self.tokens / self.seconds
+
+
+def tokens_per_call(runs: Sequence[Measurement]) -> dict[str, Any]:
+    """Returns the tokens per call of one method as fields of a row: mean, standard deviation over
+    seeds, and the value of each seed."""
+    values = [run.per_call for run in runs]
+    return {
+        "tokens_per_call": float(np.mean(values)),
+        "tokens_per_call_std": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
+        "tokens_per_call_by_seed": values,
+    }
+
 
 def check_decoding(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` if a field of `decoding_config` has an invalid value."""
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
     check_dtype(config.dtype)
-    if config.batch_size % jax.device_count():
-        raise UserError(
-            f"batch_size={config.batch_size}: must be a multiple of the {jax.device_count()} "
-            "devices; change it, or hide devices"
-        )
+    check_batch_size(config)
     policy, own = policies_of(config, -1)
     check_policy(policy)
     check_policy(own, owner="draft_")
 
 
+def check_batch_size(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` unless each device gets the same number of rows."""
+    if config.batch_size % jax.device_count():
+        raise UserError(
+            f"batch_size={config.batch_size}: must be a multiple of the {jax.device_count()} "
+            "devices; change it, or hide devices"
+        )
+
+
 def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` if target and drafts are greedy: then one draft is as good as many."""
+    """Raises `UserError` if both target and drafts are greedy."""
     if config.temperature == 0 and not config.draft_temperature:
         raise UserError(
             "temperature=0.0: greedy drafts have no acceptance to measure; "
@@ -111,11 +137,11 @@ def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> 
     batches = -(-config.num_prompts // config.batch_size)
     shape = (batches * config.batch_size, config.prompt_tokens + 1)
     tokens, lengths = np.full(shape, PAD, np.int32), np.ones(shape[0], np.int32)
-    tokens[:, 0] = tokenizer.bos  # Rows that only fill the last batch stay a bare BOS.
+    tokens[:, 0] = tokenizer.bos  # Rows that only fill the last batch are BOS alone.
     for index in range(config.num_prompts):
-        pieces = tokenizer.prompt(sentences[index])[: config.prompt_tokens + 1]
-        tokens[index, : len(pieces)] = pieces
-        lengths[index] = len(pieces)
+        prompt = tokenizer.prompt(sentences[index])[: config.prompt_tokens + 1]
+        tokens[index, : len(prompt)] = prompt
+        lengths[index] = len(prompt)
     split = (batches, config.batch_size)
     return Prompts(tokens.reshape(*split, -1), lengths.reshape(split), config.num_prompts)
 
@@ -154,7 +180,7 @@ def measure(
 ) -> Measurement:
     """Returns the totals of decoding all prompts, or the first `batches` batches, on all devices.
 
-    The key of a prompt depends on `seed` and its index only, not on the batch size. `done` is
+    The key of a prompt depends only on `seed` and its index, not on the batch size. `done` is
     called after each batch.
     """
     tokens = calls = 0
@@ -194,9 +220,8 @@ def _on_batch(
     models = freeze(target.model), freeze(program.draft.model) if program.draft else None
     if mesh is not None:
         models = sharding.replicate(mesh, models)
-
-    policy, own = policies_of(config, target.tokenizer.eos)
-    options = {"draft_policy": own, "observe": program.observe, "mesh": mesh}
+    policy, draft_policy = policies_of(config, target.tokenizer.eos)
+    options = {"draft_policy": draft_policy, "observe": program.observe, "mesh": mesh}
 
     def on_batch(batch: int):
         fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

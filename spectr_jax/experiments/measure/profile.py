@@ -23,7 +23,7 @@ def generation_profile(
 ) -> list[dict[str, Any]]:
     """Returns the time inside operations while one sequence is generated, as rows (see `summary`).
 
-    There are no rows if the machine does not allow profiling, like some virtual GPUs.
+    There are no rows if the machine does not allow profiling, as on some virtual GPUs.
 
     Args:
       method: the method to decode with, at temperature 1.

@@ -1,7 +1,7 @@
 """Replays other methods on the trees that one method drafts: what would they have emitted?
 
-The first k drafts below a node, i.i.d. or without replacement, are drafts of the same rule. So a
-part of a drafted tree is a drafted tree. One observed run therefore compares many trees, and all
+The first k drafts below a node, i.i.d. or without replacement, are k drafts of the same rule. So
+each part of a drafted tree is a drafted tree, and one observed run compares many trees, and all
 verifiers with one drafting rule, on the same calls and drafts.
 """
 
@@ -35,7 +35,7 @@ def part_of(whole: Tree, part: Tree) -> np.ndarray:
         return np.array([places[part.path(node)] for node in range(part.size + 1)], np.int32)
     except KeyError as error:
         raise UserError(
-            f"node={error.args[0]}: is not in the drafted tree; draft the `covering` tree"
+            f"node={error.args[0]}: must be in the drafted tree; draft the `covering` tree"
         ) from None
 
 

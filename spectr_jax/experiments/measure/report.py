@@ -3,30 +3,18 @@
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models import frozen
-from spectr_jax.utils.config import config_hash, to_json
 from spectr_jax.utils.files import write_json, write_whole
-
-
-def about(config: ml_collections.ConfigDict, started: float) -> dict[str, Any]:
-    """Returns a table's seconds since `started` (`time.monotonic`), its config and provenance."""
-    return {
-        "seconds": round(time.monotonic() - started, 1),
-        "config": to_json(config),
-        "config_hash": config_hash(config),
-        **provenance(),
-    }
 
 
 def weights(*models: Trained) -> list[str]:
@@ -35,18 +23,17 @@ def weights(*models: Trained) -> list[str]:
 
 
 def made_by(result: dict[str, Any]) -> str:
-    """Returns the last sentence of a table's notes, from what `about` or `provenance` returned."""
+    """Returns the last sentence of a table's notes, from the fields of `provenance` and, if it has
+    them, of `Journal.about`."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
     seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-    commits = [_short(each) for each in result.get("commits", [result["commit"]])]
+    commits = [
+        re.sub(r"^(\w{12})\w*", r"\1", commit)
+        for commit in result.get("commits", [result["commit"]])
+    ]
     at = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     versions = f"{config}{at}, jax {result['jax']}"
     return f"Made by `{result['command']}` ({versions}) on {result['hardware']}{seconds}."
-
-
-def _short(commit: str) -> str:
-    name, *dirty = commit.split("-")
-    return "-".join([name[:12], *dirty])
 
 
 def mean_and_std(values: Sequence[float]) -> str:
@@ -107,9 +94,10 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns an aligned Markdown table; all columns but the first are right-aligned."""
-    columns = zip(header, *rows, strict=True)
+    texts = [[str(cell) for cell in row] for row in rows]
+    columns = zip(header, *texts, strict=True)
     widths = [max(3, *map(len, column)) for column in columns]
 
     def line(cells):
@@ -117,7 +105,7 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
         return "| " + " | ".join([cells[0].ljust(widths[0]), *numbers]) + " |"
 
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    return "\n".join([line(header), line(rule), *map(line, rows)])
+    return "\n".join([line(header), line(rule), *map(line, texts)])
 
 
 def _cpu() -> str:

@@ -115,8 +115,8 @@ def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> 
 def _live(tree: Tree, tokens: np.ndarray, path: list[int]) -> list[int]:
     """Returns all nodes that spell the tokens of `path`, level by level."""
     live = [0]
-    for depth, node in enumerate(path, start=1):
-        same = tree.levels[depth][tokens[tree.levels[depth]] == tokens[node]].tolist()
+    for level, node in zip(tree.levels[1:], path, strict=False):
+        same = level[tokens[level] == tokens[node]].tolist()
         live += [one for one in same if tree.parent[one] in live]
     return live[1:]
 

@@ -4,7 +4,7 @@ For drafts without replacement (GSD, ERSD), R [C] is the acceptance by child ind
 that the token after a node is its first, second, ... child, assumed equal at all nodes (0-th
 order). I.i.d. drafts are exchangeable, and several may carry the accepted token. For them,
 `carriers` [K + 1, K + 1] replaces R: entry (k, m) is the probability that m of k drafts carry the
-token.
+accepted token.
 """
 
 import heapq
@@ -107,11 +107,12 @@ def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float
     Raises:
       UserError: a level may have more live nodes than `carriers` covers.
     """
-    width = int(np.prod(branching))
     check_width(branching, len(carriers) - 1)
-    below = np.zeros(width + 1)
-    for children in reversed(branching):
-        below = _prepend(children, below, carriers)
+    widths = np.cumprod([1, *branching])
+    below = np.zeros(widths[-1] + 1)  # The accepted tokens below 0, 1, ... live nodes.
+    for children, width in zip(reversed(branching), widths[-2::-1], strict=True):
+        live_children = carriers[children * np.arange(width + 1), 1 : len(below)]
+        below = live_children @ (1 + below[1:])
     return float(1 + below[1])
 
 
@@ -143,19 +144,19 @@ def best_prefix_trees(
             f"size={size}: carriers cover only {len(carriers) - 1} drafts; measure more drafts"
         )
     candidates = [
-        Candidate(branching, nodes, float(1 + below[1]))
-        for branching, nodes, below in _prefix_trees(carriers, size, height, np.zeros(size + 1))
+        Candidate(each, int(np.cumprod(each).sum()), expected_tokens_iid(each, carriers))
+        for each in prefix_shapes(size, height, size)
     ]
     return sorted(candidates, key=lambda candidate: (-candidate.tokens, candidate.nodes))[:number]
 
 
-def prefix_shapes(width: int, height: int) -> Iterator[tuple[int, ...]]:
-    """Yields all (k_1, ..., k_L) of at most `width` leaves and `height` levels."""
+def prefix_shapes(width: int, height: int, size: int) -> Iterator[tuple[int, ...]]:
+    """Yields all (k_1, ..., k_L) of at most `width` leaves, `height` levels and `size` nodes."""
     if not height:
         return
-    for first in range(1, width + 1):
+    for first in range(1, min(width, size) + 1):
         yield (first,)
-        for rest in prefix_shapes(width // first, height - 1):
+        for rest in prefix_shapes(width // first, height - 1, size // first - 1):
             yield (first, *rest)
 
 
@@ -179,30 +180,3 @@ def check_width(branching: Sequence[int], measured: int) -> None:
             f"tree={tuple(branching)}: may have {width} live drafts, but only {measured} were "
             "measured; give a smaller tree"
         )
-
-
-def _prefix_trees(
-    carriers, size: int, height: int, below: np.ndarray
-) -> Iterator[tuple[tuple[int, ...], int, np.ndarray]]:
-    """Yields all prefix trees of at most `size` nodes as (branching, size, accepted).
-
-    `accepted` [m] is the expected number of accepted tokens below m live nodes.
-    """
-    yield (), 0, np.zeros_like(below)
-    if height == 0:
-        return
-    for first in range(1, size + 1):
-        for rest, nodes, further in _prefix_trees(carriers, size // first - 1, height - 1, below):
-            yield (first, *rest), first * (1 + nodes), _prepend(first, further, carriers)
-
-
-def _prepend(children: int, below: np.ndarray, carriers: np.ndarray) -> np.ndarray:
-    """Returns the accepted tokens [m] below m live nodes with `children` children each.
-
-    `below` [m'] is the same for m' live children.
-    """
-    result = np.zeros(len(below))
-    for live in range(1, (len(below) - 1) // children + 1):
-        carried = carriers[live * children]
-        result[live] = carried[1 : len(below)] @ (1 + below[1:])
-    return result

@@ -18,7 +18,7 @@ def test_entropy():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [1, 4, 16, 64])
 def test_no_tree_exceeds_its_bounds(seed, size):
-    """A vocabulary of 40 whose R is known in full; the lemma may only see the indices that the tree
+    """R of a vocabulary of 40 is known in full; the lemma uses only the indices that the tree
     explores."""
     R = np.sort(np.random.default_rng(seed).dirichlet(np.full(40, 0.3)))[::-1].tolist()
     tokens = expected_tokens(optimal_tree(R, size), R)

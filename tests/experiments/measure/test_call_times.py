@@ -1,4 +1,4 @@
-"""Times are measured for the given calls and interpolated between them; no speed is asserted."""
+"""Timers return positive times; no speed is asserted."""
 
 import functools
 
@@ -6,14 +6,17 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import get_method
+from spectr_jax.experiments import call_parts
+from spectr_jax.experiments.config import auto_config
 from spectr_jax.experiments.measure.call_times import (
     PHASES,
     call_runs,
-    call_seconds,
+    call_timer,
     phase_timers,
     timed,
     token_timer,
 )
+from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -22,11 +25,19 @@ def model():
     return Transformer(TransformerConfig(1, 16, 32, 2, vocab_size=13, context=80), rngs=nnx.Rngs(0))
 
 
-def test_call_seconds(model):
-    seconds = call_seconds(model, 2, (1, 3, 9), context=8, repeats=3)
-    assert all(seconds(count) > 0 for count in (1, 3, 9))
-    assert seconds(2) == pytest.approx((seconds(1) + seconds(3)) / 2)
-    assert seconds(5) == pytest.approx((2 * seconds(3) + seconds(9)) / 3)
+@pytest.fixture
+def journal(tmp_path):
+    return Journal(tmp_path, "table", auto_config(), [])
+
+
+def test_call_timer(model):
+    assert call_timer(model, 2, 3, context=8, repeats=3)() > 0
+
+
+def test_times_between_measured_numbers_are_interpolated():
+    seconds = call_parts._between({1: 2.0, 3: 4.0, 9: 7.0})
+    assert [seconds(count) for count in (1, 2, 3, 5, 9)] == pytest.approx([2, 3, 4, 5, 7])
+    assert seconds(18) == pytest.approx(14)  # Proportional beyond the last.
 
 
 def test_call_runs_reuses_the_donated_cache(model):
@@ -35,26 +46,27 @@ def test_call_runs_reuses_the_donated_cache(model):
 
 
 @pytest.mark.slow
-def test_phases(model):
+def test_phases(model, journal):
     method = get_method("otm_block", tree="2,1")
     timers = functools.partial(phase_timers, method, model, model, context=8, repeats=2)
     everything = functools.partial(timers, batch=2)
     draft = functools.partial(timers, batch=1, phases=("draft",))
-    seconds = timed("phases", {"everything": everything, "draft": draft})
+    seconds = timed(journal, "phases", {"everything": everything, "draft": draft})
     assert set(seconds["everything"]) == {*PHASES, "call"} and set(seconds["draft"]) == {"draft"}
     assert all(value > 0 for value in (*seconds["everything"].values(), *seconds["draft"].values()))
 
 
-def test_all_timers_compile_before_one_measures():
+def test_all_timers_compile_before_one_measures(journal):
     events = []
 
     def make(name: str):
         events.append(f"make {name}")
         return lambda: events.append(f"call {name}") or 1.0
 
-    seconds = timed("both", {name: functools.partial(make, name) for name in "ab"})
-    assert seconds == {"a": 1.0, "b": 1.0}
+    tasks = {name: functools.partial(make, name) for name in "ab"}
+    assert timed(journal, "both", tasks) == {"a": 1.0, "b": 1.0}
     assert sorted(events[:2]) == ["make a", "make b"] and events[2:] == ["call a", "call b"]
+    assert timed(journal, "both", tasks) == {"a": 1.0, "b": 1.0} and len(events) == 4
 
 
 @pytest.mark.parametrize(

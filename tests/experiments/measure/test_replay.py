@@ -18,7 +18,7 @@ ROWS = 5_000
 
 
 def _observed(method, observe):
-    """What `observe` returned for one call per row."""
+    """Returns the results of `observe` for one call per row."""
     prompts, policy = np.tile([1, 2], (ROWS, 1)), Policy(eos=3)
     lengths = np.full(ROWS, 2)
     key = jax.random.key(0)
@@ -58,7 +58,7 @@ def test_a_part_emits_what_the_method_emits(names):
 
 
 def _emitted(call):
-    """The emitted tokens up to EOS, before the limit cuts them."""
+    """Returns the number of emitted tokens up to EOS, before the limit cuts them."""
     tokens, emitted = call.chosen.tokens, call.chosen.emitted
     is_eos = (tokens == 3) & (jnp.arange(len(tokens)) < emitted)
     return {"emitted": jnp.where(jnp.any(is_eos), jnp.argmax(is_eos) + 1, emitted)}
