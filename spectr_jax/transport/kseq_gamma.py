@@ -1,8 +1,7 @@
-"""K-SEQ at a given gamma (SpecTr, Algorithm 2): valid for every gamma >= gamma*, and less often
-accepting than at gamma*.
+"""K-SEQ at a given gamma (SpecTr, Algorithm 2). Its acceptance is highest at gamma*, as in `kseq`.
 
-By default gamma = k, which is valid for all p and q and needs no search. A gamma below gamma* has
-no valid plan; where one is given, gamma* is used.
+The plan is valid for every gamma >= gamma*; a smaller gamma is replaced by gamma*. The default
+gamma = k is valid for all p and q and needs no search.
 """
 
 import numbers
@@ -26,7 +25,7 @@ def select(
     *,
     gamma: float | None = None,
 ) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     k = jnp.sum(valid)
     if gamma is None:
         used = jnp.maximum(k, 1).astype(p.dtype)
@@ -54,7 +53,5 @@ def _gamma(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> float:
 def checked(gamma: float) -> float:
     """Returns `gamma`; raises `UserError` unless it is at least 1, and finite in float32."""
     if not isinstance(gamma, numbers.Real) or not 1 <= gamma <= float(np.finfo(np.float32).max):
-        raise UserError(
-            f"gamma={gamma} is not at least 1; give a division factor within [1, k], or None for k"
-        )
+        raise UserError(f"gamma={gamma}: must be at least 1; give one in [1, k], or None for k")
     return gamma

@@ -1,9 +1,8 @@
-"""The best sequential plan of SpecTr++'s form, over all sequences of subsets (SpecTr++, section 5,
-"optimal kSEQ").
+"""Optimal kSEQ: the best sequential plan over all sequences of subsets (SpecTr++, section 5).
 
-The search is a branch and bound: one binary variable says whether a token is inside the subset of a
-stage, and given those the program is (LP_k). For vocabularies of up to 10 tokens and few drafts.
-Analysis only: SciPy's HiGHS on the host, in float64; `select` works through a callback, for tests.
+A binary variable says whether a token is inside the subset of a stage. Given these variables the
+program is (LP_k); a branch and bound searches over them. The plan is for analysis with up to 10
+tokens and few drafts: SciPy's HiGHS solves it in float64 on the host.
 """
 
 import contextlib
@@ -21,12 +20,11 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 40
-"""Binary variables, V * k, that the search may have: more take hours."""
+"""The most binary variables, V * k. More take hours."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. It searches on the host, so it is for tiny
-    vocabularies."""
+    """Chooses a token, for tiny vocabularies; see `Plan.select`."""
     return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
@@ -41,7 +39,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`.
+    """Returns the exact acceptance; see `Plan.acceptance`.
 
     Raises:
       UserError: the search would be too large.
@@ -54,22 +52,24 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
     p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     if len(p) * k > LARGEST:
         raise UserError(
-            f"the search over subsets of {len(p)} tokens for k={k} drafts has {len(p) * k} binary "
-            "variables, more than "
+            f"V={len(p)}, k={k}: the search has {len(p) * k} binary variables, more than "
             f"{LARGEST}; lower V or k, or use plan 'spectr++'"
         )
     ps = np.tile(p, (k, 1))
     subsets = _branch_and_bound(p, q, k) | (q == 0)
     found = iopt.Stages(iopt.best_alphas(ps, q, subsets), subsets)
-    # What the solver's tolerances cost is won back where a plan that is at hand is better.
+    # The solver's tolerances can make its plan slightly worse than that of SpecTr++.
     start = iopt.iopt(ps, q, iopt.saturated_subsets(ps, q))
     return max(found, start, key=lambda stages: iopt.accept_probability(ps, q, stages))
 
 
 def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, "k vocab"]:
-    """Returns the best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k,
-    V] and inside z [k, V]."""
-    import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
+    """Returns the best subsets [k, V] bool.
+
+    The variables are u [k], y [k] with y_i = alpha_i u_(i-1), the accepted mass w [k, V], and z
+    [k, V], which is 1 for tokens inside a subset.
+    """
+    import scipy.optimize  # Takes half a second, and decoding solves no programs on the host.
     import scipy.sparse
 
     V = len(p)
@@ -85,8 +85,8 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
         upper.append(high)
 
     for i in range(k):
-        before = {i - 1: 1.0} if i else {}  # u_(i-1); u_0 = 1 moves to the bounds.
-        one = 0.0 if i else 1.0
+        # The constant u_0 = 1 is not a variable; it is part of the bounds.
+        before, one = ({i - 1: 1.0}, 0.0) if i else ({}, 1.0)
         masses = [2 * k + i * V + x for x in range(V)]
         add({i: 1.0, **dict.fromkeys(masses, 1.0), **{c: -v for c, v in before.items()}}, one, one)
         for x in range(V):
@@ -97,12 +97,11 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
             add({w: 1.0, y: -q[x], z: -q[x]}, -q[x], np.inf)
     for x in range(V):
         add({2 * k + i * V + x: 1.0 for i in range(k)}, -np.inf, q[x])
+    constraints = scipy.sparse.csr_array(np.array(rows)), lower, upper
     with _silenced():
         result = scipy.optimize.milp(
             np.eye(total)[k - 1],
-            constraints=scipy.optimize.LinearConstraint(
-                scipy.sparse.csr_array(np.array(rows)), lower, upper
-            ),
+            constraints=scipy.optimize.LinearConstraint(*constraints),
             bounds=scipy.optimize.Bounds(0, 1),
             integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
             options={"mip_rel_gap": 0.0},
@@ -115,7 +114,7 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Silences the lines that HiGHS prints below the level of sys.stdout, whatever its options."""
+    """Discards what HiGHS prints to file descriptor 1, whatever its options."""
     sys.stdout.flush()
     saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -1,5 +1,7 @@
-"""SpecTr+ (Ahn et al., 2023, Definition 4): one iteration of Algorithm 2, K-SEQ's subset with the
-best alphas for it."""
+"""SpecTr+: one iteration of SpecTr++'s Algorithm 2 (Ahn et al., 2023, Definition 4).
+
+It uses K-SEQ's subsets with the best alphas for them.
+"""
 
 from jaxtyping import PRNGKeyArray
 
@@ -9,7 +11,7 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     return improved(key, p, q, drafts, valid, iterations=1)
 
 
