@@ -9,9 +9,10 @@ $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y)
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from spectr_jax.transport.types import (
     Valid,
 )
 from spectr_jax.utils.errors import UserError
+
+T = TypeVar("T")
 
 
 class Choice(NamedTuple):
@@ -169,6 +172,16 @@ def select_by_pmf(
     weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
     token = draw(key, or_else(jnp.where(q > 0, weights, 0), q))
     return Choice(token, jnp.any(valid & (drafts == token)))
+
+
+def cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Caches `function(p, q, ...)` in float64, for `pmf` of many drafts from one pair (p, q)."""
+
+    @functools.lru_cache(maxsize=64)
+    def of_bytes(p: bytes, q: bytes, *rest: int) -> T:
+        return function(np.frombuffer(p), np.frombuffer(q), *rest)
+
+    return lambda p, q, *rest: of_bytes(p.tobytes(), q.tobytes(), *rest)
 
 
 def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:

@@ -26,7 +26,8 @@ from spectr_jax.transport.types import ExactProbs
 NEGLIGIBLE = 1e-12
 """Subsets with less mass of q than this have alpha = 0."""
 
-DraftProbs: TypeAlias = Float[np.ndarray, "k vocab"]
+DraftProbs: TypeAlias = Float[np.ndarray, "*k vocab"]
+"""The distribution of each draft [k, V]. Given a plan, also one distribution [V] of all drafts."""
 Subsets: TypeAlias = Bool[np.ndarray, "k vocab"]
 
 
@@ -79,44 +80,34 @@ def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
 def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.ndarray, " k"]:
     """Returns the alphas [k] of (LP_k) (Theorem 2, Appendix B.2), solved in the variables u_i."""
     k = len(ps)
-    inside_p = np.where(subsets, ps, 0).sum(axis=1)
-    inside_q = np.where(subsets, q, 0).sum(axis=1)
-    ratios = np.divide(ps, q, out=np.full(ps.shape, np.inf), where=subsets & (q > 0))
-    most = ratios.min(axis=1)
-    filled = np.zeros((len(q), k + 1))  # Part of each token's q that is filled, by u_0 .. u_k.
+    inside_p, inside_q = (np.where(subsets, pmf, 0).sum(axis=1) for pmf in (ps, q))
+    most = np.divide(ps, q, out=np.full(ps.shape, np.inf), where=subsets & (q > 0)).min(axis=1)
     usable = inside_q > NEGLIGIBLE
-    chain, equal = [], []
-    for i in range(k):
-        share = np.where(subsets[i], q, 0) / inside_q[i] if usable[i] else np.zeros(len(q))
-        filled[:, i] += np.where(subsets[i], share * inside_p[i], ps[i])
-        filled[:, i + 1] -= share
-        step = np.zeros((2, k + 1))
-        step[:, i] = -inside_p[i], inside_p[i] - most[i] * inside_q[i] if usable[i] else inside_p[i]
-        step[:, i + 1] = 1, -1
-        chain.append(step)
-        if not usable[i]:
-            equal.append(step[0])
+    # Rows of coefficients of u_0 .. u_k. `decrease` is alpha_i u_(i-1) inside_q_i.
+    before, after = np.eye(k + 1)[:-1], np.eye(k + 1)[1:]
+    decrease = inside_p[:, None] * before - after
+    largest = np.multiply(most, inside_q, out=np.zeros(k), where=usable)[:, None] * before
+    share = np.where(subsets & usable[:, None], q, 0) / np.where(usable, inside_q, 1)[:, None]
+    filled = share.T @ decrease + np.where(subsets, 0, ps).T @ before
     filled = filled[q > 0] / q[q > 0, None]  # Rows of one scale: HiGHS's tolerances are absolute.
-    rows = np.concatenate([filled, *chain])
+    rows = np.concatenate([filled, -decrease, decrease - largest])
     bounds = np.append(np.ones(len(filled)), np.zeros(2 * k))
-    equalities = (np.array(equal)[:, 1:], -np.array(equal)[:, 0]) if equal else (None, None)
-    u = np.append(1.0, minimise(np.eye(k)[-1], rows[:, 1:], bounds - rows[:, 0], *equalities))
+    u = np.append(1.0, minimise(np.eye(k)[-1], rows[:, 1:], bounds - rows[:, 0]))
     ratio = np.divide(u[1:], u[:-1], out=np.zeros(k), where=u[:-1] > 0)
     alphas = np.divide(inside_p - ratio, inside_q, out=np.zeros(k), where=usable & (u[:-1] > 0))
     clipped: Float[np.ndarray, " k"] = np.clip(alphas, 0, most)
     return clipped
 
 
-def minimise(cost: Any, rows: Any, bounds: Any, equal_rows: Any = None, equal: Any = None) -> Any:
-    """Returns the x >= 0 of least `cost @ x` that satisfies the constraints, found by HiGHS.
+def minimise(cost: Any, rows: Any, bounds: Any) -> Any:
+    """Returns the x [n] >= 0 with `rows @ x <= bounds` and the smallest `cost @ x`, by HiGHS.
 
-    The constraints are `rows @ x <= bounds` and `equal_rows @ x == equal`.
+    `rows` [m, n] may be sparse.
     """
     import scipy.optimize  # Takes half a second, and decoding solves no programs on the host.
 
     options = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    program = cost, rows, bounds, equal_rows, equal
-    result = scipy.optimize.linprog(*program, method="highs", options=options)
+    result = scipy.optimize.linprog(cost, rows, bounds, method="highs", options=options)
     if result.status != 0:
         raise RuntimeError(f"HiGHS did not solve the linear program: {result.message}")
     return np.maximum(result.x, 0)
@@ -125,7 +116,7 @@ def minimise(cost: Any, rows: Any, bounds: Any, equal_rows: Any = None, equal: A
 def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) -> ExactProbs:
     """Returns the distribution [V] of Algorithm 1's token given the drafts."""
     accepted, _, residual = _masses(ps, q, stages)
-    result, none_before = np.zeros(len(q)), 1.0
+    ps, result, none_before = np.broadcast_to(ps, accepted.shape), np.zeros(len(q)), 1.0
     for i, draft in enumerate(drafts):
         accept = accepted[i, draft] / ps[i, draft]
         result[draft] += none_before * accept

@@ -17,7 +17,6 @@ This form never divides by a number that may be 0. It gives exactly gamma = S = 
 (Algorithm 1), and gamma = k for disjoint supports. `kseq_gamma` is the same plan at another gamma.
 """
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
@@ -25,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, draw, exact_residual, or_else
+from spectr_jax.transport import iopt
+from spectr_jax.transport.base import Choice, draw, or_else
 from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 STEPS = 12
@@ -43,7 +43,8 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return sequential_pmf(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
+    k = len(drafts)
+    return iopt.pmf(p, q, drafts, stages(q, k, optimal_gamma_exact(p, q, k)))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
@@ -51,13 +52,17 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
     It is p_acc of Theorem 2, plus the probability that the residual equals a rejected draft.
     """
-    return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
+    return iopt.acceptance(p, q, stages(q, k, optimal_gamma_exact(p, q, k)))
 
 
 def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that a draft passes."""
-    p, q = np.asarray(p, float), np.asarray(q, float)
-    return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
+    return iopt.accept_probability(p, q, stages(q, k, optimal_gamma_exact(p, q, k)))
+
+
+def stages(q: ExactProbs, k: int, gamma: float) -> iopt.Stages:
+    """Returns Algorithm 2 in the form of SpecTr++: each alpha is 1 / gamma, for all tokens."""
+    return iopt.Stages(np.full(k, 1 / gamma), np.ones((k, len(q)), bool))
 
 
 def sequential(
@@ -78,26 +83,6 @@ def sequential(
     residual = or_else(jnp.maximum(q - shared * jnp.minimum(total, gamma), 0), q)
     token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
     return Choice(token, jnp.any(valid & (drafts == token)))
-
-
-def sequential_pmf(p: ExactProbs, q: ExactProbs, drafts: Sequence[int], gamma: float) -> ExactProbs:
-    """Returns the distribution [V] of Algorithm 2's token given the drafts, in float64."""
-    _, residual = _shared_and_residual(p, q, len(drafts), gamma)
-    result, none_before = np.zeros(len(p)), 1.0
-    for draft in drafts:
-        accept = min(1.0, q[draft] / (gamma * p[draft]))
-        result[draft] += none_before * accept
-        none_before *= 1 - accept
-    return result + none_before * residual
-
-
-def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> float:
-    """Returns the probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
-    shared, residual = _shared_and_residual(p, q, k, gamma)
-    rejected = 1 - shared.sum()
-    # P(all drafts are rejected, and none of them is x), for each token x.
-    rejected_without = np.maximum(rejected - (p - shared), 0) ** k
-    return float(1 - rejected**k + np.sum(residual * (rejected**k - rejected_without)))
 
 
 def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
@@ -141,12 +126,3 @@ def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatSca
     powers = jnp.where(index < k, (1 - beta) ** index.astype(beta.dtype), 0)
     derivatives = index[1:] * powers[:-1] * (index[1:] < k)
     return jnp.sum(powers), jnp.sum(derivatives)
-
-
-def _shared_and_residual(
-    p: ExactProbs, q: ExactProbs, k: int, gamma: float
-) -> tuple[ExactProbs, ExactProbs]:
-    """Returns min(p, q / gamma) and the normalised residual, in float64."""
-    shared = np.minimum(p, q / gamma)
-    total = np.sum((1 - shared.sum()) ** np.arange(k))
-    return shared, exact_residual(shared * total, q)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport import kseq
+from spectr_jax.transport import iopt, kseq
 from spectr_jax.transport.base import Choice
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
@@ -38,16 +38,17 @@ def pmf(
     p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], *, gamma: float | None = None
 ) -> ExactProbs:
     """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return kseq.sequential_pmf(p, q, drafts, _gamma(p, q, len(drafts), gamma))
+    return iopt.pmf(p, q, drafts, _stages(p, q, len(drafts), gamma))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int, *, gamma: float | None = None) -> float:
     """Returns the exact acceptance; see `Plan.acceptance`."""
-    return kseq.sequential_acceptance(p, q, k, _gamma(p, q, k, gamma))
+    return iopt.acceptance(p, q, _stages(p, q, k, gamma))
 
 
-def _gamma(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> float:
-    return float(k) if gamma is None else max(checked(gamma), kseq.optimal_gamma_exact(p, q, k))
+def _stages(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> iopt.Stages:
+    valid = k if gamma is None else max(checked(gamma), kseq.optimal_gamma_exact(p, q, k))
+    return kseq.stages(q, k, valid)
 
 
 def checked(gamma: float) -> float:

@@ -6,7 +6,6 @@ tokens and few drafts: SciPy's HiGHS solves it in float64 on the host.
 """
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, PRNGKeyArray
 
 from spectr_jax.transport import iopt
-from spectr_jax.transport.base import Choice, select_by_pmf
+from spectr_jax.transport.base import Choice, cached, select_by_pmf
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
@@ -34,8 +33,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     Raises:
       UserError: the search would be too large.
     """
-    k = len(drafts)
-    return iopt.pmf(np.tile(p, (k, 1)), q, drafts, _search(p.tobytes(), q.tobytes(), k))
+    return iopt.pmf(p, q, drafts, _search(p, q, len(drafts)))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
@@ -44,12 +42,11 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     Raises:
       UserError: the search would be too large.
     """
-    return iopt.acceptance(np.tile(p, (k, 1)), q, _search(p.tobytes(), q.tobytes(), k))
+    return iopt.acceptance(p, q, _search(p, q, k))
 
 
-@functools.lru_cache(maxsize=256)
-def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
-    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
+@cached
+def _search(p: ExactProbs, q: ExactProbs, k: int) -> iopt.Stages:
     if len(p) * k > LARGEST:
         raise UserError(
             f"V={len(p)}, k={k}: the search has {len(p) * k} binary variables, more than "
@@ -66,42 +63,29 @@ def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
 def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, "k vocab"]:
     """Returns the best subsets [k, V] bool.
 
-    The variables are u [k], y [k] with y_i = alpha_i u_(i-1), the accepted mass w [k, V], and z
-    [k, V], which is 1 for tokens inside a subset.
+    The variables are u [k + 1], y [k] with y_i = alpha_i u_(i-1), the accepted mass w [k, V], and
+    z [k, V], which is 1 for tokens inside a subset.
     """
     import scipy.optimize  # Takes half a second, and decoding solves no programs on the host.
-    import scipy.sparse
 
     V = len(p)
-    total = 2 * k + 2 * k * V
-    rows, lower, upper = [], [], []
-
-    def add(coefficients: dict[int, float], low: float, high: float) -> None:
-        row = np.zeros(total)
-        for column, value in coefficients.items():
-            row[column] += value
-        rows.append(row)
-        lower.append(low)
-        upper.append(high)
-
+    total = 1 + 2 * k + 2 * k * V
+    u, y, w, z = np.split(np.eye(total), np.cumsum([k + 1, k, k * V]))  # A row takes a variable.
+    w, z = w.reshape(k, V, total), z.reshape(k, V, total)
+    most, p, of_q = np.minimum(p, q), p[:, None], q[:, None]
+    limits = [(u[0], 1, 1), (w.sum(axis=0), -np.inf, q)]
     for i in range(k):
-        # The constant u_0 = 1 is not a variable; it is part of the bounds.
-        before, one = ({i - 1: 1.0}, 0.0) if i else ({}, 1.0)
-        masses = [2 * k + i * V + x for x in range(V)]
-        add({i: 1.0, **dict.fromkeys(masses, 1.0), **{c: -v for c, v in before.items()}}, one, one)
-        for x in range(V):
-            w, z, y, most = masses[x], 2 * k + (k + i) * V + x, k + i, min(p[x], q[x])
-            add({w: 1.0, **{c: -p[x] * v for c, v in before.items()}}, -np.inf, p[x] * one)
-            add({w: 1.0, z: p[x], **{c: -p[x] * v for c, v in before.items()}}, p[x] * one, np.inf)
-            add({w: 1.0, y: -q[x], z: most}, -np.inf, most)
-            add({w: 1.0, y: -q[x], z: -q[x]}, -q[x], np.inf)
-    for x in range(V):
-        add({2 * k + i * V + x: 1.0 for i in range(k)}, -np.inf, q[x])
-    constraints = scipy.sparse.csr_array(np.array(rows)), lower, upper
+        limits += [
+            (u[i + 1] - u[i] + w[i].sum(axis=0), 0, 0),
+            (w[i] - p * u[i], -np.inf, 0),
+            (w[i] - p * (u[i] - z[i]), 0, np.inf),
+            (w[i] - of_q * y[i] + most[:, None] * z[i], -np.inf, most),
+            (w[i] - of_q * (y[i] + z[i]), -q, np.inf),
+        ]
     with _silenced():
         result = scipy.optimize.milp(
-            np.eye(total)[k - 1],
-            constraints=scipy.optimize.LinearConstraint(*constraints),
+            u[k],
+            constraints=[scipy.optimize.LinearConstraint(*each) for each in limits],
             bounds=scipy.optimize.Bounds(0, 1),
             integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
             options={"mip_rel_gap": 0.0},

@@ -44,7 +44,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, product
-from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, IntScalar, Number, Probs, Valid
+from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, Number, Probs, Valid
 from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_pmf
 
 SORTED = 256
@@ -114,9 +114,12 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
     """Returns the winner, by steps 1 to 3; see `Plan.win`."""
     cells = cells_of(p, q, len(drafts))
-    pmf = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
-    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, pmf))
-    return Winner(winning_draft(key, p, drafts, valid, cells, pmf, rho), p * rho)
+    winner = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
+    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, winner))
+    level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
+    final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
+    final = jnp.where(valid, final, -1)
+    return Winner(jnp.argmax(jnp.where(final == jnp.max(final), tie, -1)), p * rho)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
@@ -201,25 +204,6 @@ def token_ratios(
     """Returns rho [V] of each token: the `shared` rho of its cell, or its own ratio q / p."""
     of_cell = shared[of_token]
     return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
-
-
-def winning_draft(
-    key: PRNGKeyArray,
-    p: Probs,
-    drafts: Drafts,
-    valid: Valid,
-    cells: Cells,
-    winner: WinnerPmf,
-    rho: Probs,
-) -> IntScalar:
-    """Returns the index of the winning draft (steps 2 and 3); consumes `key`.
-
-    The winner's token has distribution p * rho.
-    """
-    level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
-    final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
-    final = jnp.where(valid, final, -1)
-    return jnp.argmax(jnp.where(final == jnp.max(final), tie, -1))
 
 
 def matched(cells: Cells, winner: WinnerPmf) -> Matching:

@@ -9,13 +9,12 @@ $$\alpha_k = \max_{f \ge 0} \sum_S \sum_{y \in S} f(S, y) \quad \text{with} \qua
 The plan is for analysis: SciPy's HiGHS solves the program in float64 on the host.
 """
 
-import functools
 import math
 
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, exact_residual, select_by_pmf
+from spectr_jax.transport.base import Choice, cached, exact_residual, select_by_pmf
 from spectr_jax.transport.iopt import minimise
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
@@ -35,7 +34,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     Raises:
       UserError: the program would be too large.
     """
-    _, pmfs, residual = _solve(p.tobytes(), q.tobytes(), len(drafts))
+    _, pmfs, residual = _solve(p, q, len(drafts))
     accepted = pmfs[frozenset(drafts)]
     result: ExactProbs = accepted + (1 - accepted.sum()) * residual
     return result
@@ -49,7 +48,7 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     Raises:
       UserError: the program would be too large.
     """
-    return _solve(p.tobytes(), q.tobytes(), k)[0]
+    return _solve(p, q, k)[0]
 
 
 def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
@@ -66,14 +65,13 @@ def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
     return sets
 
 
-@functools.lru_cache(maxsize=64)
+@cached
 def _solve(
-    p_bytes: bytes, q_bytes: bytes, k: int
+    p: ExactProbs, q: ExactProbs, k: int
 ) -> tuple[float, dict[frozenset[int], ExactProbs], ExactProbs]:
     """Returns the acceptance, the accepted pmf [V] by set of drafts, and the residual [V]."""
     import scipy.sparse
 
-    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     support = int(np.sum(p > 0))
     size = sum(m * math.comb(support, m) for m in range(1, min(k, support) + 1))
     if size > LARGEST:

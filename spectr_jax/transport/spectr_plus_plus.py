@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.transport import iopt, simplex
-from spectr_jax.transport.base import Choice, draw, or_else, product
+from spectr_jax.transport.base import Choice, cached, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 from spectr_jax.transport.types import (
     BoolScalar,
@@ -56,25 +56,15 @@ class _Stages(NamedTuple):
 _Carry: TypeAlias = tuple[_Stages, BoolScalar, IntScalar]
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token; see `Plan.select`."""
-    return improved(key, p, q, drafts, valid, ITERATIONS)
-
-
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return improved_pmf(p, q, drafts, ITERATIONS)
-
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`."""
-    return improved_acceptance(p, q, k, ITERATIONS)
-
-
-def improved(
-    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, iterations: int
+def select(
+    key: PRNGKeyArray,
+    p: Probs,
+    q: Probs,
+    drafts: Drafts,
+    valid: Valid,
+    iterations: int = ITERATIONS,
 ) -> Choice:
-    """Chooses a token by Algorithm 1, after `iterations` of Algorithm 2; consumes `key`."""
+    """Chooses a token by Algorithm 1, after `iterations` of Algorithm 2; see `Plan.select`."""
     accept_key, residual_key = jax.random.split(key)
     k, most = jnp.sum(valid), len(drafts)
     alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, iterations)
@@ -96,26 +86,21 @@ def improved(
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def improved_pmf(
-    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int
+def pmf(
+    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int = ITERATIONS
 ) -> ExactProbs:
-    """Returns the distribution [V] of Algorithm 1's token given the drafts, in float64."""
-    return iopt.pmf(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
+    return iopt.pmf(p, q, drafts, stages(p, q, len(drafts), iterations))
 
 
-def improved_acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> float:
-    """Returns the probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
-    return iopt.acceptance(np.tile(p, (k, 1)), q, stages(p, q, k, iterations))
+def acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int = ITERATIONS) -> float:
+    """Returns the exact acceptance; see `Plan.acceptance`."""
+    return iopt.acceptance(p, q, stages(p, q, k, iterations))
 
 
+@cached
 def stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stages:
     """Returns the plan that `select` uses, computed in float64 by the same code."""
-    return _stages(p.tobytes(), q.tobytes(), k, iterations)
-
-
-@functools.lru_cache(maxsize=64)  # `pmf` is called for many drafts of one pair (p, q).
-def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Stages:
-    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     with jax.enable_x64(True):
         gamma = optimal_gamma_exact(p, q, k)
         most = -(-k // 8) * 8  # All k up to 8 share one program.
@@ -156,81 +141,48 @@ def _iopt(
 _jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
 
 
-class _Program(NamedTuple):
-    """The program (LP_k): minimise `slope[-1] @ y` for y >= 0 with `rows @ y <= bounds`.
-
-    Attributes:
-      inside_p: [K] mass of p in each subset; 1 for an unused stage.
-      inside_q: [K] mass of q in each subset.
-      cap: [K] the largest alphas.
-      slope: [K + 1, K] of u_i = constant_i + slope_i @ y for i = 0 .. K.
-      constant: [K + 1]
-      rows: [R, K]
-      bounds: [R]
-    """
-
-    inside_p: Float[Array, " stages"]
-    inside_q: Float[Array, " stages"]
-    cap: Float[Array, " stages"]
-    slope: Float[Array, "sums stages"]
-    constant: Float[Array, " sums"]
-    rows: Float[Array, "rows stages"]
-    bounds: Float[Array, " rows"]
-
-
-def _program(
+def _best_alphas(
     p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]
-) -> _Program:
-    """Returns (LP_k) for the subsets of `stages`."""
+) -> Float[Array, " stages"]:
+    """Returns the alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas.
+
+    Solves (LP_k) for y [K] >= 0: minimises u_K = slope[-1] @ y + constant[-1] under
+    `rows @ y <= bounds`.
+    """
     inside = ratio > stages.thresholds[:, None]
     inside_p = jnp.where(active, jnp.sum(jnp.where(inside, p, 0), axis=1), 1)
     inside_q = jnp.where(active, jnp.sum(jnp.where(inside, q, 0), axis=1), 0)
     cap = jnp.minimum(jnp.min(jnp.where(inside, ratio, jnp.inf), axis=1), LARGEST_ALPHA) * active
     nearest = jnp.max(jnp.where(inside | (q == 0), 0, ratio), axis=1)
 
+    # u_i = slope_i @ y + constant_i for i = 0 .. K, and the y of the given alphas.
     K = len(cap)
-    affine = [jnp.zeros(K + 1, p.dtype).at[K].set(1)]
-    for i in range(K):
+    affine, start, u = [jnp.zeros(K + 1, p.dtype).at[K].set(1)], [], jnp.ones((), p.dtype)
+    for i, alpha in enumerate(jnp.minimum(stages.alphas, cap)):
         affine.append((inside_p[i] * affine[i]).at[i].add(-inside_q[i]))
-    slope, constant = jnp.stack(affine)[:, :K], jnp.stack(affine)[:, K]
+        start.append(alpha * u)
+        u = jnp.maximum(inside_p[i] * u - inside_q[i] * start[i], 0)
+    slope, constant, y = jnp.stack(affine)[:, :K], jnp.stack(affine)[:, K], jnp.stack(start)
 
     # The filled part of a token: y_i if it is inside the subset, ratio * u_(i-1) if it is outside.
     out = (nearest[:, None] <= stages.thresholds) * nearest[:, None]
     fill = jnp.where(out > 0, 0, 1) + product(out, slope[:-1])
+    identity = jnp.eye(K, dtype=p.dtype)
+    rows = jnp.concatenate([identity - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
     above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
-    capped = jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1]
-    rows = jnp.concatenate([capped, fill, jnp.ones((1, K), p.dtype)])
     total = jnp.where(above_all, 1, LARGEST_ALPHA)[None]
     bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), total])
-    return _Program(inside_p, inside_q, cap, slope, constant, rows, bounds)
 
-
-def _best_alphas(
-    p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]
-) -> Float[Array, " stages"]:
-    """Returns the alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas."""
-    program = _program(p, q, ratio, stages, active)
-    rows, slope, identity = program.rows, program.slope, jnp.eye(len(program.cap), dtype=p.dtype)
-    start = _feasible(program, jnp.minimum(stages.alphas, program.cap))
-    room = jnp.maximum(program.bounds - product(rows, start), 0)
+    filled = product(rows, y)
     change = simplex.maximise(
         jnp.concatenate([-slope[-1], slope[-1]]),
         jnp.block([[rows, -rows], [-identity, identity]]),
-        jnp.concatenate([room, start]),
+        jnp.concatenate([jnp.maximum(bounds - filled, 0), y]),
     )
-    y = jnp.maximum(start + change[: len(start)] - change[len(start) :], 0)
+    found = jnp.maximum(y + change[:K] - change[K:], 0)
     # Rounding can make the result infeasible or worse; then the feasible start is kept.
-    bounds = jnp.maximum(program.bounds, product(rows, start)) + simplex.tolerance(p.dtype)
-    better = product(slope[-1], y) <= product(slope[-1], start)
-    y = jnp.where(jnp.all(product(rows, y) <= bounds) & better, y, start)
-    u = (program.constant + product(slope, y))[:-1]
-    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), program.cap)
-
-
-def _feasible(program: _Program, alphas: Float[Array, " stages"]) -> Float[Array, " stages"]:
-    """Returns the y [K] of given alphas."""
-    ys, u = [], jnp.ones((), alphas.dtype)
-    for alpha, inside_p, inside_q in zip(alphas, program.inside_p, program.inside_q, strict=True):
-        ys.append(alpha * u)
-        u = jnp.maximum(inside_p * u - inside_q * ys[-1], 0)
-    return jnp.stack(ys)
+    limits = jnp.maximum(bounds, filled) + simplex.tolerance(p.dtype)
+    better = product(slope[-1], found) <= product(slope[-1], y)
+    y = jnp.where(jnp.all(product(rows, found) <= limits) & better, found, y)
+    u = (constant + product(slope, y))[:-1]
+    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), cap)
