@@ -99,19 +99,18 @@ class Narrow(Transformer):
 
 
 WHERE = r": logits differ by \d\.\d+(e-\d+)? at new token \d+ of row \d"
-CACHE = r"a sequence fed in pieces through the cache is another than in one call; positions are those given, and rows belong"
+CACHE = "a sequence fed in pieces through the cache .*"
+APART = "two sequences in one row see each other"
 WRONG = {
-    LatePositions: CACHE + ".*" + WHERE,
-    OwnPositions: "two sequences in one row see each other, which `visible` hides; apart" + WHERE,
-    SeesAll: "a token sees later tokens, which `visible` hides; with others there" + WHERE,
-    Causal: "two sequences in one row see each other, which `visible` hides; apart" + WHERE,
-    LeaksRows: "a row depends on the others of its batch; alone" + WHERE,
-    LeaksCachedRows: CACHE + ".*" + WHERE,
-    ForgetsPending: "a level after pending tokens differs from its branches on their own; `visible` counts pending"
-    + ".*"
-    + WHERE,
-    OneMask: "`visible` of one row is taken for another's: logits differ",
-    Commits: "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` commits them",
+    LatePositions: CACHE + WHERE,
+    OwnPositions: APART + ".*" + WHERE,
+    SeesAll: "a token depends on later tokens, .*" + WHERE,
+    Causal: APART + ".*" + WHERE,
+    LeaksRows: "a row depends on the other rows of its batch" + WHERE,
+    LeaksCachedRows: CACHE + WHERE,
+    ForgetsPending: "a level after pending tokens differs .*" + WHERE,
+    OneMask: "a row uses `visible` of another row" + WHERE,
+    Commits: "`extend` changes the cache's lengths",
     Narrow: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
 }
 
@@ -133,8 +132,7 @@ def test_a_tree_whose_siblings_take_each_others_places_is_told():
                 visible = jnp.broadcast_to(jnp.tri(*visible.shape[1:], dtype=bool), visible.shape)
             return super().extend(tokens, positions, visible, cache, pending, **rest)
 
-    message = "model Sequences: a tree scored in one call is not as its branches on their own; siblings share a position: "
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError, match="model Sequences: a tree .*" + WHERE):
         check_model(Sequences(random_table(0, 11)))
 
 
@@ -162,7 +160,5 @@ def test_impossible_tokens_and_a_context_that_is_too_short():
     table[:, :, 2] = 0
     with np.errstate(divide="ignore"):
         check_model(TableModel(table))
-    with pytest.raises(
-        UserError, match="context=11 is too short to check a model; give one of at least 12"
-    ):
+    with pytest.raises(UserError, match=r"context=11: .*12"):
         check_model(TableModel(table, context=11))

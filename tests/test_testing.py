@@ -47,9 +47,8 @@ def test_the_plan_of_the_guide_passes():
 WRONG = {
     "the residual is q": (
         ("np.maximum(q - p, 0)\n", "q\n"),
-        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = "
-        r"1: "
-        r"`pmf` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
+        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and "
+        r"k = 1: `pmf` averages .* \[0\.435, 0\.565\], off by 0\.035 at token 0",
     ),
     "an acceptance that counts a draft twice": (
         ("** (k - 1)", "** k"),
@@ -60,8 +59,7 @@ WRONG = {
     "another mixture is drawn": (
         ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
         r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] "
-        r"in 40,000 draws, "
-        r"`pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
+        r"in 40,000 draws, `pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
     "the first draft need not be valid": (
         ("drafts[jnp.argmax(valid)]", "drafts[0]"),
@@ -69,7 +67,7 @@ WRONG = {
     ),
     "rest is not the residual": (
         ("draw(token_key, rest)", "draw(token_key, rest + 0.01)"),
-        r"`select` emits token \d, which has no probability, \d+ of 40000 times for p = ",
+        r"`select` emits token \d, which has probability 0, \d+ of 40000 times for p = ",
     ),
     "the residual may hit a draft": (
         ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
@@ -138,8 +136,7 @@ def _changed(result, **change):
         (
             testing.check_rows,
             {"target_calls": lambda calls: calls + calls.max()},
-            r"a row depends on its neighbours or its place: target_calls of the same key and "
-            r"prompt is \d+ in row \d+ of",
+            r"a sequence depends on its row .* target_calls is \d+ in row \d+ of",
         ),
         (
             testing.check_counters,
@@ -218,17 +215,9 @@ KSEQ = transport.PLANS["kseq"]
 @pytest.mark.parametrize(
     ("name", "functions", "message"),
     [
-        ("kseq", {}, "plan 'kseq' is there already; choose another name"),
-        (
-            "mine",
-            {"pmf": None},
-            "plan 'mine' has no function 'pmf'; give select, pmf and acceptance",
-        ),
-        (
-            "mine",
-            {"DRAFTS": "race_"},
-            "unknown rule DRAFTS of plan 'mine', 'race_'; did you mean 'race'",
-        ),
+        ("kseq", {}, "name='kseq': "),
+        ("mine", {"pmf": None}, "plan 'mine': .*'pmf'"),
+        ("mine", {"DRAFTS": "race_"}, "DRAFTS of plan 'mine': 'race_'; did you mean 'race'"),
     ],
 )
 def test_plans_that_cannot_be_registered(name, functions, message):

@@ -54,5 +54,5 @@ def _stages(p: ExactProbs, q: ExactProbs, k: int, gamma: float | None) -> iopt.S
 def checked(gamma: float) -> float:
     """Returns `gamma`; raises `UserError` unless it is at least 1, and finite in float32."""
     if not isinstance(gamma, numbers.Real) or not 1 <= gamma <= float(np.finfo(np.float32).max):
-        raise UserError(f"gamma={gamma}: must be at least 1; give one in [1, k], or None for k")
+        raise UserError(f"gamma={gamma!r}: must be at least 1; give one in [1, k], or None for k")
     return gamma

@@ -319,7 +319,5 @@ def test_clocks_of_rare_tokens_are_fine_enough():
 
 
 def test_index_pmf_of_a_large_vocabulary_is_refused():
-    with pytest.raises(
-        UserError, match="V=2000 tokens are more than 1,000; measure the acceptance"
-    ):
+    with pytest.raises(UserError, match=r"V=2000: .*1,000"):
         transport.get("race").acceptance(np.full(2000, 1 / 2000), np.full(2000, 1 / 2000), 2)
