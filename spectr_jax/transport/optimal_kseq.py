@@ -28,20 +28,12 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`.
-
-    Raises:
-      UserError: the search would be too large.
-    """
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     return iopt.pmf(p, q, drafts, _search(p, q, len(drafts)))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`.
-
-    Raises:
-      UserError: the search would be too large.
-    """
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return iopt.acceptance(p, q, _search(p, q, k))
 
 

@@ -29,11 +29,7 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`.
-
-    Raises:
-      UserError: the program would be too large.
-    """
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
     _, pmfs, residual = _solve(p, q, len(drafts))
     accepted = pmfs[frozenset(drafts)]
     result: ExactProbs = accepted + (1 - accepted.sum()) * residual
@@ -44,9 +40,6 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """Returns the exact acceptance; see `Plan.acceptance`.
 
     It is the value of the program, because the residual of an optimal plan never equals a draft.
-
-    Raises:
-      UserError: the program would be too large.
     """
     return _solve(p, q, k)[0]
 

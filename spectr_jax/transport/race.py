@@ -64,11 +64,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`.
-
-    Raises:
-      UserError: V is too large.
-    """
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return float(index_pmf(p, q, k).sum())
 
 

@@ -32,11 +32,7 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`. It enumerates the first k - 1 drafts.
-
-    Raises:
-      UserError: there are too many sequences of drafts.
-    """
+    """Returns the exact acceptance; see `Plan.acceptance`. It enumerates the first k - 1 drafts."""
     support = int(np.sum(p > 0))
     if float(support) ** (min(k, support) - 1) > LARGEST:
         raise UserError(
