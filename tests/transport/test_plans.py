@@ -1,4 +1,4 @@
-"""One table of plans x distributions: a new plan is tested by adding a line to PLANS."""
+"""Properties of all plans on all distributions. A line in PLANS tests a new plan."""
 
 import functools
 
@@ -30,8 +30,8 @@ PLANS = {
     "race": {},
 }
 
-# The tests of a plan run in one process, and share its compiled programs; so do those of spectr+
-# and spectr++.
+# The tests of a plan run in one process, where they share compiled programs. spectr+ and spectr++
+# share some, too.
 cases = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS],
@@ -64,7 +64,7 @@ def test_select_draws_from_pmf(name, pmf):
 
 @cases
 def test_nonsense_under_jit_never_emits_a_token_without_probability(name):
-    """What raises outside jit has a documented behaviour under it: see `Plan.select`."""
+    """`Plan.select` documents what happens under jit to arguments that raise outside jit."""
     testing.check_nonsense(_plan(name))
 
 
