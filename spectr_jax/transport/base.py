@@ -109,7 +109,9 @@ class Plan:
           UserError: the plan names no winner.
         """
         if self.winner is None:
-            raise UserError(f"plan={self.name!r}: names no winner; give one that does, as 'otm'")
+            raise UserError(
+                f"plan={self.name!r}: names no winner; give one that does, such as 'otm'"
+            )
         p, q, valid = _usable(p, q, drafts, valid)
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
@@ -189,7 +191,7 @@ def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[
 
     Inverts the cumulative sum in two stages, first for a block of tokens and then within it, so
     that nothing of size V is scanned. It needs one uniform per token; the Gumbel trick needs V. A
-    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, the last is.
+    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, it is the last.
 
     A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens. So 23 of its 32
     random bits choose the block, and the other nine refine the place within it.

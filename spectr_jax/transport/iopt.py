@@ -1,4 +1,4 @@
-r"""Sequential plans of a constant and a subset per draft, and iOPT (SpecTr++, Ahn et al., 2023).
+r"""Sequential plans with a constant and a subset per draft, and iOPT (SpecTr++, Ahn et al., 2023).
 
 Algorithm 1 accepts draft i with probability a_i, which is 1 outside the subset Omega_i and
 alpha_i q / p_i inside. Given the subsets, the best alphas solve the linear program (LP_k) of
