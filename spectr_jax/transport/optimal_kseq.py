@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, PRNGKeyArray
@@ -65,7 +66,7 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
     u, y, w, z = np.split(np.eye(total), np.cumsum([k + 1, k, k * V]))  # A row takes a variable.
     w, z = w.reshape(k, V, total), z.reshape(k, V, total)
     most, p, of_q = np.minimum(p, q), p[:, None], q[:, None]
-    limits = [(u[0], 1, 1), (w.sum(axis=0), -np.inf, q)]
+    limits: list[tuple[Any, Any, Any]] = [(u[0], 1, 1), (w.sum(axis=0), -np.inf, q)]
     for i in range(k):
         limits += [
             (u[i + 1] - u[i] + w[i].sum(axis=0), 0, 0),
