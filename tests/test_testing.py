@@ -1,5 +1,4 @@
-"""The public checks: the plan of CONTRIBUTING.md passes them, and what is wrong fails, with the
-right property named."""
+"""The public checks pass the plan of CONTRIBUTING.md, and say what is wrong with others."""
 
 import dataclasses
 import pathlib
@@ -20,9 +19,8 @@ from spectr_jax.utils.errors import UserError
 pytestmark = [pytest.mark.xdist_group("testing"), pytest.mark.optimized]  # They share programs.
 
 GUIDE = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
-EXAMPLE = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[
-    1
-]
+PATTERN = r"## How to add a plan\n.*?```python\n(.*?)```"
+EXAMPLE = re.search(PATTERN, GUIDE.read_text(), re.DOTALL)[1]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +30,7 @@ def _registered_here_only(monkeypatch):
 
 
 def _lazy(change=("", "")):
-    """The plan of the guide, registered, with one text changed for another wherever it occurs."""
+    """Registers and returns the plan of the guide, with one string replaced by another."""
     assert change[0] in EXAMPLE
     module = types.ModuleType("lazy")
     exec(EXAMPLE.replace(*change), module.__dict__)
@@ -47,21 +45,18 @@ def test_the_plan_of_the_guide_passes():
 WRONG = {
     "the residual is q": (
         ("np.maximum(q - p, 0)\n", "q\n"),
-        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = "
-        r"1: "
-        r"`pmf` averages over the drafts to \[0\.435, 0\.565\], off by 0\.035 at token 0",
+        r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and "
+        r"k = 1: `pmf` averages .* \[0\.435, 0\.565\], off by 0\.035 at token 0",
     ),
     "an acceptance that counts a draft twice": (
         ("** (k - 1)", "** k"),
         r"the acceptance is wrong for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
-        r"0\.521875, "
-        r"by enumeration of `pmf` 0\.5, off by 0\.0219",
+        r"0\.521875, by enumeration of `pmf` 0\.5, off by 0\.0219",
     ),
     "another mixture is drawn": (
         ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
         r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] "
-        r"in 40,000 draws, "
-        r"`pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
+        r"in 40,000 draws, `pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
     "the first draft need not be valid": (
         ("drafts[jnp.argmax(valid)]", "drafts[0]"),
@@ -69,7 +64,7 @@ WRONG = {
     ),
     "rest is not the residual": (
         ("draw(token_key, rest)", "draw(token_key, rest + 0.01)"),
-        r"`select` emits token \d, which has no probability, \d+ of 40000 times for p = ",
+        r"`select` emits token \d, which has probability 0, \d+ of 40000 times for p = ",
     ),
     "the residual may hit a draft": (
         ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
@@ -91,20 +86,17 @@ def test_what_is_wrong_with_a_plan_is_said(case):
 
 
 def test_nonsense_is_told_from_drafts():
-    with pytest.raises(
-        AssertionError,
-        match=r"`select` says accepted = True of token \d under jit for p = .* usable drafts",
-    ):
+    message = r"`select` says accepted = True of token \d under jit for p = .* usable drafts"
+    with pytest.raises(AssertionError, match=message):
         testing.check_nonsense(_lazy(("valid & (drafts == token)", "drafts == token")))
 
 
 class _Late(TokenByToken):
-    """Reads the logits of the node before."""
+    """Reads the logits of the previous node."""
 
     def __call__(self, key, scored):
-        return super().__call__(
-            key, dataclasses.replace(scored, logits=jax.numpy.roll(scored.logits, 1, axis=0))
-        )
+        late = jax.numpy.roll(scored.logits, 1, axis=0)
+        return super().__call__(key, dataclasses.replace(scored, logits=late))
 
 
 def test_what_is_wrong_with_a_method_is_said(monkeypatch):
@@ -114,10 +106,7 @@ def test_what_is_wrong_with_a_method_is_said(monkeypatch):
     with pytest.raises(AssertionError, match=message):
         testing.check_method(decoding.Method("mine", trees.chain(1), TokenByToken(plan)))
     method = decoding.Method("mine", trees.chain(1), _Late(transport.get("maximal")))
-    with pytest.raises(
-        AssertionError,
-        match="method 'mine': at temperature 0 it does not emit the target's likeliest",
-    ):
+    with pytest.raises(AssertionError, match="method 'mine': at temperature 0"):
         testing.check_greedy(method, 0)
 
 
@@ -127,9 +116,8 @@ def test_a_right_method_passes(monkeypatch):
 
 
 def _changed(result, **change):
-    return dataclasses.replace(
-        result, **{name: of(getattr(result, name)) for name, of in change.items()}
-    )
+    new = {name: of(getattr(result, name)) for name, of in change.items()}
+    return dataclasses.replace(result, **new)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +126,7 @@ def _changed(result, **change):
         (
             testing.check_rows,
             {"target_calls": lambda calls: calls + calls.max()},
-            r"a row depends on its neighbours or its place: target_calls of the same key and "
-            r"prompt is \d+ in row \d+ of",
+            r"a sequence depends on its row .* target_calls is \d+ in row \d+ of",
         ),
         (
             testing.check_counters,
@@ -155,27 +142,15 @@ def _changed(result, **change):
         (testing.check_counters, {"tokens": lambda tokens: tokens * 0}, "the prompt has changed"),
         (
             testing.check_counters,
-            {
-                "emitted_per_call": lambda calls: calls + np.array([1, 0]),
-                "target_calls": lambda calls: calls + 1,
-            },
+            {"emitted_per_call": lambda n: n + np.array([1, 0]), "target_calls": lambda n: n + 1},
             r"a call emits no token \(4000 of 4000 sequences\): sequence \[",
         ),
     ],
-    ids=[
-        "calls by place",
-        "lengths",
-        "target_calls",
-        "behind the end",
-        "the prompt",
-        "an empty call",
-    ],
+    ids=["calls by row", "lengths", "target_calls", "after the end", "the prompt", "an empty call"],
 )
-def test_what_is_wrong_with_texts_is_said(monkeypatch, check, change, message):
+def test_what_is_wrong_with_sequences_is_said(monkeypatch, check, change, message):
     texts = checks._texts
-    monkeypatch.setattr(
-        checks, "_texts", lambda *args: _changed(jax.tree.map(np.asarray, texts(*args)), **change)
-    )
+    monkeypatch.setattr(checks, "_texts", lambda *args: _changed(texts(*args), **change))
     with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
         check(decoding.get_method("baseline"))
 
@@ -187,10 +162,7 @@ def test_a_method_that_is_never_equal_to_itself_is_told():
     def build():
         return decoding.Method("mine", trees.none(), Unequal(transport.get("maximal")))
 
-    with pytest.raises(
-        AssertionError,
-        match=r"method 'mine': the second call compiled \d+ programs; build the method of parts",
-    ):
+    with pytest.raises(AssertionError, match=r"method 'mine': the second call compiled \d+ "):
         testing.check_compilations(build(), build())
 
 
@@ -198,9 +170,8 @@ def test_a_registered_method_is_known_by_its_name():
     _lazy()
 
     def factory(*, draft_length=4, w=0.5):
-        return decoding.Method(
-            "lazy", trees.chain(draft_length), TokenByToken(transport.get("lazy", w=w))
-        )
+        verifier = TokenByToken(transport.get("lazy", w=w))
+        return decoding.Method("lazy", trees.chain(draft_length), verifier)
 
     decoding.register("lazy", factory)
     assert decoding.get_method("lazy", w=0.25).verifier.plan == transport.get("lazy", w=0.25)
@@ -218,17 +189,9 @@ KSEQ = transport.PLANS["kseq"]
 @pytest.mark.parametrize(
     ("name", "functions", "message"),
     [
-        ("kseq", {}, "plan 'kseq' is there already; choose another name"),
-        (
-            "mine",
-            {"pmf": None},
-            "plan 'mine' has no function 'pmf'; give select, pmf and acceptance",
-        ),
-        (
-            "mine",
-            {"DRAFTS": "race_"},
-            "unknown rule DRAFTS of plan 'mine', 'race_'; did you mean 'race'",
-        ),
+        ("kseq", {}, "name='kseq': "),
+        ("mine", {"pmf": None}, "plan 'mine': .*'pmf'"),
+        ("mine", {"DRAFTS": "race_"}, "DRAFTS of plan 'mine': 'race_'; did you mean 'race'"),
     ],
 )
 def test_plans_that_cannot_be_registered(name, functions, message):

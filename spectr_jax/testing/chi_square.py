@@ -7,10 +7,11 @@ LEAST = 1e-6
 
 
 def p_value(counts: np.ndarray, pmf: np.ndarray) -> float:
-    """Returns the p-value of `counts` against `pmf`, which need not be normalised. Outcomes
-    expected fewer than 5 times are merged with the next rarest."""
-    # Imported late because decoding needs no tests; `scipy.stats` takes a second.
-    import scipy.special
+    """Returns the p-value of `counts` [n] against `pmf` [n], which need not be normalised.
+
+    Outcomes expected fewer than 5 times are merged with the next rarest.
+    """
+    import scipy.special  # Decoding does not need it; `scipy.stats` would take a second.
 
     expected = counts.sum() * pmf / pmf.sum()
     common = expected >= 5

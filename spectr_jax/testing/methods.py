@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from spectr_jax.decoding import checks
-from spectr_jax.decoding.generate import Generation, generate
+from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.request import BUCKET
@@ -21,7 +21,7 @@ TARGET = random_table(0, VOCAB)
 DRAFT = perturbed(TARGET, 1, 0.8)
 """Table models on which methods are checked."""
 PROMPT, LENGTH = (1, 2), 5
-"""The prompt of the whole outputs, and the largest number of new tokens."""
+"""The prompt of `check_outputs`, and the largest number of new tokens."""
 GENERATIONS, BATCH = 200_000, 4_000
 PLAIN = Policy(eos=EOS)
 SHAPED = Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)
@@ -29,8 +29,7 @@ GREEDY_SEEDS = (0, 3, 4, 5)
 
 
 def check_method(method: Method) -> None:
-    """Checks a method on table models of four tokens: whole outputs, greedy sequences, rows,
-    counters and compilations.
+    """Checks a method on table models of four tokens, with all checks of this module.
 
     Use small options: at most a dozen nodes, and at most four children per node if drafts are
     distinct.
@@ -55,59 +54,48 @@ def check_outputs(
     least: float = chi_square.LEAST,
     generations: int | None = None,
 ) -> None:
-    """Tests 200,000 whole outputs by chi-square against the target's exact distribution under
-    `policy`, which has `eos`.
+    """Tests whole outputs by chi-square against the target's exact distribution under `policy`.
 
-    Some outputs are drafted at the target's temperature, some at twice that, and some greedily,
-    so that the plan sees a p with one token.
+    Outputs are drafted at the target's temperature, at twice that, and greedily, so that the plan
+    also sees a p with one token.
 
     Args:
       method: to check.
-      policy: of the target.
+      policy: of the target; it has `eos`.
       least: p-values below this fail.
-      generations: how many outputs to decode, a multiple of 12,000; None for 200,000.
+      generations: number of outputs to decode, a multiple of 12,000; None for 200,000.
 
     Raises:
       AssertionError: the outputs do not follow the distribution.
     """
-    pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, int(policy.eos))  # type: ignore[arg-type]
-    prompts, lengths = (
-        np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1)),
-        np.full(BATCH, len(PROMPT)),
-    )
-    digits = VOCAB ** np.arange(LENGTH)
-    counts = np.zeros((LENGTH + 1) * VOCAB**LENGTH, int)
+    eos = int(policy.eos)  # type: ignore[arg-type]
+    pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, eos)
+    prompts = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1))
+    lengths, digits = np.full(BATCH, len(PROMPT)), VOCAB ** np.arange(LENGTH)
+    counts = np.zeros((LENGTH + 1, VOCAB**LENGTH), int)  # By number of new tokens, and by tokens.
     generations = generations or GENERATIONS
     for chunk in range(generations // BATCH):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(11), chunk), BATCH)
         own = policy.temperature * (1, 2, 0)[chunk % 3]
         result = _texts(method, keys, prompts, lengths, policy, draft_temperature=own)
-        new, ends = (np.asarray(part) for part in (result.tokens, result.lengths))
-        new, ends = new[:, len(PROMPT) : len(PROMPT) + LENGTH], ends - len(PROMPT)
-        if new.min() < 0 or new.max() >= VOCAB:
-            _fail(
-                method,
-                f"a sequence has token {new.min() if new.min() < 0 else new.max()}, outside "
-                f"0..{VOCAB - 1}",
-            )
-        counts += np.bincount(ends * VOCAB**LENGTH + new @ digits, minlength=len(counts))
+        new = result.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH]
+        outside = new[(new < 0) | (new >= VOCAB)]
+        if len(outside):
+            _fail(method, f"a sequence has token {outside[0]}, outside 0..{VOCAB - 1}")
+        np.add.at(counts, (result.lengths - len(PROMPT), new @ digits), 1)
 
-    continuations = list(pmf)
-    places = [
-        len(tokens) * VOCAB**LENGTH + int(np.dot(tokens, digits[: len(tokens)]))
-        for tokens in continuations
-    ]
-    observed, expected = counts[places], generations * np.array(list(pmf.values()))
+    outputs, expected = list(pmf), generations * np.array(list(pmf.values()))
+    places = [(len(new), int(np.dot(new, digits[: len(new)]))) for new in outputs]
+    observed = np.array([counts[place] for place in places])
+    impossible = generations - observed[expected > 0].sum()
     p_value = chi_square.p_value(observed, expected)
-    if observed[expected > 0].sum() < generations or not p_value >= least:
+    if impossible or not p_value >= least:
         worst = int(np.argmax(np.abs(observed - expected) / np.sqrt(expected + 1)))
         _fail(
             method,
             f"whole outputs do not follow the target under {policy}: of {generations:,} sequences "
-            f"{observed[worst]:,} continue {PROMPT} by {continuations[worst]}, "
-            f"{expected[worst]:,.0f} expected, and "
-            f"{generations - observed[expected > 0].sum():,} as the target never does "
-            f"(chi-square: p-value {p_value:.1g})",
+            f"{observed[worst]:,} continue {PROMPT} with {outputs[worst]}, {expected[worst]:,.0f} "
+            f"expected, and {impossible:,} are impossible (chi-square: p-value {p_value:.1g})",
         )
 
 
@@ -120,32 +108,24 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
     Raises:
       AssertionError: a sequence differs.
     """
-    table = random_table(seed, VOCAB)
-    prompts, lengths = _ragged_prompts(seed)
+    table, (prompts, lengths) = random_table(seed, VOCAB), _ragged_prompts(seed)
     greedy = dataclasses.replace(policy, temperature=0.0)
-    tables = table, perturbed(table, seed + 1, 0.8)
-    result = _texts(
-        method, _keys(seed), prompts, lengths, greedy, *tables, draft_temperature=seed % 2
-    )
-    texts, ends = _likeliest(table, prompts, lengths)
-    wrong = np.flatnonzero(
-        (np.asarray(result.tokens) != texts).any(axis=1) | (np.asarray(result.lengths) != ends)
-    )
+    models = table, perturbed(table, seed + 1, 0.8)
+    result = _texts(method, _keys(seed), prompts, lengths, greedy, *models, seed % 2)
+    tokens, ends = _likeliest(table, prompts, lengths)
+    wrong = np.flatnonzero((result.tokens != tokens).any(axis=1) | (result.lengths != ends))
     if len(wrong):
         row = wrong[0]
         _fail(
             method,
             f"at temperature 0 it does not emit the target's likeliest tokens (seed {seed}, "
-            f"{len(wrong)} of {BATCH} "
-            f"sequences): {_tokens(result, row)}, likeliest {texts[row, : ends[row]].tolist()}; "
-            "the prompt is the first "
-            f"{lengths[row]}",
+            f"{len(wrong)} of {BATCH} sequences): {_tokens(result, row)}, likeliest "
+            f"{tokens[row, : ends[row]].tolist()}; the prompt is the first {lengths[row]}",
         )
 
 
 def check_rows(method: Method, policy: Policy = PLAIN) -> None:
-    """Checks that a sequence depends only on its own key and prompt, not on its row, on other
-    sequences or on their lengths.
+    """Checks that a sequence depends only on its key and prompt, not on its row or other sequences.
 
     Raises:
       AssertionError: a sequence depends on one of these.
@@ -153,70 +133,54 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
     keys, (prompts, lengths) = _keys(3), _ragged_prompts(5)
     together = _texts(method, keys, prompts, lengths, policy)
     # The sequences that finished first, repeated in other rows.
-    order = np.tile(np.argsort(np.asarray(together.target_calls), kind="stable")[: BATCH // 8], 8)[
-        ::-1
-    ]
+    order = np.tile(np.argsort(together.target_calls, kind="stable")[: BATCH // 8], 8)[::-1]
     again = _texts(method, keys[order], prompts[order], lengths[order], policy)
     for field in ("tokens", "lengths", "target_calls", "emitted_per_call"):
-        before, after = (
-            np.asarray(getattr(together, field))[order],
-            np.asarray(getattr(again, field)),
-        )
+        before, after = getattr(together, field)[order], getattr(again, field)
         wrong = np.flatnonzero((before != after).reshape(BATCH, -1).any(axis=1))
         if len(wrong):
             row = wrong[0]
             _fail(
                 method,
-                f"a row depends on its neighbours or its place: {field} of the same key and prompt "
-                "is "
-                f"{before[row].tolist()} in row {order[row]} of one batch, {after[row].tolist()} "
-                f"in row {row} of another",
+                f"a sequence depends on its row or on other sequences: with the same key and "
+                f"prompt, {field} is {before[row].tolist()} in row {order[row]} of one batch and "
+                f"{after[row].tolist()} in row {row} of another",
             )
 
 
 def check_counters(method: Method, policy: Policy = PLAIN) -> None:
-    """Checks that calls and emitted tokens add up, prompts stay unchanged, and nothing follows the
-    end.
+    """Checks that counters add up, prompts stay unchanged, and nothing follows the end.
 
     Raises:
       AssertionError: one of these fails.
     """
     prompts, lengths = _ragged_prompts(6)
     result = _texts(method, _keys(0), prompts, lengths, policy)
-    tokens, ends, histogram = (
-        np.asarray(result.tokens),
-        np.asarray(result.lengths),
-        np.asarray(result.emitted_per_call),
-    )
-    place = np.arange(tokens.shape[1])
-    is_prompt = place < lengths[:, None]
-    properties = {
-        "emitted_per_call does not add up to the new tokens": histogram
-        @ np.arange(histogram.shape[1])
-        != ends - lengths,
-        "emitted_per_call does not add up to target_calls": histogram.sum(1)
-        != np.asarray(result.target_calls),
-        "a call emits no token": histogram[:, 0] > 0,
-        "tokens follow the end": ((tokens != 0) & (place >= ends[:, None])).any(1),
-        "the prompt has changed": (
-            (tokens != np.pad(prompts, ((0, 0), (0, LENGTH)))) & is_prompt
-        ).any(1),
+    tokens, calls = result.tokens, result.emitted_per_call
+    place, padded = np.arange(tokens.shape[1]), np.pad(prompts, ((0, 0), (0, LENGTH)))
+    new = calls @ np.arange(calls.shape[1])
+    wrong_in = {
+        "emitted_per_call does not add up to the new tokens": new != result.lengths - lengths,
+        "emitted_per_call does not add up to target_calls": calls.sum(1) != result.target_calls,
+        "a call emits no token": calls[:, 0] > 0,
+        "tokens follow the end": ((tokens != 0) & (place >= result.lengths[:, None])).any(1),
+        "the prompt has changed": ((tokens != padded) & (place < lengths[:, None])).any(1),
     }
-    for what, wrong in properties.items():
+    for what, wrong in wrong_in.items():
         if wrong.any():
             row = int(np.argmax(wrong))
             _fail(
                 method,
-                f"{what} ({wrong.sum()} of {BATCH} sequences): sequence {_tokens(result, row)} on "
-                "a prompt of "
-                f"{lengths[row]}, target_calls {result.target_calls[row]}, emitted_per_call "
-                f"{histogram[row].tolist()}",
+                f"{what} ({wrong.sum()} of {BATCH} sequences): sequence {_tokens(result, row)} "
+                f"with a prompt of {lengths[row]} tokens, target_calls {result.target_calls[row]}, "
+                f"emitted_per_call {calls[row].tolist()}",
             )
 
 
 def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) -> None:
-    """Checks that a call with `second`, built like `first`, compiles nothing for another key, other
-    prompts, another temperature and equal models.
+    """Checks that a call with `second`, built like `first`, compiles nothing.
+
+    The second call has another key, other prompts, another temperature and equal models.
 
     Raises:
       AssertionError: it compiles.
@@ -228,8 +192,7 @@ def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) ->
         _fail(
             second,
             f"the second call compiled {len(compiled)} programs; build the method of parts that "
-            "are equal each time, such "
-            "as functions at the top of a module",
+            "are equal each time, such as functions at the top of a module",
         )
 
 
@@ -250,27 +213,19 @@ def count_compilations() -> Iterator[list[str]]:
 
 
 def _texts(
-    method: Method,
-    keys,
-    prompts,
-    lengths,
-    policy: Policy,
-    table=TARGET,
-    draft=DRAFT,
-    draft_temperature=None,
-) -> Generation:
-    """Decodes `BATCH` sequences of up to `LENGTH` new tokens. All checks of a method under one
-    policy share this program."""
-    exits = (draft,) * max(
-        1, method.exit_layer
-    )  # Self-speculation drafts with the target's first layers.
-    models = TableModel(table, exits=exits), TableModel(draft)
-    own = (
-        None
-        if draft_temperature is None
-        else dataclasses.replace(policy, temperature=float(draft_temperature))
-    )
-    return generate(keys, method, *models, prompts, lengths, LENGTH, policy, draft_policy=own)
+    method, keys, prompts, lengths, policy, table=TARGET, draft=DRAFT, draft_temperature=None
+) -> Any:
+    """Decodes `BATCH` sequences of at most `LENGTH` new tokens; returns a `Generation` in NumPy.
+
+    All checks of a method under one policy share this program.
+    """
+    # Self-speculation drafts with the target's first layers.
+    models = TableModel(table, exits=(draft,) * max(1, method.exit_layer)), TableModel(draft)
+    own = None
+    if draft_temperature is not None:
+        own = dataclasses.replace(policy, temperature=float(draft_temperature))
+    result = generate(keys, method, *models, prompts, lengths, LENGTH, policy, draft_policy=own)
+    return jax.tree.map(np.asarray, result)
 
 
 def _keys(seed: int) -> jax.Array:
@@ -278,33 +233,31 @@ def _keys(seed: int) -> jax.Array:
 
 
 def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts [B, T] of 1 to `longest` tokens and their lengths [B]. Random tokens
-    follow each prompt and must not matter."""
+    """Returns prompts [B, T] of 1 to `longest` tokens and their lengths [B].
+
+    Random tokens follow each prompt and must not matter.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, BATCH).astype(np.int32)
     return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
 
 
-def _likeliest(
-    table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns greedy sequences [B, T + LENGTH] and their lengths [B], computed from the table
-    alone."""
+def _likeliest(table: np.ndarray, prompts: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
+    """Returns greedy sequences [B, T + LENGTH] and their lengths [B], from the table alone."""
     rows, T = np.arange(len(prompts)), prompts.shape[1]
-    texts = np.pad(np.where(np.arange(T) < lengths[:, None], prompts, 0), ((0, 0), (0, LENGTH)))
+    tokens = np.pad(np.where(np.arange(T) < lengths[:, None], prompts, 0), ((0, 0), (0, LENGTH)))
     ends, done = lengths.copy(), np.zeros(len(prompts), bool)
     for _ in range(LENGTH):
-        before = np.where(ends > 1, texts[rows, ends - 2], 0)
-        token = np.where(done, 0, table[before, texts[rows, ends - 1]].argmax(-1))
-        texts[rows, ends] = token
+        before = np.where(ends > 1, tokens[rows, ends - 2], 0)
+        token = np.where(done, 0, table[before, tokens[rows, ends - 1]].argmax(-1))
+        tokens[rows, ends] = token
         ends += ~done
         done |= token == EOS
-    return texts, ends
+    return tokens, ends
 
 
 def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
-    """Returns the policy applied to a table of probabilities, implemented independently of
-    `policy.probabilities`."""
+    """Returns `table` under `policy`, computed independently of `policy.probabilities`."""
     logits = np.log(table) / policy.temperature
     shaped = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     order = np.argsort(-shaped, axis=-1)
@@ -321,8 +274,8 @@ def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
     return shaped
 
 
-def _tokens(result: Generation, row: int) -> list[int]:
-    return np.asarray(result.tokens)[row, : int(result.lengths[row])].tolist()
+def _tokens(result: Any, row: int) -> list[int]:
+    return result.tokens[row, : result.lengths[row]].tolist()
 
 
 def _fail(method: Method, message: str) -> NoReturn:

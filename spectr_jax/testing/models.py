@@ -35,30 +35,22 @@ def check_model(
     Args:
       model: as for `generate`, with a context of at least `TOKENS`.
       layers: also checks the model of the first `layers` layers, for self-speculation, and that the
-        whole model continues correctly after it. None checks all layers only.
+        whole model continues correctly after it. None checks only the whole model.
       tolerance: largest allowed difference of logits. bfloat16 and int8 need a larger one.
 
     Raises:
       AssertionError: the model is wrong; the message says where.
-      UserError: its context is too short.
+      UserError: its context is too short, or an argument is invalid.
     """
     frozen = freeze(model)
-    if not (layers is None or isinstance(layers, numbers.Integral)) or not isinstance(
-        tolerance, numbers.Real
-    ):
-        raise UserError(
-            f"layers={layers!r} and tolerance={tolerance!r}: must be a whole number or None, and a "
-            "number"
-        )
-    if layers is not None and not 1 <= layers < max(frozen.merge().layers, 2):
-        raise UserError(
-            f"layers={layers} of a model of {frozen.merge().layers}; give at least 1, and fewer "
-            "than it has"
-        )
+    if layers is not None:
+        most = max(frozen.merge().layers, 2) - 1
+        if not isinstance(layers, numbers.Integral) or not 1 <= layers <= most:
+            raise UserError(f"layers={layers!r}: must be None or an integer in 1..{most}")
+    if not isinstance(tolerance, numbers.Real):
+        raise UserError(f"tolerance={tolerance!r}: must be a number; give one such as 1e-4")
     if frozen.context < TOKENS:
-        raise UserError(
-            f"context={frozen.context} is too short to check a model; give one of at least {TOKENS}"
-        )
+        raise UserError(f"context={frozen.context}: is too short; give at least {TOKENS}")
     for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree, _check_exit):
         check(_Checked(frozen, layers, tolerance))
 
@@ -84,8 +76,7 @@ class _Checked:
         return self.frozen.merge().init_cache(BATCH, CAPACITY)
 
     def prefilled(self) -> Cache:
-        """Returns a cache with the first `PREFIXES` tokens committed. The rows after them are
-        not committed."""
+        """Returns a cache with the first `PREFIXES` tokens committed, and other rows after them."""
         _, cache = self.extend(*_causal(self.tokens[:, : max(PREFIXES)]), self.empty())
         return Cache(cache.rows, jnp.array(PREFIXES, jnp.int32))
 
@@ -95,9 +86,8 @@ class _Checked:
             off = np.where(logits == expected, 0, np.abs(logits - expected)).max(-1)
         if not off.max() <= self.tolerance:
             row, token = np.unravel_index(off.argmax(), off.shape)
-            self.fail(
-                f"{message}: logits differ by {off.max():.3g} at new token {token} of row {row}"
-            )
+            where = f"new token {token} of row {row}"
+            self.fail(f"{message}: logits differ by {off.max():.3g} at {where}")
 
     def fail(self, message: str) -> NoReturn:
         raise AssertionError(f"model {type(self.frozen.merge()).__name__}: {message}")
@@ -109,30 +99,24 @@ def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions,
 
 
 def _check_shapes(model: _Checked) -> None:
-    """Logits are float32 [B, N, V], cache rows are [B, T, ...], and `extend` does not change a
-    cache's lengths."""
+    """Logits are float32 [B, N, V], cache rows [B, T, ...], and `extend` keeps the lengths."""
     cache = model.empty()
     shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
     if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
-        model.fail(
-            f"init_cache({BATCH}, {CAPACITY}) has rows {shapes} and lengths {cache.lengths}, not "
-            "[B, T, ...] and 0"
-        )
+        found = f"rows {shapes} and lengths {cache.lengths}"
+        model.fail(f"init_cache({BATCH}, {CAPACITY}) has {found}, not [B, T, ...] and 0")
     logits, after = model.extend(*_causal(model.tokens[:, : max(PREFIXES)]), cache)
     wanted = (BATCH, max(PREFIXES), model.frozen.vocab_size)
     if logits.shape != wanted or logits.dtype != np.float32:
         model.fail(f"logits are {logits.dtype}{list(logits.shape)}, not float32{list(wanted)}")
     if np.any(after.lengths):
-        model.fail(
-            "`extend` changes the lengths of its cache; new rows stay pending until `cache.keep` "
-            "commits them"
-        )
+        model.fail("`extend` changes the cache's lengths; leave this to `cache.keep`")
 
 
 def _check_batch(model: _Checked) -> None:
     """The logits of a sequence do not depend on the other rows of its batch."""
     alone = np.concatenate([model.whole(row[None]) for row in model.tokens])
-    model.same(model.whole(model.tokens), alone, "a row depends on the others of its batch; alone")
+    model.same(model.whole(model.tokens), alone, "a row depends on the other rows of its batch")
 
 
 def _check_mask(model: _Checked) -> None:
@@ -140,33 +124,30 @@ def _check_mask(model: _Checked) -> None:
     half, tokens = TOKENS // 2, model.tokens
     whole, other = model.whole(tokens), tokens.copy()
     other[:, half:] = (tokens[:, half:] + 1) % model.frozen.vocab_size
-    message = "a token sees later tokens, which `visible` hides; with others there"
+    message = "a token depends on later tokens, which `visible` hides"
     model.same(model.whole(other)[:, :half], whole[:, :half], message)
     place = np.arange(TOKENS)
     visible = np.tri(TOKENS, dtype=bool) & (place[:, None] // half == place // half)
     packed = np.concatenate([tokens[:1, :half], tokens[1:2, :half]], axis=1)
     logits, _ = model.extend(packed, place[None] % half, visible[None])
     apart = np.concatenate([whole[:1, :half], whole[1:2, :half]], axis=1)
-    model.same(
-        logits, apart, "two sequences in one row see each other, which `visible` hides; apart"
-    )
-    _, positions, masks = _causal(tokens)
-    masks, positions = masks.copy(), positions.copy()
-    masks[1::2], positions[1::2] = visible, place % half  # Rows see different tokens.
+    model.same(logits, apart, "two sequences in one row see each other, which `visible` hides")
+    odd = np.arange(BATCH)[:, None] % 2 == 1  # Each second row is packed, so that masks differ.
+    _, positions, causal = _causal(tokens)
+    masks = np.where(odd[:, :, None], visible, causal)
     logits, _ = model.extend(
-        np.where(np.arange(BATCH)[:, None] % 2, packed, tokens), positions, masks
+        np.where(odd, packed, tokens), np.where(odd, place % half, positions), masks
     )
-    expected = np.where(np.arange(BATCH)[:, None, None] % 2, apart, whole)
-    model.same(logits, expected, "`visible` of one row is taken for another's")
+    expected = np.where(odd[:, :, None], apart, whole)
+    model.same(logits, expected, "a row uses `visible` of another row")
 
 
 def _check_cache(model: _Checked) -> None:
     """Tokens fed in pieces after prefixes of several lengths have the logits of one call."""
     cache, whole = model.prefilled(), model.whole(model.tokens)
     message = (
-        "a sequence fed in pieces through the cache is another than in one call; positions are "
-        "those given, and rows "
-        "belong after cache.lengths + pending"
+        "a sequence fed in pieces through the cache differs from one call; use the given positions,"
+        " and write rows after cache.lengths + pending"
     )
     for _ in range(2):
         at = np.asarray(cache.lengths)[:, None] + np.arange(PIECE)
@@ -177,8 +158,7 @@ def _check_cache(model: _Checked) -> None:
 
 
 def _check_tree(model: _Checked) -> None:
-    """Two branches scored together, level by level, match each branch alone, also after one is
-    committed."""
+    """Branches scored together, level by level, match each alone, also after one is committed."""
     branches, alone = [], []
     for number in range(2):
         sequences = model.tokens.copy()
@@ -197,54 +177,41 @@ def _check_tree(model: _Checked) -> None:
         model.same(logits, expected, message)
         return cache
 
-    first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    message = (
-        "a tree scored in one call is not as its branches on their own; siblings share a position"
-    )
-    cache = score([(0, 0), (0, 1), (1, 0), (1, 1)], first, model.prefilled(), 0, message)
-    message = "a level after pending tokens differs from its branches on their own; `visible` counts pending tokens first"
-    cache = score([(0, 2), (1, 2)], [[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]], cache, 4, message)
-    cache = _kept(cache, np.array([2, 3, 5]))
-    score(
-        [(1, 3)],
-        [[1]],
-        cache,
-        0,
-        "after a branch whose rows were committed it continues otherwise than after its tokens",
-    )
+    levels = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    message = "a tree differs from its branches alone; siblings have one position"
+    cache = score([(0, 0), (0, 1), (1, 0), (1, 1)], levels, model.prefilled(), 0, message)
+    third = [[1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 1]]
+    message = "a level after pending tokens differs from its branches alone; `visible` starts with "
+    cache = score([(0, 2), (1, 2)], third, cache, 4, message + "the pending tokens")
+    message = "after a branch is committed, the next token differs from the branch alone"
+    score([(1, 3)], [[1]], _kept(cache, np.array([2, 3, 5])), 0, message)
 
 
 def _check_exit(model: _Checked) -> None:
-    """The first layers do not change the cache rows of the others, so the whole model's later
-    logits stay the same."""
+    """A call of the first layers leaves the cache rows of the others unchanged."""
     if model.layers is None:
         return
     whole, lengths = _Checked(model.frozen, None, model.tolerance), np.array(PREFIXES, np.int32)
     cache = whole.prefilled()
-    last = (
-        lengths[:, None] - 1
-    )  # Self-speculation runs the first layers on the last committed token again.
+    # Self-speculation runs the first layers on the last committed token again.
+    last = lengths[:, None] - 1
     again = np.take_along_axis(model.tokens, last, 1), last, np.ones((BATCH, 1, 1), bool)
     _, cache = model.extend(*again, Cache(cache.rows, jnp.asarray(lengths - 1)))
     new = np.take_along_axis(model.tokens, AT[:, :1], 1), AT[:, :1], np.ones((BATCH, 1, 1), bool)
     logits, _ = whole.extend(*new, Cache(cache.rows, jnp.asarray(lengths)))
     expected = np.take_along_axis(whole.whole(model.tokens), AT[:, :1, None], 1)
-    message = f"after a call with layers={model.layers} the whole model differs; leave rows of other layers alone"
-    whole.same(logits, expected, message)
+    message = f"after a call with layers={model.layers} the whole model differs"
+    whole.same(logits, expected, message + "; keep the cache rows of the other layers")
 
 
 def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns tokens [B, N], positions [B, N] and the causal mask [B, N, N] of whole sequences."""
     B, N = tokens.shape
-    return (
-        tokens,
-        np.broadcast_to(np.arange(N), (B, N)),
-        np.broadcast_to(np.tri(N, dtype=bool), (B, N, N)),
-    )
+    positions, visible = np.arange(N), np.tri(N, dtype=bool)
+    return tokens, np.broadcast_to(positions, (B, N)), np.broadcast_to(visible, (B, N, N))
 
 
 def _kept(cache: Cache, path: np.ndarray) -> Cache:
     """Returns the cache with the pending rows of `path` [D] committed."""
-    return jax.jit(keep)(
-        cache, jnp.broadcast_to(path, (BATCH, len(path))), cache.lengths + len(path)
-    )
+    paths = jnp.broadcast_to(path, (BATCH, len(path)))
+    return jax.jit(keep)(cache, paths, cache.lengths + len(path))

@@ -48,8 +48,7 @@ VALID = ((False, False, False), (False, True, False), (True, False, True), (True
 
 
 def check_plan(plan: Plan) -> None:
-    """Checks a plan on all `DISTRIBUTIONS` with 1 to 4 drafts: its emitted distribution,
-    acceptance, draws, invalid input and precision.
+    """Checks a plan on all `DISTRIBUTIONS`, with all checks of this module.
 
     Raises:
       AssertionError: the plan is wrong; the message says where.
@@ -66,8 +65,9 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
-    """Checks that `plan.pmf`, averaged over all draws of k drafts from p [V], is q [V], and that
-    `plan.acceptance` is the enumerated acceptance.
+    """Checks `plan.pmf` and `plan.acceptance` by enumeration of all draws of k drafts from p [V].
+
+    `pmf`, averaged over the drafts, must be q [V].
 
     Raises:
       AssertionError: one of these fails.
@@ -77,28 +77,24 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
     emitted, accepted = emitted_pmf(plan, p, q, k)
     off = np.abs(emitted - q)
     if not off.max() <= TOLERANCE:
-        worst = int(off.argmax())
         _fail(
             plan,
             f"the emitted distribution is not q {where}: `pmf` averages over the drafts to "
-            f"{_text(emitted)}, "
-            f"off by {off[worst]:.3g} at token {worst}",
+            f"{_text(emitted)}, off by {off.max():.3g} at token {off.argmax()}",
         )
     acceptance = plan.acceptance(p, q, k)
     if not abs(acceptance - accepted) <= TOLERANCE:
         _fail(
             plan,
             f"the acceptance is wrong {where}: {acceptance:.9g}, by enumeration of `pmf` "
-            f"{accepted:.9g}, "
-            f"off by {abs(acceptance - accepted):.3g}",
+            f"{accepted:.9g}, off by {abs(acceptance - accepted):.3g}",
         )
 
 
 def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
-    """Checks that `plan.select`, jitted and vmapped, draws from `plan.pmf` with 0 to 3 drafts from
-    p [V], and reports correctly what it accepted.
+    """Checks that `plan.select` draws from `plan.pmf` and reports correctly what it accepted.
 
-    p-values below `least` fail.
+    `select` runs under jit and vmap, with 0 to 3 drafts from p [V]. p-values below `least` fail.
 
     Raises:
       AssertionError: one of these fails.
@@ -110,101 +106,77 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
         padded[live, valid[live]] = drafts
     keys = jax.random.split(jax.random.key(0), (len(valid), DRAWS))
     pmfs = (jnp.tile(jnp.float32(pmf), (len(valid), 1)) for pmf in (p, q))
-    given, mine = (
-        _raced(keys, p, padded, valid)
-        if plan.drafts == "race"
-        else (padded, np.ones(keys.shape, bool))
-    )
+    given, usable = padded, np.ones(keys.shape, bool)
+    if plan.drafts == "race":
+        given, usable = _raced(keys, p, padded, valid)
     choices = jax.tree.map(np.asarray, _choose(plan, keys, *pmfs, given, valid))
     for live, drafts in enumerate(drawn):
-        tokens, accepted = choices.token[live][mine[live]], choices.accepted[live][mine[live]]
+        tokens, accepted = (each[live][usable[live]] for each in choices)
         where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"
         _check_tokens(plan, tokens, np.flatnonzero(q), where)
         _check_accepted(plan, tokens, accepted, drafts, where)
-        _check_drawn(
-            plan,
-            np.bincount(tokens, minlength=len(q)),
-            plan.pmf(p, q, drafts) if drafts else q,
-            where,
-            least,
-        )
+        counts = np.bincount(tokens, minlength=len(q))
+        _check_drawn(plan, counts, plan.pmf(p, q, drafts) if drafts else q, where, least)
 
 
 def check_nonsense(plan: Plan) -> None:
-    """Checks that under jit `plan.select` never chooses a token of probability 0, for any p, q and
-    drafts.
+    """Checks that `plan.select` never chooses a token of probability 0 for invalid input under jit.
 
     Raises:
       AssertionError: it does, or `accepted` is wrong.
     """
     rng = np.random.default_rng(2)
-    calls, rows, k = 8, len(VALID), len(VALID[0])
-    p, q = rng.dirichlet(np.ones(WIDEST), (2, calls, rows))
-    for pmf in (p, q):
-        pmf[rng.random(pmf.shape) < 0.2] = 0
-        pmf[rng.random(pmf.shape) < 0.1] = np.nan
-        pmf[rng.random(pmf.shape) < 0.1] *= -3
-    p[0, 0], q[0, 1] = 0, np.nan
-    drafts, valid = (
-        rng.integers(-2, WIDEST + 2, (calls, rows, k)),
-        rng.random((calls, rows, k)) < 0.7,
-    )
-    keys = jax.random.split(jax.random.key(0), (rows, DRAWS))
-    for call in range(calls):
-        given = (
-            np.repeat(drafts[call][:, None], DRAWS, axis=1)
-            if plan.drafts == "race"
-            else drafts[call]
-        )
-        choices = _choose(
-            plan, keys, jnp.float32(p[call]), jnp.float32(q[call]), given, valid[call]
-        )
-        tokens, accepted = np.asarray(choices.token), np.asarray(choices.accepted)
-        for row in range(rows):
-            this_p, this_q, these = p[call, row], q[call, row], drafts[call, row][valid[call, row]]
-            usable = tuple(x for x in these.tolist() if 0 <= x < WIDEST and this_p[x] > 0)
-            where = f"under jit for p = {_text(this_p)}, q = {_text(this_q)} and usable drafts {usable} of {these.tolist()}"
-            _check_tokens(
-                plan, tokens[row], np.flatnonzero(this_q > 0) if (this_q > 0).any() else [-1], where
-            )
-            _check_accepted(plan, tokens[row], accepted[row], usable, where)
+    shape = 8, len(VALID), len(VALID[0])
+    ps, qs = rng.dirichlet(np.ones(WIDEST), (2, *shape[:2]))
+    for pmfs in (ps, qs):
+        pmfs[rng.random(pmfs.shape) < 0.2] = 0
+        pmfs[rng.random(pmfs.shape) < 0.1] = np.nan
+        pmfs[rng.random(pmfs.shape) < 0.1] *= -3
+    ps[0, 0], qs[0, 1] = 0, np.nan
+    all_drafts, all_valid = rng.integers(-2, WIDEST + 2, shape), rng.random(shape) < 0.7
+    keys = jax.random.split(jax.random.key(0), (len(VALID), DRAWS))
+    for p, q, drafts, valid in zip(ps, qs, all_drafts, all_valid, strict=True):
+        given = np.repeat(drafts[:, None], DRAWS, axis=1) if plan.drafts == "race" else drafts
+        choices = _choose(plan, keys, jnp.float32(p), jnp.float32(q), given, valid)
+        for row, (tokens, accepted) in enumerate(zip(*map(np.asarray, choices), strict=True)):
+            these = drafts[row, valid[row]].tolist()
+            usable = tuple(x for x in these if 0 <= x < WIDEST and p[row, x] > 0)
+            where = f"under jit for p = {_text(p[row])}, q = {_text(q[row])} and usable drafts "
+            where += f"{usable} of {these}"
+            allowed = np.flatnonzero(q[row] > 0)
+            _check_tokens(plan, tokens, allowed if len(allowed) else [-1], where)
+            _check_accepted(plan, tokens, accepted, usable, where)
 
 
 def check_precision(plan: Plan) -> None:
     """Checks that no matrix product in `plan.select` uses a backend's default precision.
 
-    For float32 that default is bfloat16 on TPUs and TF32 on GPUs, which draws on a CPU would not
-    show. Small and large vocabularies are checked.
+    For float32 this default is bfloat16 on TPUs and TF32 on GPUs, which draws on a CPU do not show.
+    Small and large vocabularies are checked.
 
     Raises:
       AssertionError: a product does.
     """
     for V in VOCABULARIES:
-        pmfs, drafts = (
-            jax.ShapeDtypeStruct((V,), jnp.float32),
-            jax.ShapeDtypeStruct((len(VALID[0]),), jnp.int32),
-        )
-        valid = jax.ShapeDtypeStruct(drafts.shape, bool)
-        program = (
-            jax.jit(plan.select)
-            .lower(jax.eval_shape(jax.random.key, 0), pmfs, pmfs, drafts, valid)
-            .as_text()
-        )
+        pmf, drafts = jnp.zeros(V), jnp.zeros(len(VALID[0]), jnp.int32)
+        arguments = jax.random.key(0), pmf, pmf, drafts, drafts > 0
+        program = jax.jit(plan.select).lower(*arguments).as_text()
         for product in re.findall(r"stablehlo\.dot_general[^\n]*f32>[^\n]*", program):
             if product.count("HIGHEST") < 2:
                 _fail(
                     plan,
                     f"`select` multiplies matrices of float32 in default precision at V = {V}, "
-                    "which TPUs and GPUs round to "
-                    "8 or 11 bits; use `transport.base.product`, or "
+                    "which TPUs and GPUs round to 8 or 11 bits; use `transport.base.product`, or "
                     "precision=jax.lax.Precision.HIGHEST",
                 )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
-    """Returns choices [R, D] for keys [R, D], distributions [R, V], drafts [R, k] (or [R, D, k]
-    for a race), and valid [R, k]."""
+    """Returns choices [R, D] for keys [R, D], p and q [R, V], drafts [R, k] and valid [R, k].
+
+    In a race each key has its own drafts [R, D, k].
+    """
 
     def select(key, *rest):
         return plan.select(jax.random.fold_in(key, 0), *rest)
@@ -214,8 +186,7 @@ def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
 
 
 def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Returns 0, 1, 2 and 3 drafts from p, or fewer if its support is smaller, and their places
-    among three [4, 3]."""
+    """Returns 0, 1, 2 and 3 drafts from p, or fewer if its support is smaller, and masks [4, 3]."""
     rng, valid = np.random.default_rng(1), np.array(VALID)
     drawn: list[tuple[int, ...]] = [()]
     for live in range(1, len(valid)):
@@ -227,8 +198,7 @@ def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.n
 
 @jax.jit
 def _raced(keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
-    """Returns the drafts [R, D, k] of each key's own race of p [V], and whether they are the
-    `wanted` ones [R, k]."""
+    """Returns the drafts [R, D, k] of each key's race of p [V], and whether they are `wanted`."""
 
     def one(key, wanted, valid):
         order = race.arrivals(jax.random.fold_in(key, 0), p.astype(jnp.float32), len(valid))
@@ -241,11 +211,8 @@ def _raced(keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
 def _check_tokens(plan: Plan, tokens: np.ndarray, allowed, where: str) -> None:
     wrong = tokens[~np.isin(tokens, allowed)]
     if len(wrong):
-        _fail(
-            plan,
-            f"`select` emits token {wrong[0]}, which has no probability, {len(wrong)} of "
-            f"{len(tokens)} times {where}",
-        )
+        count = f"{len(wrong)} of {len(tokens)} times"
+        _fail(plan, f"`select` emits token {wrong[0]}, which has probability 0, {count} {where}")
 
 
 def _check_accepted(
@@ -253,10 +220,8 @@ def _check_accepted(
 ) -> None:
     wrong = np.flatnonzero(accepted != np.isin(tokens, drafts))
     if len(wrong):
-        _fail(
-            plan,
-            f"`select` says accepted = {accepted[wrong[0]]} of token {tokens[wrong[0]]} {where}",
-        )
+        token = tokens[wrong[0]]
+        _fail(plan, f"`select` says accepted = {accepted[wrong[0]]} of token {token} {where}")
 
 
 def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, least: float) -> None:
@@ -267,13 +232,12 @@ def _check_drawn(plan: Plan, counts: np.ndarray, pmf: np.ndarray, where: str, le
     p_value = chi_square.p_value(counts, np.maximum(pmf, 0))
     if counts.sum() <= 100 or impossible or not p_value >= least:
         seen = counts / max(1, counts.sum())
-        worst = int(np.abs(seen - pmf).argmax())
+        off = np.abs(seen - pmf)
         _fail(
             plan,
             f"`select` does not draw from `pmf` {where}: {_text(seen)} in {counts.sum():,} draws, "
-            f"`pmf` gives {_text(pmf)}, "
-            f"off by {abs(seen[worst] - pmf[worst]):.3g} at token {worst} (chi-square: p-value "
-            f"{p_value:.1g})",
+            f"`pmf` gives {_text(pmf)}, off by {off.max():.3g} at token {off.argmax()} "
+            f"(chi-square: p-value {p_value:.1g})",
         )
 
 

@@ -1,5 +1,7 @@
-"""Transport plans: k drafts from p, one token from q. `get(name)` returns a plan; each file names
-its source."""
+"""Transport plans: given k drafts from p, a plan emits one token distributed as q.
+
+`get(name)` returns a plan. Each plan is a file that names its paper, theorem and algorithm.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -46,17 +48,16 @@ __all__ = [
 ]
 
 RULES = ("iid", "without_replacement", "race", "greedy")
-"""How drafts can be drawn; see `Plan.drafts`."""
+"""The ways to draw drafts; see `Plan.drafts`."""
 
 
 @runtime_checkable
 class PlanFunctions(Protocol):
-    """What defines a plan: a module, or any object, with these functions; see the methods of `Plan`
-    of the same names.
+    """A module, or any object, with the functions of a plan; `Plan` has methods of the same names.
 
-    All take the plan's options as keyword-only arguments with defaults. Besides, there may be
-    `DRAFTS`, one of `RULES` where the drafts are not to be i.i.d., and `win` where the plan names a
-    winner among them (`spectr_jax.transport.winner`).
+    All take the plan's options as keyword-only arguments with defaults. Two more attributes are
+    optional: `DRAFTS`, one of `RULES`, if the drafts must not be i.i.d.; and `win`, if the plan
+    names a winner among them (`spectr_jax.transport.winner`).
     """
 
     @property
@@ -85,32 +86,25 @@ PLANS: dict[str, PlanFunctions] = {
     "greedy": greedy,
     "race": race,
 }
-"""The functions of each plan, by name: a module each."""
+"""The module of each plan, by name."""
 
 
 def register(name: str, plan: PlanFunctions) -> None:
-    """Adds a plan of your own, so that `get(name)` returns it.
+    """Adds your own plan under an unused `name`, so that `get(name)` returns it.
 
-    `spectr_jax.testing.check_plan(get(name))` says whether it is exact.
-
-    Args:
-      name: not taken yet.
-      plan: a module or any object with functions `select`, `pmf` and `acceptance`; see
-        `PlanFunctions`.
+    `spectr_jax.testing.check_plan(get(name))` checks that it is exact.
 
     Raises:
-      UserError: the name is taken, a function is missing, or `DRAFTS` is none of `RULES`.
+      UserError: the name is taken, a function is missing, or `DRAFTS` is not one of `RULES`.
     """
     if name in PLANS:
-        raise UserError(f"plan {name!r} is there already; choose another name")
+        raise UserError(f"name={name!r}: a plan has this name; choose another")
     for function in ("select", "pmf", "acceptance"):
         if not callable(getattr(plan, function, None)):
-            raise UserError(
-                f"plan {name!r} has no function {function!r}; give select, pmf and acceptance"
-            )
+            raise UserError(f"plan {name!r}: has no function {function!r}; define it")
     drafts = getattr(plan, "DRAFTS", "iid")
     if drafts not in RULES:
-        raise unknown(f"rule DRAFTS of plan {name!r},", drafts, RULES)
+        raise unknown(f"DRAFTS of plan {name!r}:", drafts, RULES)
     PLANS[name] = plan
 
 
@@ -118,18 +112,17 @@ def get(name: str, **options: Any) -> Plan:
     """Returns the plan `name` with `options` bound to its functions.
 
     Raises:
-      UserError: an unknown plan, or an option that it does not have.
+      UserError: the plan or an option is unknown.
     """
     if not isinstance(name, str) or name not in PLANS:
         raise unknown("plan", name, PLANS)
     plan = PLANS[name]
     parameters = inspect.signature(plan.select).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            raise UserError(
-                f"plan {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
-            )
+            has = ", ".join(known) or "none"
+            raise UserError(f"plan {name!r} has no option {option!r}; it has {has}")
     functions = plan.select, plan.pmf, plan.acceptance
     drafts, winner = getattr(plan, "DRAFTS", "iid"), getattr(plan, "win", None)
     return Plan(name, tuple(sorted(options.items())), functions, drafts, winner)

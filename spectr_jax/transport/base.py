@@ -1,20 +1,18 @@
-r"""Transport plans: from drafts with distribution p to one token with distribution q.
+r"""The interface of transport plans, and what several plans share.
 
-Given k drafts $x_1, \dots, x_k$ a plan emits y with probability $\pi(y \mid x_1, \dots, x_k)$
-(`Plan.pmf`). It is exact if y, averaged over the drafts, is distributed as q. Its acceptance is the
-probability that y is among the drafts (`Plan.acceptance`), and higher is better:
+Given k drafts $x_1, \dots, x_k$ with distribution p, a plan emits y with probability
+$\pi(y \mid x_1, \dots, x_k)$ (`Plan.pmf`). The plan is exact if y, averaged over the drafts, has
+distribution q. Its acceptance is the probability that y is among the drafts (`Plan.acceptance`):
 
 $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y), \qquad
 \alpha = P(y = x_i \text{ for some } i).$$
-
-A plan is a file with three functions, registered in `spectr_jax.transport`. Nothing here knows a
-model or a tree.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +32,16 @@ from spectr_jax.transport.types import (
 )
 from spectr_jax.utils.errors import UserError
 
+T = TypeVar("T")
+
 
 class Choice(NamedTuple):
     """The token that a plan chose.
 
     Attributes:
       token: [] int32, distributed as q.
-      accepted: [] bool, whether it is one of the valid drafts (also when a draw from the residual
-        hits one by chance).
+      accepted: [] bool, whether the token is one of the valid drafts. A draw from the residual can
+        equal a draft by chance; that counts.
     """
 
     token: IntScalar
@@ -50,18 +50,16 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A transport plan with its options bound. Equal plans hash alike, so that jit compiles each
-    once.
+    """A transport plan with its options bound. Equal plans have equal hashes, so jit compiles once.
 
     Attributes:
       name: as registered.
       options: sorted (name, value) pairs.
-      functions: the plan's `select`, `pmf` and `acceptance`, before options.
-      drafts: how the k drafts must be drawn from p: "iid"; "without_replacement"; "race", the same
-        with a key that `select` must be given too; or "greedy" (the k - 1 likeliest tokens and one
-        draw from the rest).
-      winner: `winner(key, p, q, drafts, valid)`, the plan's `win` (`transport/winner.py`); None if
-        it names no winner.
+      functions: the plan's `select`, `pmf` and `acceptance`, without options.
+      drafts: how the k drafts are drawn from p. "iid"; "without_replacement"; "race", also without
+        replacement, with the key that `select` is given; or "greedy", the k - 1 likeliest tokens
+        and one draw from the rest.
+      winner: the plan's `win`, or None if the plan names no winner (`transport/winner.py`).
     """
 
     name: str
@@ -75,11 +73,10 @@ class Plan:
     ) -> Choice:
         """Chooses a token with distribution q.
 
-        Jittable and vmappable. The number of drafts is the sum of `valid`, which may be traced. A
-        token with q = 0 is never chosen. Outside jit, bad arguments raise. Under jit their values
-        are not known:
+        Works under jit and vmap. The number of drafts is the sum of `valid`, which may be traced. A
+        token with q = 0 is never chosen. Outside jit, bad arguments raise. Under jit:
 
-        - With no valid draft the token is drawn from q.
+        - Without a valid draft the token is drawn from q.
         - A draft with p = 0 or outside the vocabulary is not valid.
         - Negative and NaN entries of p and q count as 0, and the rest is scaled to sum to 1.
         - If q has no positive entry, or an infinite one, the token is -1.
@@ -92,11 +89,12 @@ class Plan:
           valid: [k] bool; the others are padding.
 
         Raises:
-          UserError: outside jit, p or q is not a distribution, or the drafts cannot come from p.
+          UserError: outside jit, if p or q is not a distribution or the drafts cannot come from p.
         """
         checks.check_whole(drafts)
-        p, q, drafts, valid = (jnp.asarray(x, dtype) for x, dtype in _dtypes(p, q, drafts, valid))
-        if checks.known(p, q, drafts, valid):
+        p, q = jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)
+        drafts, valid = jnp.asarray(drafts, jnp.int32), jnp.asarray(valid, bool)
+        if not any(isinstance(each, jax.core.Tracer) for each in (p, q, drafts, valid)):
             exact, _ = checks.check_distributions(p, q)
             checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.drafts)
         p, q, valid = _usable(p, q, drafts, valid)
@@ -105,32 +103,28 @@ class Plan:
         return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
 
     def win(self, key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Any:
-        """Returns the winner among the drafts and its distribution, a `transport.winner.Winner`.
-
-        The arguments are those of `select` under jit.
+        """Returns the `Winner` among the drafts (`transport/winner.py`); arguments as in `select`.
 
         Raises:
           UserError: the plan names no winner.
         """
         if self.winner is None:
             raise UserError(
-                f"plan {self.name!r} names no winner; give one that does, such as 'otm'"
+                f"plan={self.name!r}: names no winner; give one that does, such as 'otm'"
             )
         p, q, valid = _usable(p, q, drafts, valid)
         return self.winner(key, p, q, drafts, valid, **dict(self.options))
 
     def pmf(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactProbs:
-        """Returns the exact distribution [V] of the token given the drafts, in float64; averaged
-        over drafts it is q.
+        """Returns the exact distribution [V] of the token given the drafts, in float64.
 
         Raises:
-          UserError: p or q is not a distribution, the drafts cannot come from p, or the problem is too
-            large for the plan.
+          UserError: p or q is not a distribution, the drafts cannot come from p, or the problem is
+            too large for the plan.
         """
         p, q = checks.check_distributions(p, q)
-        return self.functions[1](
-            p, q, checks.check_drafts(p, drafts, self.drafts), **dict(self.options)
-        )
+        drafts = checks.check_drafts(p, drafts, self.drafts)
+        return self.functions[1](p, q, drafts, **dict(self.options))
 
     def acceptance(self, p: ArrayLike, q: ArrayLike, k: int | float) -> float:
         """Returns the exact probability that the token is among k drafts, in float64.
@@ -142,20 +136,11 @@ class Plan:
         return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))
 
 
-def _dtypes(
-    p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
-) -> tuple[tuple[ArrayLike, Any], ...]:
-    return (p, jnp.float32), (q, jnp.float32), (drafts, jnp.int32), (valid, bool)
-
-
 def _usable(p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> tuple[Probs, Probs, Valid]:
-    """Returns the arguments of `Plan.select` under jit, made valid."""
+    """Returns p, q and `valid`, repaired as `Plan.select` says."""
     p, q = _normalised(p), _normalised(q)
-    return (
-        p,
-        q,
-        valid & (p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0),
-    )
+    drawn = p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return p, q, valid & (drawn > 0)
 
 
 def _normalised(pmf: Probs) -> Probs:
@@ -174,14 +159,12 @@ def select_by_pmf(
 ) -> Choice:
     """Draws a token from `pmf(p, q, drafts)`, which the host computes; consumes `key`.
 
-    This is the `select` of plans for analysis, for small vocabularies and tests: each choice is a
-    callback to the host.
+    This is the `select` of plans for analysis. It calls back to the host for each choice, so it is
+    for small vocabularies.
     """
 
-    def on_host(
-        p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
-    ) -> Float[np.ndarray, " vocab"]:
-        p, q, drafts, valid = (np.asarray(x) for x in (p, q, drafts, valid))
+    def on_host(*arrays: ArrayLike) -> Float[np.ndarray, " vocab"]:
+        p, q, drafts, valid = (np.asarray(each) for each in arrays)
         p, q = p.astype(np.float64), q.astype(np.float64)
         if not (valid.any() and q.any()):
             return q.astype(np.float32)
@@ -193,16 +176,25 @@ def select_by_pmf(
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
+def cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Caches `function(p, q, ...)` in float64, for `pmf` of many drafts from one pair (p, q)."""
+
+    @functools.lru_cache(maxsize=64)
+    def of_bytes(p: bytes, q: bytes, *rest: int) -> T:
+        return function(np.frombuffer(p), np.frombuffer(q), *rest)
+
+    return lambda p, q, *rest: of_bytes(p.tobytes(), q.tobytes(), *rest)
+
+
 def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
-    """Draws tokens with probability proportional to `weights` [V] by inverting their cumulative
-    sum; consumes `key`.
+    """Returns tokens of the given `shape`, drawn in proportion to `weights` [V]; consumes `key`.
 
-    It takes one uniform per token, where the Gumbel trick needs V. The sum is inverted in two
-    stages, for a block of tokens and for a token in it, so that nothing of size V is scanned. A
-    token of weight 0 is never drawn, whatever the rounding, unless all are 0: then it is the last.
+    Inverts the cumulative sum in two stages, first for a block of tokens and then within it, so
+    that nothing of size V is scanned. It needs one uniform per token; the Gumbel trick needs V. A
+    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, it is the last.
 
-    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens: it chooses the
-    block, to 1e-7 of the mass, and the nine bits that are left of its 32 refine the place in it.
+    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens. So 23 of its 32
+    random bits choose the block, and the other nine refine the place within it.
     """
     V = weights.shape[-1]
     width = math.isqrt(V - 1) + 1
@@ -223,8 +215,10 @@ def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[
 def _invert(
     cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar
 ) -> IntScalar:
-    """Returns the first index of positive weight whose cumulative sum exceeds `level`, or the last
-    such index."""
+    """Returns the first index of positive weight whose cumulative sum exceeds `level`.
+
+    If no sum does, returns the last index of positive weight.
+    """
     positive = weights > 0
     reached = positive & (cumulative > level)
     last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
@@ -240,6 +234,14 @@ def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "...
 
 
 def or_else(weights: Probs, fallback: Probs) -> Probs:
-    """Returns `weights` [V] if any is positive, else `fallback`, the limit of a residual 0/0 that
-    only rounding reaches."""
+    """Returns `weights` [V] if any is positive, else `fallback`.
+
+    In exact arithmetic a residual that is drawn from has mass; rounding can leave none.
+    """
     return jnp.where(jnp.any(weights > 0), weights, fallback)
+
+
+def exact_residual(p: ExactProbs, q: ExactProbs) -> ExactProbs:
+    """Returns (q - p)+ [V], normalised, in float64; q itself if nothing is left."""
+    rest = np.maximum(q - p, 0)
+    return rest / rest.sum() if rest.sum() > 0 else q

@@ -1,4 +1,4 @@
-"""Distances between p and q, and bounds on the acceptance that any plan can have, in float64."""
+"""Distances between p and q [V], and bounds on the acceptance of any plan, in float64."""
 
 import itertools
 import math
@@ -14,43 +14,32 @@ LARGEST = 5_000_000
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> float:
-    """Returns TV(p, q) = sum |p - q| / 2; 1 - TV is the acceptance of Algorithm 1 (SpecTr, section
-    4).
-
-    Args:
-      p, q: [V] distributions.
+    """Returns TV(p, q) = sum |p - q| / 2. Algorithm 1 accepts with 1 - TV (SpecTr, section 4).
 
     Raises:
-      UserError: p or q is not a distribution, or they differ in size.
+      UserError: p or q is not a distribution, or their sizes differ.
     """
     p, q = checks.check_distributions(p, q)
     return float(np.abs(p - q).sum() / 2)
 
 
 def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-    """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts, in O(V log V)
-    (see `otm`).
+    """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts (see `otm`).
 
-    Args:
-      p, q: [V] distributions of drafts and target.
-      k: drafts, at least 1.
+    Takes O(V log V) time.
 
     Raises:
-      UserError: p or q is not a distribution, they differ in size, or k is not a positive integer.
+      UserError: p or q is not a distribution, their sizes differ, or k is not a positive integer.
     """
     p, q = checks.check_distributions(p, q)
     return float(otm.acceptance(p, q, checks.check_number(k)))
 
 
 def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
-    """Returns sum p q / (p + q), a lower bound on the acceptance of one exponential race (ERSD,
-    Lemma 3.1).
-
-    Args:
-      p, q: [V] distributions.
+    """Returns sum p q / (p + q), a lower bound on the acceptance of one race (ERSD, Lemma 3.1).
 
     Raises:
-      UserError: p or q is not a distribution, or they differ in size.
+      UserError: p or q is not a distribution, or their sizes differ.
     """
     p, q = checks.check_distributions(p, q)
     both = p + q
@@ -58,45 +47,36 @@ def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
 
 
 def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
-    r"""Returns the bound on alpha_k of SpecTr's Theorem 1, minimised over all subsets Omega_0, for
-    small vocabularies.
+    r"""Returns the upper bound on alpha_k of SpecTr's Theorem 1, for small vocabularies.
 
     $$\alpha_k \le \min_{\Omega_0} \left[\sum_{y \in \Omega_0} \min\left(q(y), 1 - (1 -
     p(y))^k\right) + \sum_{x_1, \dots, x_k} \min\left(\prod_i p(x_i), \sum_{y \in S \setminus
     \Omega_0} q(y)\right)\right], \quad S \text{ the set of } x_1, \dots, x_k$$
 
-    Args:
-      p, q: [V] distributions of drafts and target.
-      k: drafts, at least 1.
+    The minimum is over all subsets $\Omega_0$ of the vocabulary.
 
     Raises:
-      UserError: there are too many subsets and drafts, p or q is not a distribution, they differ in size,
-        or k is not a positive integer.
+      UserError: p or q is not a distribution, their sizes differ, k is not a positive integer, or
+        there are too many subsets and drafts.
     """
     p, q = checks.check_distributions(p, q)
     k, V = checks.check_number(k), len(p)
     terms = 2.0**V * math.comb(V + k - 1, k) if V < 1000 else math.inf
     if terms > LARGEST:
         raise UserError(
-            f"Theorem 1's bound for {V} tokens and k={k} has {terms:,.0f} terms, more than "
-            f"{LARGEST:,}; "
-            "lower V or k, or use `optimal_acceptance`, which is exact"
+            f"V={V}, k={k}: the bound has {terms:,.0f} terms, more than {LARGEST:,}; lower V or k, "
+            "or use the exact `optimal_acceptance`"
         )
-    tuples = list(itertools.combinations_with_replacement(range(V), k))
+    tuples = itertools.combinations_with_replacement(range(V), k)
     counts = np.array([np.bincount(drafts, minlength=V) for drafts in tuples])
-    orders = np.array(
-        [
-            math.factorial(k) / np.prod([math.factorial(c) for c in row if c > 1] or [1])
-            for row in counts
-        ]
-    )
+    products = [math.prod(map(math.factorial, row)) for row in counts.tolist()]
+    orders = np.array([math.factorial(k) / product for product in products])
     probabilities = np.prod(p**counts, axis=1)
     single = np.minimum(q, 1 - (1 - p) ** k)
     best = np.inf
     for subset in itertools.product((False, True), repeat=V):
         chosen = np.array(subset)
         absorbed = ((counts > 0) & ~chosen) @ q
-        best = min(
-            best, single[chosen].sum() + np.sum(orders * np.minimum(probabilities, absorbed))
-        )
+        bound = single[chosen].sum() + np.sum(orders * np.minimum(probabilities, absorbed))
+        best = min(best, bound)
     return float(best)

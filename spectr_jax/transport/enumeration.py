@@ -1,5 +1,4 @@
-"""All drafts of a small problem, and what a plan does with them: the reference that every plan is
-tested against."""
+"""Enumeration of all drafts of a small problem: the reference that every plan is tested against."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,12 +10,11 @@ from spectr_jax.transport.types import ExactProbs
 
 
 def draft_tuples(p: ExactProbs, k: int, rule: str) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yields each sequence of k drafts that `rule` can draw from p [V], and its probability;
-    shorter if the support is.
+    """Yields each sequence of drafts that `rule` can draw from p [V], with its probability.
 
     Args:
       p: [V] float64.
-      k: number of drafts.
+      k: number of drafts. Distinct drafts are fewer if p has fewer tokens with p > 0.
       rule: as in `Plan.drafts`.
     """
     support = np.flatnonzero(p)
@@ -37,20 +35,16 @@ def draft_tuples(p: ExactProbs, k: int, rule: str) -> Iterator[tuple[tuple[int, 
 
 
 def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:
-    """Returns the probability that distinct `drafts` are drawn from p [V] without replacement, in
-    this order."""
+    """Returns the probability of drawing `drafts` from p [V] without replacement, in this order."""
     rest, probability = p.copy(), 1.0
     for draft in drafts:
-        probability *= (
-            p[draft] / rest.sum()
-        )  # Summed directly: 1 minus the rest would lose small terms.
+        probability *= p[draft] / rest.sum()  # A running difference from 1 would lose small terms.
         rest[draft] = 0
     return float(probability)
 
 
 def emitted_pmf(plan: Plan, p: ExactProbs, q: ExactProbs, k: int) -> tuple[ExactProbs, float]:
-    """Returns the distribution [V] of the plan's token over all drafts, and the probability that it
-    is among them."""
+    """Returns the distribution [V] of the plan's token over all drafts, and its acceptance."""
     emitted, accepted = np.zeros(len(q)), 0.0
     for drafts, probability in draft_tuples(np.asarray(p, float), k, plan.drafts):
         pmf = plan.pmf(p, q, drafts)

@@ -1,12 +1,12 @@
-r"""The draft of the highest ratio q / p wins (greedy multi-path, Thomas and Pal, 2026, arXiv
-2602.16961).
+r"""Greedy multi-path: the draft of highest q / p wins (Thomas and Pal, 2026, arXiv 2602.16961).
 
-With tokens sorted by q / p ascending and P the prefix sums of p, the winner's distribution is
+With tokens sorted by q / p ascending and P the prefix sums of p, the winner has distribution
 
-$$g_j = P_j^k - P_{j-1}^k,$$
+$$g_j = P_j^k - P_{j-1}^k.$$
 
-as in the `otm` plan without the moves between cells. It is exact, but accepts less at one node; its
-use is block verification along the path of winners (`gbv_conditional`; `gbv` at the root).
+This is the `otm` plan without moves between cells. It is exact, but its acceptance is lower than
+that of `otm`. It is made for block verification along the path of winners (`gbv_conditional`, and
+`gbv` at the root).
 """
 
 import jax
@@ -21,20 +21,21 @@ from spectr_jax.transport.winner import Winner, highest_wins, select_winner, win
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """Returns the winner; see `Plan.win`. Ties, and at large V ratios that agree to six bits, are
-    broken at random."""
+    """Returns the winner; see `Plan.win`.
+
+    Ties are broken at random. For large V, ratios that agree to six bits are ties.
+    """
     cells = otm.cells_of(p, q, len(drafts))
     phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
     height = jnp.where(valid, cells.of_token[drafts], -1)
     tie = jax.random.uniform(key, drafts.shape)
-    return Winner(
-        jnp.argmax(jnp.where(height == jnp.max(height), tie, -1)), p * phi[cells.of_token]
-    )
+    highest = jnp.argmax(jnp.where(height == jnp.max(height), tie, -1))
+    return Winner(highest, p * phi[cells.of_token])
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
@@ -45,8 +46,10 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`. The residual may hit a draft whose ratio
-    is lower."""
+    """Returns the exact acceptance; see `Plan.acceptance`.
+
+    It includes the probability that the residual equals a draft of a lower ratio.
+    """
     cells = otm.exact_cells(p, q)
     g = _winner_pmf(p, q, cells, k)
     residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)
@@ -57,8 +60,8 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     head = head[cells.of_token]
     hit = 0.0
     for y in np.flatnonzero(rejected):
-        # That y wins and z, of a lower ratio, is no draft, over that y wins; z of the same ratio
-        # has no residual.
+        # P(z is not a draft | y wins), for each z of a lower ratio. A z of the same ratio has no
+        # residual.
         absent = np.maximum(head[y] - p, 0) ** k - np.maximum(below[y] - p, 0) ** k
         absent = absent * p[y] / cells.p[cells.of_token[y]] / g[y]
         lower = cells.of_token < cells.of_token[y]

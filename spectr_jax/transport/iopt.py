@@ -1,33 +1,33 @@
-r"""Sequential plans with a constant and a subset a draft, and their iterative improvement (SpecTr++,
-Ahn et al., 2023).
+r"""Sequential plans with a constant and a subset per draft, and iOPT (SpecTr++, Ahn et al., 2023).
 
-Algorithm 1 accepts draft i with probability a_i, 1 outside the subset Omega_i and alpha_i q / p_i
-inside. Given the subsets, the best alphas solve the linear program (LP_k) of Theorem 2, where u_i
-is the probability that the first i drafts are rejected and u_0 = 1:
+Algorithm 1 accepts draft i with probability a_i, which is 1 outside the subset Omega_i and
+alpha_i q / p_i inside. Given the subsets, the best alphas solve the linear program (LP_k) of
+Theorem 2, where u_i is the probability that the first i drafts are rejected, and u_0 = 1:
 
 $$\min_{\alpha} u_k \quad \text{with} \quad u_i = u_{i-1} \left(1 - \sum_x p_i(x) a_i(x)\right),
 \quad \sum_i u_{i-1} p_i(x) a_i(x) \le q(x) \text{ for all } x.$$
 
-Algorithm 2, iOPT, shrinks the subsets in turn. This is the general form of Appendix B: every draft
-may have its own distribution, in float64 and with SciPy's HiGHS. It is for analysis, and the oracle
-for what `spectr_plus_plus` solves on the device.
+Algorithm 2, iOPT, alternates between these alphas and smaller subsets. This file has the general
+form of Appendix B, in which each draft may have its own distribution. It uses float64 and SciPy's
+HiGHS, for analysis and as the reference for `spectr_plus_plus`.
 
-The paper excludes empty subsets with u_i = u_(i-1); everything is accepted there, so u_i = 0, and
-that is used here.
+For an empty subset the paper sets u_i = u_(i-1). But there the draft is always accepted, so this
+file uses u_i = 0.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from spectr_jax.transport.base import exact_residual
 from spectr_jax.transport.types import ExactProbs
 
 NEGLIGIBLE = 1e-12
-"""Subsets with less mass of q than this keep alpha = 0."""
+"""Subsets with less mass of q than this have alpha = 0."""
 
-
-DraftProbs: TypeAlias = Float[np.ndarray, "k vocab"]
+DraftProbs: TypeAlias = Float[np.ndarray, "*k vocab"]
+"""The distribution of each draft [k, V]. Given a plan, also one distribution [V] of all drafts."""
 Subsets: TypeAlias = Bool[np.ndarray, "k vocab"]
 
 
@@ -44,14 +44,13 @@ class Stages(NamedTuple):
 
 
 def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None = None) -> Stages:
-    """Runs Algorithm 2: alternates between the best alphas and smaller subsets until nothing
-    changes (Theorem 3).
+    """Runs Algorithm 2 until the subsets no longer change (Theorem 3).
 
     Args:
       ps: [k, V] distribution of each draft.
-      q: [V]
-      subsets: [k, V] bool, to start from.
-      iterations: at most; None for no limit.
+      q: [V] distribution of the token.
+      subsets: [k, V] bool, initial subsets.
+      iterations: largest number of iterations; None for no limit.
     """
     done = 0
     while True:
@@ -64,11 +63,10 @@ def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None
 
 
 def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
-    """Returns the subsets that SpecTr++ starts from (Definition 3), [k, V] bool: {p_i >= alpha q},
-    alpha that of K-SEQ.
+    """Returns the initial subsets {p_i >= alpha q} [k, V] of SpecTr++ (Definition 3).
 
-    For drafts of different distributions alpha solves alpha * sum_i u_(i-1) = 1, which is (5) where
-    they are the same.
+    alpha solves alpha * sum_i u_(i-1) = 1. If all drafts have one distribution, this is (5), and
+    alpha is that of K-SEQ.
     """
     low, high = 0.0, 1.0
     for _ in range(100):
@@ -80,61 +78,45 @@ def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
 
 
 def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.ndarray, " k"]:
-    """Returns the alphas [k] of (LP_k), Theorem 2 and Appendix B.2, in u_i = P(the first i drafts
-    are rejected)."""
-    import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
-
+    """Returns the alphas [k] of (LP_k) (Theorem 2, Appendix B.2), solved in the variables u_i."""
     k = len(ps)
-    inside_p = np.where(subsets, ps, 0).sum(axis=1)
-    inside_q = np.where(subsets, q, 0).sum(axis=1)
-    most = np.array(
-        [
-            np.min(p[s & (q > 0)] / q[s & (q > 0)], initial=np.inf)
-            for p, s in zip(ps, subsets, strict=True)
-        ]
-    )
-    filled = np.zeros((len(q), k + 1))  # Of each token's q, by u_0 .. u_k.
+    inside_p, inside_q = (np.where(subsets, pmf, 0).sum(axis=1) for pmf in (ps, q))
+    most = np.divide(ps, q, out=np.full(ps.shape, np.inf), where=subsets & (q > 0)).min(axis=1)
     usable = inside_q > NEGLIGIBLE
-    chain, equal = [], []
-    for i in range(k):
-        share = np.where(subsets[i], q, 0) / inside_q[i] if usable[i] else np.zeros(len(q))
-        filled[:, i] += np.where(subsets[i], share * inside_p[i], ps[i])
-        filled[:, i + 1] -= share
-        step = np.zeros((2, k + 1))
-        step[:, i] = -inside_p[i], inside_p[i] - most[i] * inside_q[i] if usable[i] else inside_p[i]
-        step[:, i + 1] = 1, -1
-        chain.append(step)
-        if not usable[i]:
-            equal.append(step[0])
-    filled = (
-        filled[q > 0] / q[q > 0, None]
-    )  # A row each of size 1: the solver's tolerances are absolute.
-    rows, bounds = (
-        np.concatenate([filled, *chain]),
-        np.append(np.ones(len(filled)), np.zeros(2 * k)),
-    )
-    result = scipy.optimize.linprog(
-        np.eye(k)[-1],
-        A_ub=rows[:, 1:],
-        b_ub=bounds - rows[:, 0],
-        A_eq=np.array(equal)[:, 1:] if equal else None,
-        b_eq=-np.array(equal)[:, 0] if equal else None,
-        method="highs",
-        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
-    )
-    if result.status != 0:
-        raise RuntimeError(f"HiGHS did not solve (LP_k): {result.message}")
-    u = np.append(1.0, np.maximum(result.x, 0))
+    # Rows of coefficients of u_0 .. u_k. `decrease` is alpha_i u_(i-1) inside_q_i.
+    before, after = np.eye(k + 1)[:-1], np.eye(k + 1)[1:]
+    decrease = inside_p[:, None] * before - after
+    largest = np.multiply(most, inside_q, out=np.zeros(k), where=usable)[:, None] * before
+    share = np.where(subsets & usable[:, None], q, 0) / np.where(usable, inside_q, 1)[:, None]
+    filled = share.T @ decrease + np.where(subsets, 0, ps).T @ before
+    filled = filled[q > 0] / q[q > 0, None]  # Rows of one scale: HiGHS's tolerances are absolute.
+    rows = np.concatenate([filled, -decrease, decrease - largest])
+    bounds = np.append(np.ones(len(filled)), np.zeros(2 * k))
+    u = np.append(1.0, minimise(np.eye(k)[-1], rows[:, 1:], bounds - rows[:, 0]))
     ratio = np.divide(u[1:], u[:-1], out=np.zeros(k), where=u[:-1] > 0)
     alphas = np.divide(inside_p - ratio, inside_q, out=np.zeros(k), where=usable & (u[:-1] > 0))
     clipped: Float[np.ndarray, " k"] = np.clip(alphas, 0, most)
     return clipped
 
 
+def minimise(cost: Any, rows: Any, bounds: Any) -> Any:
+    """Returns the x [n] >= 0 with `rows @ x <= bounds` and the smallest `cost @ x`, by HiGHS.
+
+    `rows` [m, n] may be sparse.
+    """
+    import scipy.optimize  # Takes half a second, and decoding solves no programs on the host.
+
+    options = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+    result = scipy.optimize.linprog(cost, rows, bounds, method="highs", options=options)
+    if result.status != 0:
+        raise RuntimeError(f"HiGHS did not solve the linear program: {result.message}")
+    return np.maximum(result.x, 0)
+
+
 def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) -> ExactProbs:
     """Returns the distribution [V] of Algorithm 1's token given the drafts."""
     accepted, _, residual = _masses(ps, q, stages)
-    result, none_before = np.zeros(len(q)), 1.0
+    ps, result, none_before = np.broadcast_to(ps, accepted.shape), np.zeros(len(q)), 1.0
     for i, draft in enumerate(drafts):
         accept = accepted[i, draft] / ps[i, draft]
         result[draft] += none_before * accept
@@ -143,8 +125,10 @@ def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) 
 
 
 def acceptance(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
-    """Returns the probability that Algorithm 1's token is a draft: one passes, or the residual hits
-    a rejected one."""
+    """Returns the probability that Algorithm 1's token is a draft.
+
+    Either a draft passes its test, or the residual equals a rejected draft.
+    """
     accepted, rejected, residual = _masses(ps, q, stages)
     none = np.prod(rejected)
     none_without = np.prod(np.maximum(rejected[:, None] - (ps - accepted), 0), axis=0)
@@ -159,10 +143,8 @@ def accept_probability(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
 def _masses(
     ps: DraftProbs, q: ExactProbs, stages: Stages
 ) -> tuple[DraftProbs, Float[np.ndarray, " k"], ExactProbs]:
-    """Returns the accepted mass [k, V] of each draft, the probability [k] that it is rejected, and
-    the residual [V]."""
+    """Returns accepted masses [k, V], rejection probabilities [k], and the residual [V]."""
     accepted = np.where(stages.subsets, np.minimum(ps, stages.alphas[:, None] * q), ps)
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)
     reached = np.cumprod(np.append(1.0, rejected))[:-1]
-    residual = np.maximum(q - reached @ accepted, 0)
-    return accepted, rejected, residual / residual.sum() if residual.sum() > 0 else q
+    return accepted, rejected, exact_residual(reached @ accepted, q)

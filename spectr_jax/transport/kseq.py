@@ -1,115 +1,99 @@
 r"""k-sequential selection, K-SEQ, at gamma* (SpecTr, Algorithm 2 and Theorem 2).
 
-Drafts are tried in turn, each accepted with probability min(1, q(x) / (gamma p(x))); if none is,
-the token is drawn from the residual distribution (5). The plan is valid for every gamma >= gamma*,
-where gamma* solves (6),
+Drafts are tried in turn, and each is accepted with probability min(1, q(x) / (gamma p(x))). If none
+is accepted, the token is drawn from the residual distribution (5). The plan is valid for every
+gamma >= gamma*, where gamma* solves (6),
 
 $$1 - (1 - \beta)^k = \gamma \beta, \qquad \beta(\gamma) = \sum_x \min\left(p(x),
 \frac{q(x)}{\gamma}\right).$$
 
-Both sides divided by beta, the equation reads S_k = gamma; and so the residual, not normalised, and
-the probability that a draft passes its test are
+Divided by beta, this equation is S_k = gamma. The residual before normalisation and the probability
+that a draft passes its test are
 
 $$S_k(\beta) = \sum_{i=0}^{k-1} (1 - \beta)^i, \qquad r(x) = q(x) - \min\left(p(x),
 \frac{q(x)}{\gamma}\right) S_k(\beta), \qquad p_{\mathrm{acc}} = 1 - (1 - \beta)^k.$$
 
-Nothing is divided by what may vanish, k = 1 gives gamma = S = 1 to the last bit (Algorithm 1), and
-disjoint supports give gamma = k. `kseq_gamma` is the same plan at another gamma.
+This form never divides by a number that may be 0. It gives exactly gamma = S = 1 for k = 1
+(Algorithm 1), and gamma = k for disjoint supports. `kseq_gamma` is the same plan at another gamma.
 """
 
-from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from spectr_jax.transport import iopt
 from spectr_jax.transport.base import Choice, draw, or_else
 from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
 
 STEPS = 12
-"""Steps of Newton's method, each a pass over the vocabulary. On 1,500 pairs of many kinds, 10 left
-|f| < 4e-6 and 12 no more. With one dominant token and p close to q they left 2e-5 at k = 8 and 9e-4
-at k = 64, which `sequential` corrects."""
+"""The number of Newton steps, each a pass over the vocabulary. On 1,500 varied pairs, 10 steps gave
+|S_k - gamma| < 4e-6. With one dominant token and p close to q, the steps left 2e-5 at k = 8 and
+9e-4 at k = 64; `sequential` corrects this."""
+
+_Bracket: TypeAlias = tuple[FloatScalar, FloatScalar, FloatScalar]
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     return sequential(key, p, q, drafts, valid, optimal_gamma(p, q, jnp.sum(valid), len(drafts)))
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return sequential_pmf(p, q, drafts, optimal_gamma_exact(p, q, len(drafts)))
+    k = len(drafts)
+    return iopt.pmf(p, q, drafts, stages(q, k, optimal_gamma_exact(p, q, k)))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance: p_acc of Theorem 2, and the chance that the residual hits a
-    rejected draft."""
-    return sequential_acceptance(p, q, k, optimal_gamma_exact(p, q, k))
+    """Returns the exact acceptance; see `Plan.acceptance`.
+
+    It is p_acc of Theorem 2, plus the probability that the residual equals a rejected draft.
+    """
+    return iopt.acceptance(p, q, stages(q, k, optimal_gamma_exact(p, q, k)))
 
 
 def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that one of k drafts passes
-    its test."""
-    p, q = np.asarray(p, float), np.asarray(q, float)
-    return float(1 - (1 - np.minimum(p, q / optimal_gamma_exact(p, q, k)).sum()) ** k)
+    """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that a draft passes."""
+    return iopt.accept_probability(p, q, stages(q, k, optimal_gamma_exact(p, q, k)))
+
+
+def stages(q: ExactProbs, k: int, gamma: float) -> iopt.Stages:
+    """Returns Algorithm 2 in the form of SpecTr++: each alpha is 1 / gamma, for all tokens."""
+    return iopt.Stages(np.full(k, 1 / gamma), np.ones((k, len(q)), bool))
 
 
 def sequential(
     key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar
 ) -> Choice:
-    """Runs SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
+    """Chooses a token by SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
 
-    Below gamma* too many drafts would pass, S_k > gamma. Where the search ends slightly below it,
-    one coin of probability gamma / S_k decides whether any draft may pass, which corrects this.
+    Below gamma* the drafts would pass too often: S_k > gamma. If the search ends slightly below
+    gamma*, the drafts may pass only with probability gamma / S_k, which keeps the plan exact.
     """
     accept_key, residual_key = jax.random.split(key)
     uniforms = jax.random.uniform(accept_key, (len(drafts) + 1,), p.dtype)
     shared = jnp.minimum(p, q / gamma)
     total = _geometric_sum(jnp.sum(shared), jnp.sum(valid), len(drafts))[0]
-    # u < q / (gamma p) without the division: right for p = 0, and never true for q = 0.
-    passes = (
-        valid & (uniforms[:-1] * gamma * p[drafts] < q[drafts]) & (uniforms[-1] * total < gamma)
-    )
+    # This is u < q / (gamma p) without the division, which fails for p = 0.
+    passes = valid & (uniforms[:-1] * gamma * p[drafts] < q[drafts])
+    passes &= uniforms[-1] * total < gamma
     residual = or_else(jnp.maximum(q - shared * jnp.minimum(total, gamma), 0), q)
     token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def sequential_pmf(p: ExactProbs, q: ExactProbs, drafts: Sequence[int], gamma: float) -> ExactProbs:
-    """Returns the distribution [V] of Algorithm 2's token given the drafts, in float64."""
-    _, residual = _shared_and_residual(p, q, len(drafts), gamma)
-    result, none_before = np.zeros(len(p)), 1.0
-    for draft in drafts:
-        accept = min(1.0, q[draft] / (gamma * p[draft]))
-        result[draft] += none_before * accept
-        none_before *= 1 - accept
-    return result + none_before * residual
-
-
-def sequential_acceptance(p: ExactProbs, q: ExactProbs, k: int, gamma: float) -> float:
-    """Returns the probability that Algorithm 2's token is among k i.i.d. drafts, in float64."""
-    shared, residual = _shared_and_residual(p, q, k, gamma)
-    rejected = 1 - shared.sum()
-    rejected_without = (
-        np.maximum(rejected - (p - shared), 0) ** k
-    )  # All rejected, and none of them is x.
-    return float(1 - rejected**k + np.sum(residual * (rejected**k - rejected_without)))
-
-
 def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
-    """Returns gamma* for a traced number of drafts `k <= most`: the fixed point of S_k(beta(gamma))
-    (Lemma 3).
+    """Returns gamma* for a traced k <= `most`: the fixed point of S_k(beta(gamma)) (Lemma 3).
 
-    Newton's method in a bracket. S_k(beta(gamma)) rises with gamma, so it lies between gamma and
-    gamma*: each step moves an end of the bracket there, and a step that would leave the bracket
-    goes to its middle.
+    Runs Newton's method within a bracket. S_k(beta(gamma)) rises with gamma, so it lies between
+    gamma and gamma*, and becomes an end of the bracket. A Newton step that would leave the bracket
+    is replaced by its middle.
     """
 
-    def step(
-        _: IntScalar, carry: tuple[FloatScalar, FloatScalar, FloatScalar]
-    ) -> tuple[FloatScalar, FloatScalar, FloatScalar]:
+    def step(_: IntScalar, carry: _Bracket) -> _Bracket:
         gamma, low, high = carry
         total, slope = _geometric_sum(jnp.sum(jnp.minimum(p, q / gamma)), k, most)
         f = total - gamma
@@ -142,12 +126,3 @@ def _geometric_sum(beta: FloatScalar, k: IntScalar, most: int) -> tuple[FloatSca
     powers = jnp.where(index < k, (1 - beta) ** index.astype(beta.dtype), 0)
     derivatives = index[1:] * powers[:-1] * (index[1:] < k)
     return jnp.sum(powers), jnp.sum(derivatives)
-
-
-def _shared_and_residual(
-    p: ExactProbs, q: ExactProbs, k: int, gamma: float
-) -> tuple[ExactProbs, ExactProbs]:
-    """Returns min(p, q / gamma) and the normalised residual, in float64."""
-    shared = np.minimum(p, q / gamma)
-    residual = np.maximum(q - shared * np.sum((1 - shared.sum()) ** np.arange(k)), 0)
-    return shared, residual / residual.sum() if residual.sum() > 0 else q

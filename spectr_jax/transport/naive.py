@@ -1,9 +1,6 @@
-r"""The naive plan: draw the token from q and see whether it is among the drafts: a reference point.
+r"""The naive plan: a draw from q, independent of the drafts. It is a reference point.
 
 $$\alpha = \sum_x q(x) \left(1 - (1 - p(x))^k\right)$$
-
-Repeated drafts do not help, and the token does not depend on the drafts: every other plan accepts
-more often.
 """
 
 import jax.numpy as jnp
@@ -15,7 +12,7 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     token = draw(key, q)
     return Choice(token, jnp.any(valid & (drafts == token)))
 

@@ -1,108 +1,84 @@
-"""The best sequential plan of SpecTr++'s form, over all sequences of subsets (SpecTr++, section 5,
-"optimal kSEQ").
+"""Optimal kSEQ: the best sequential plan over all sequences of subsets (SpecTr++, section 5).
 
-The search is a branch and bound: one binary variable says whether a token is inside the subset of a
-stage, and given those the program is (LP_k). For vocabularies of up to 10 tokens and few drafts.
-Analysis only: SciPy's HiGHS on the host, in float64; `select` works through a callback, for tests.
+A binary variable says whether a token is inside the subset of a stage. Given these variables the
+program is (LP_k); a branch and bound searches over them. The plan is for analysis with up to 10
+tokens and few drafts: SciPy's HiGHS solves it in float64 on the host.
 """
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, PRNGKeyArray
 
 from spectr_jax.transport import iopt
-from spectr_jax.transport.base import Choice, select_by_pmf
+from spectr_jax.transport.base import Choice, cached, select_by_pmf
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 40
-"""Binary variables, V * k, that the search may have: more take hours."""
+"""The most binary variables, V * k. More take hours."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. It searches on the host, so it is for tiny
-    vocabularies."""
+    """Chooses a token, for tiny vocabularies; see `Plan.select`."""
     return select_by_pmf(pmf, key, p, q, drafts, valid)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`.
-
-    Raises:
-      UserError: the search would be too large.
-    """
-    k = len(drafts)
-    return iopt.pmf(np.tile(p, (k, 1)), q, drafts, _search(p.tobytes(), q.tobytes(), k))
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
+    return iopt.pmf(p, q, drafts, _search(p, q, len(drafts)))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """See `Plan.acceptance`.
-
-    Raises:
-      UserError: the search would be too large.
-    """
-    return iopt.acceptance(np.tile(p, (k, 1)), q, _search(p.tobytes(), q.tobytes(), k))
+    """Returns the exact acceptance; see `Plan.acceptance`."""
+    return iopt.acceptance(p, q, _search(p, q, k))
 
 
-@functools.lru_cache(maxsize=256)
-def _search(p_bytes: bytes, q_bytes: bytes, k: int) -> iopt.Stages:
-    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
+@cached
+def _search(p: ExactProbs, q: ExactProbs, k: int) -> iopt.Stages:
     if len(p) * k > LARGEST:
         raise UserError(
-            f"the search over subsets of {len(p)} tokens for k={k} drafts has {len(p) * k} binary "
-            "variables, more than "
+            f"V={len(p)}, k={k}: the search has {len(p) * k} binary variables, more than "
             f"{LARGEST}; lower V or k, or use plan 'spectr++'"
         )
     ps = np.tile(p, (k, 1))
     subsets = _branch_and_bound(p, q, k) | (q == 0)
     found = iopt.Stages(iopt.best_alphas(ps, q, subsets), subsets)
-    # What the solver's tolerances cost is won back where a plan that is at hand is better.
+    # The solver's tolerances can make its plan slightly worse than that of SpecTr++.
     start = iopt.iopt(ps, q, iopt.saturated_subsets(ps, q))
     return max(found, start, key=lambda stages: iopt.accept_probability(ps, q, stages))
 
 
 def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, "k vocab"]:
-    """Returns the best subsets [k, V] bool. Variables: u [k], y [k] (alpha_i u_(i-1)), mass w [k,
-    V] and inside z [k, V]."""
-    import scipy.optimize  # Imported late: decoding solves no programs, and it takes half a second.
-    import scipy.sparse
+    """Returns the best subsets [k, V] bool.
+
+    The variables are u [k + 1], y [k] with y_i = alpha_i u_(i-1), the accepted mass w [k, V], and
+    z [k, V], which is 1 for tokens inside a subset.
+    """
+    import scipy.optimize  # Takes half a second, and decoding solves no programs on the host.
 
     V = len(p)
-    total = 2 * k + 2 * k * V
-    rows, lower, upper = [], [], []
-
-    def add(coefficients: dict[int, float], low: float, high: float) -> None:
-        row = np.zeros(total)
-        for column, value in coefficients.items():
-            row[column] += value
-        rows.append(row)
-        lower.append(low)
-        upper.append(high)
-
+    total = 1 + 2 * k + 2 * k * V
+    u, y, w, z = np.split(np.eye(total), np.cumsum([k + 1, k, k * V]))  # A row takes a variable.
+    w, z = w.reshape(k, V, total), z.reshape(k, V, total)
+    most, p, of_q = np.minimum(p, q), p[:, None], q[:, None]
+    limits: list[tuple[Any, Any, Any]] = [(u[0], 1, 1), (w.sum(axis=0), -np.inf, q)]
     for i in range(k):
-        before = {i - 1: 1.0} if i else {}  # u_(i-1); u_0 = 1 moves to the bounds.
-        one = 0.0 if i else 1.0
-        masses = [2 * k + i * V + x for x in range(V)]
-        add({i: 1.0, **dict.fromkeys(masses, 1.0), **{c: -v for c, v in before.items()}}, one, one)
-        for x in range(V):
-            w, z, y, most = masses[x], 2 * k + (k + i) * V + x, k + i, min(p[x], q[x])
-            add({w: 1.0, **{c: -p[x] * v for c, v in before.items()}}, -np.inf, p[x] * one)
-            add({w: 1.0, z: p[x], **{c: -p[x] * v for c, v in before.items()}}, p[x] * one, np.inf)
-            add({w: 1.0, y: -q[x], z: most}, -np.inf, most)
-            add({w: 1.0, y: -q[x], z: -q[x]}, -q[x], np.inf)
-    for x in range(V):
-        add({2 * k + i * V + x: 1.0 for i in range(k)}, -np.inf, q[x])
+        limits += [
+            (u[i + 1] - u[i] + w[i].sum(axis=0), 0, 0),
+            (w[i] - p * u[i], -np.inf, 0),
+            (w[i] - p * (u[i] - z[i]), 0, np.inf),
+            (w[i] - of_q * y[i] + most[:, None] * z[i], -np.inf, most),
+            (w[i] - of_q * (y[i] + z[i]), -q, np.inf),
+        ]
     with _silenced():
         result = scipy.optimize.milp(
-            np.eye(total)[k - 1],
-            constraints=scipy.optimize.LinearConstraint(
-                scipy.sparse.csr_array(np.array(rows)), lower, upper
-            ),
+            u[k],
+            constraints=[scipy.optimize.LinearConstraint(*each) for each in limits],
             bounds=scipy.optimize.Bounds(0, 1),
             integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
             options={"mip_rel_gap": 0.0},
@@ -115,7 +91,7 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Silences the lines that HiGHS prints below the level of sys.stdout, whatever its options."""
+    """Discards what HiGHS prints to file descriptor 1, whatever its options."""
     sys.stdout.flush()
     saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -1,39 +1,37 @@
-r"""Optimal transport with membership cost, OTM-k, solved exactly for k i.i.d. drafts (SpecTr,
-section 5, problem (3)).
+r"""OTM-k: optimal transport with membership cost, solved exactly for k i.i.d. drafts.
 
-SpecTr solves OTM-k by a linear program of V^(k+1) variables (`otm_lp`). For i.i.d. drafts the
-optimum has a closed form: if every draft falls in a set H, only tokens of H can be accepted, and
-they absorb at most q(H); so the rejection probability is at least p(H)^k - q(H) for each H, and by
-max-flow min-cut the largest of these is attained,
+SpecTr solves OTM-k (section 5, problem (3)) by a linear program of V^(k+1) variables (`otm_lp`).
+For i.i.d. drafts the optimum has a closed form. If every draft is in a set H, only tokens of H can
+be accepted, and they absorb at most q(H). So the rejection probability is at least p(H)^k - q(H)
+for each H. By max-flow min-cut the largest of these bounds is attained:
 
 $$\alpha_k(p, q) = 1 - D, \qquad D = \max\left(0, \ \max_j \left[P_j^k - Q_j\right]\right),$$
 
-with tokens sorted by r = q / p ascending and P, Q the prefix sums of p and q in that order (the
-optimum: also Hu et al., 2025, arXiv 2502.18779; other plans that attain it: Thomas and Pal, 2025,
-arXiv 2511.15898). The plan:
+with tokens sorted by r = q / p ascending, and P, Q the prefix sums of p and q in that order. Hu et
+al. (2025, arXiv 2502.18779) also give this optimum, and Thomas and Pal (2025, arXiv 2511.15898)
+give other plans that attain it. The plan:
 
-1. The winner among the drafts has distribution g = p rho, rho = clip(r, low, high). With j the
-   maximiser of D, low is set for the first of these equations and high for the second, and the
-   third follows:
+1. The winner among the drafts has distribution g = p rho with rho = clip(r, low, high). Let j be
+   the maximiser in D. The first equation determines low, the second high, and the third follows:
    $$\sum_{i \le j} g_i = P_j^k, \qquad \sum_{i > j} g_i = 1 - P_j^k, \qquad \sum_i \min(g_i, q_i) =
    \alpha_k.$$
-2. The tokens are cells of a priority, ascending in r. If each draft kept its own cell and the
-   highest cell won, cell c would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p phi.
-   Its prefix sums are >= 0, so cells of surplus (h > 0) are matched with later cells of deficit,
-   first in first out by mass. A draft draws its partner cell uniformly by mass in its own stretch
-   of the matching, and moves there with probability (rho - phi) / (phi_partner - phi), which is <=
-   1 because rho ascends. Partners exchange equal masses, so a draft's cell is still distributed as
-   p, but token j now wins with mass g_j.
-3. The draft in the highest cell wins, ties broken uniformly, and the winner y goes through
-   Algorithm 1 as a single draft with distribution g: accepted with probability min(1, q(y) / g(y)),
-   else a draw from (q - g)+.
+2. Tokens of equal r form a cell, and cells ascend in r. If each draft kept its cell and the highest
+   cell won, cell c would win with mass p_c phi_c = P_c^k - P_{c-1}^k. Let h = g - p phi. Its prefix
+   sums are >= 0, so cells of surplus (h > 0) are matched with later cells of deficit, first in
+   first out by mass. A draft draws a partner cell uniformly by mass from its cell's part of the
+   matching, and moves there with probability (rho - phi) / (phi_partner - phi), which is <= 1
+   because rho ascends. Partners exchange equal masses, so the cell of a draft still has
+   distribution p, but cell c now wins with mass g_c.
+3. The draft in the highest cell wins; ties are broken uniformly. The winner y goes through
+   Algorithm 1 as a single draft with distribution g: it is accepted with probability
+   min(1, q(y) / g(y)); otherwise the token is drawn from (q - g)+.
 
-With one draft g = p, and this is Algorithm 1. `pmf` and `acceptance` sort; so does `select` for
-small vocabularies. For large ones it sorts nothing: tokens whose ratios agree to six bits share a
-cell, O(V + cells). It is just as exact, since tokens of a cell may move with different
-probabilities; only in the few cells in which rho meets low, high or phi must they share one rho,
-which costs 1e-6 of the acceptance (mean over 72 cases with V = 1,024 and 8,192; at most 3e-5; 1e-3
-was seen where q is within 1 % of p everywhere).
+For one draft g = p, and the plan is Algorithm 1. `pmf` and `acceptance` sort the tokens, and so
+does `select` for small vocabularies. For large ones `select` sorts nothing: tokens whose ratios
+agree to six bits share a cell, in O(V + cells). The plan stays exact, because the tokens of a cell
+may move with different probabilities. Only where rho meets low, high or phi inside a cell, its
+tokens share one rho. This lowers the acceptance by 1e-6 on average over 72 cases with V = 1,024 and
+8,192, and by at most 3e-5; by 1e-3 in a case with q within 1 % of p everywhere.
 """
 
 import functools
@@ -46,26 +44,26 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.transport.base import Choice, product
-from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, IntScalar, Number, Probs, Valid
+from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, Number, Probs, Valid
 from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_pmf
 
 SORTED = 256
-"""Vocabularies up to this size are sorted, and each token is a cell."""
+"""Largest vocabulary that `select` sorts. Tokens of exactly equal ratio then share a cell."""
 BITS, OCTAVES = 6, 16
-"""Otherwise a cell is 2^-6 of an octave of the ratio, and the lowest and the highest reach to 0 and
-infinity."""
+"""For larger vocabularies an octave of the ratio has 2^BITS cells. The lowest cell extends to 0,
+and the highest to infinity."""
 MOST = 64
-"""Drafts that `acceptance` is made for under jit."""
+"""Largest number of drafts in `acceptance` under jit."""
 
 
 class Cells(NamedTuple):
     """Tokens grouped by their ratio r = q / p, ascending.
 
     Attributes:
-      p: [C] mass of each cell.
-      q: [C]
-      bottom: [C] the least ratio that a token of the cell can have.
-      top: [C] the largest.
+      p: [C] mass of p in each cell.
+      q: [C] mass of q.
+      bottom: [C] smallest possible ratio of a token of the cell.
+      top: [C] largest possible ratio.
       of_token: [V] int, the cell of each token.
     """
 
@@ -80,11 +78,11 @@ class WinnerPmf(NamedTuple):
     """The distribution of the winning draft, by cell, and its parameters.
 
     Attributes:
-      rho: [C] the winner's distribution over p.
-      phi: [C] the same if no draft moved.
-      low: [] least rho.
-      high: [] largest rho.
-      rejection: [] D, the least rejection probability.
+      rho: [C] the winner's distribution divided by p.
+      phi: [C] the same if no draft moves.
+      low: [] lower limit of rho.
+      high: [] upper limit of rho.
+      rejection: [] D, the smallest rejection probability.
     """
 
     rho: Float[AnyArray, " cells"]
@@ -98,7 +96,7 @@ class Matching(NamedTuple):
     """Which cells exchange drafts.
 
     Attributes:
-      surplus: [C] what a cell wins beyond its share; negative for a deficit.
+      surplus: [C] h = g - p phi; negative for a deficit.
       sums: [2, C] prefix sums of the surpluses and of the deficits.
       phi: [C] as in `WinnerPmf`.
     """
@@ -109,16 +107,19 @@ class Matching(NamedTuple):
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     return select_winner(win, key, p, q, drafts, valid)
 
 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
     """Returns the winner, by steps 1 to 3; see `Plan.win`."""
     cells = cells_of(p, q, len(drafts))
-    pmf = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
-    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, pmf))
-    return Winner(winning_draft(key, p, drafts, valid, cells, pmf, rho), p * rho)
+    winner = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
+    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, winner))
+    level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
+    final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
+    final = jnp.where(valid, final, -1)
+    return Winner(jnp.argmax(jnp.where(final == jnp.max(final), tie, -1)), p * rho)
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
@@ -131,21 +132,20 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 def acceptance(
     p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number
 ) -> Float[AnyArray, ""]:
-    """Returns alpha_k = 1 - D, the largest acceptance of all plans; see `Plan.acceptance`.
+    """Returns alpha_k = 1 - D, the largest acceptance of any plan; see `Plan.acceptance`.
 
-    Written once, for float64 NumPy and for JAX: there in float32, jittable, for a traced k of at
-    most `MOST`, and a little rounded by cells at large V.
+    NumPy arrays give the exact value in float64. JAX arrays give float32 under jit, for a traced k
+    of at most `MOST`; for large V the cells round it slightly.
     """
     cells = cells_of(p, q, MOST) if isinstance(p, jax.Array) else exact_cells(p, q)
     alpha = 1 - winner_pmf(cells.p, cells.q, k).rejection
-    return alpha * (alpha > 0)  # Rounding may leave a little less than 0.
+    return alpha * (alpha > 0)  # Rounding can make it slightly negative.
 
 
 def winner_pmf(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Number) -> WinnerPmf:
-    """Returns step 1 of the plan, for the masses p [C] and q [C] of cells in ascending order of q /
-    p, and k >= 1 drafts.
+    """Returns the winner's distribution (step 1) for a real k >= 1, in NumPy or JAX.
 
-    Written once, for float64 NumPy and for JAX.
+    p [C] and q [C] are the masses of the cells, in ascending order of q / p.
     """
     xp = p.__array_namespace__()
     head_p = xp.minimum(cumulative(xp, p), 1)  # Above 1 a large power overflows.
@@ -153,9 +153,8 @@ def winner_pmf(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Nu
     drawn = p > 0
     rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
     share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
-    log_rest = xp.log1p(
-        -xp.where(share < 1, share, 0)
-    )  # No neighbouring powers are subtracted: that loses what is small.
+    # The difference of neighbouring powers as a product: a subtraction would lose small masses.
+    log_rest = xp.log1p(-xp.where(share < 1, share, 0))
     phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
     return WinnerPmf(rho, xp.where(drawn, phi, 0), low, high, rejection)
 
@@ -167,33 +166,33 @@ def _levels(
     head_p: Float[AnyArray, " cells"],
     k: Number,
 ) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""], Float[AnyArray, ""]]:
-    """Returns the levels between which rho is clipped, and the least rejection probability D.
+    """Returns low and high, the limits of rho, and D.
 
-    Sums of the head and of the tail are kept apart, since a difference of one from 1 loses what is
-    small.
+    The sums of the tail are computed separately: as 1 minus the sums of the head they would lose
+    small masses.
     """
     head_q = cumulative(xp, q)
     tail_p, tail_q = (xp.maximum(cumulative(xp, x[::-1])[::-1] - x, 0) for x in (p, q))
-    excess = xp.where(
-        head_p < 0.5, head_p**k - head_q, xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q
-    )
+    by_tail = xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q
+    excess = xp.where(head_p < 0.5, head_p**k - head_q, by_tail)
     at, index = xp.argmax(excess), xp.arange(len(p))
     rejection = xp.maximum(excess[at], 0)
     in_head = (index <= at) & (head_p > 0) & (rejection > 0)
     in_tail = (index >= at) & (tail_p > 0) & (rejection > 0)
-    # Each level is where its clipped sum is right; as a function of the number of clipped cells it
-    # is extreme there.
+    # At the right number of clipped cells, `low` is smallest and `high` largest.
     low = xp.min(xp.where(in_head, (rejection + head_q) / xp.where(in_head, head_p, 1), xp.inf))
     high = xp.max(xp.where(in_tail, (tail_q - rejection) / xp.where(in_tail, tail_p, 1), -xp.inf))
-    # Nothing to clip: no ratio that counts exceeds k. And low <= 1 <= high <= k, which a tail of
-    # rounding errors may break.
+    # Without rejection nothing is clipped, since no ratio exceeds k. Rounding errors in the tail
+    # could break low <= 1 <= high <= k.
     low = xp.where(rejection > 0, xp.minimum(low, 1), 0)
     return low, xp.clip(xp.where(xp.any(in_tail), high, k), 1, k), rejection
 
 
 def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
-    """Returns rho [C] of the cells whose tokens share it; -1 for a cell on one side of low, high
-    and phi."""
+    """Returns rho [C] of cells whose tokens share it, and -1 for cells whose tokens have their own.
+
+    Tokens have their own rho if all ratios of the cell are on one side of low, high and phi.
+    """
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
     return jnp.where(own, -1, winner.rho)
@@ -202,26 +201,9 @@ def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
 def token_ratios(
     p: Probs, q: Probs, of_token: Int[Array, " vocab"], shared: Float[Array, " cells"]
 ) -> Probs:
-    """Returns rho [V] of each token: its cell's `shared` ratio, or its own."""
+    """Returns rho [V] of each token: the `shared` rho of its cell, or its own ratio q / p."""
     of_cell = shared[of_token]
     return jnp.where(of_cell < 0, q / jnp.where(p > 0, p, 1), of_cell)
-
-
-def winning_draft(
-    key: PRNGKeyArray,
-    p: Probs,
-    drafts: Drafts,
-    valid: Valid,
-    cells: Cells,
-    winner: WinnerPmf,
-    rho: Probs,
-) -> IntScalar:
-    """Returns the index of the winning draft, whose token is distributed as p * rho (steps 2 and
-    3); consumes `key`."""
-    level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
-    final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
-    final = jnp.where(valid, final, -1)
-    return jnp.argmax(jnp.where(final == jnp.max(final), tie, -1))
 
 
 def matched(cells: Cells, winner: WinnerPmf) -> Matching:
@@ -238,24 +220,21 @@ def moved(
     level: Float[Array, "*#drafts"],
     move: float | Float[Array, "*#drafts"],
 ) -> Int[Array, "..."]:
-    """Returns the cell of a draft after step 2: that of its partner, or its `own`.
+    """Returns the cell of each draft after step 2: its partner's cell, or its `own`.
 
-    `level` and `move` are uniform. All may be arrays, which are broadcast.
+    `level` and `move` are uniform in [0, 1). Arrays are broadcast.
     """
     surplus = matching.surplus[own]
-    gives = surplus >= 0  # A surplus meets a deficit, and the other way round.
+    gives = surplus >= 0  # The partner of a surplus is a deficit, and vice versa.
     given, taken = matching.sums
     mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
-    # One comparison with all cells is one kernel on a GPU; a CPU has less to do in a binary search.
-    search = functools.partial(
-        jnp.searchsorted,
-        method="scan_unrolled" if jax.default_backend() == "cpu" else "compare_all",
-    )
+    # On a GPU a comparison with all cells is one kernel. On a CPU a binary search does less work.
+    method = "scan_unrolled" if jax.default_backend() == "cpu" else "compare_all"
+    search = functools.partial(jnp.searchsorted, method=method)
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
     rise = matching.phi.at[partner].get(mode="clip") - matching.phi[own]
-    exchanges = (partner < len(matching.phi)) & (
-        rise != 0
-    )  # Rounding may leave a surplus without a partner.
+    # Rounding can leave a surplus without a partner.
+    exchanges = (partner < len(matching.phi)) & (rise != 0)
     toward = (rho - matching.phi[own]) / jnp.where(exchanges, rise, 1)
     return jnp.where(exchanges & (move < toward), partner, own)
 
@@ -266,7 +245,7 @@ def cells_of(p: Probs, q: Probs, most: int) -> Cells:
 
 
 def _sorted_cells(p: Probs, q: Probs) -> Cells:
-    """Returns a cell for each ratio; the cells after the last one are empty."""
+    """Returns V cells, one for each distinct ratio; the remaining cells are empty."""
     ratio = jnp.where(p > 0, q / p, jnp.inf)
     order = jnp.argsort(ratio)
     ascending = ratio[order]
@@ -278,15 +257,16 @@ def _sorted_cells(p: Probs, q: Probs) -> Cells:
 
 
 def _ratio_cells(p: Probs, q: Probs, most: int) -> Cells:
-    """Returns cells by the leading bits of the ratio, which order as ratios do. Ratios above `most`
-    are clipped anyway."""
+    """Returns cells by the leading bits of the ratio, whose integers ascend as the ratios do.
+
+    The highest cell has the ratios above `most`, which are clipped anyway.
+    """
     highest = jnp.float32(1 << (most - 1).bit_length())
     first = _bits(highest) - (OCTAVES << BITS)
     count = (OCTAVES << BITS) + 1
     of_token = jnp.clip(_bits(jnp.where(p > 0, q / p, jnp.inf)) - first, 0, count - 1)
-    edges = jax.lax.bitcast_convert_type(
-        (jnp.arange(1, count, dtype=jnp.int32) + first) << (23 - BITS), jnp.float32
-    )
+    leading = jnp.arange(1, count, dtype=jnp.int32) + first
+    edges = jax.lax.bitcast_convert_type(leading << (23 - BITS), jnp.float32)
     mass_p, mass_q = _masses(p, q, of_token, count)
     bottom, top = jnp.pad(edges, (1, 0)), jnp.pad(edges, (0, 1), constant_values=jnp.inf)
     return Cells(mass_p, mass_q, bottom, top, of_token)
@@ -299,24 +279,21 @@ def _bits(ratio: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 def _masses(
     p: Probs, q: Probs, of_token: Int[Array, " vocab"], count: int
 ) -> Float[Array, "2 {count}"]:
-    """Returns the masses [2, count] of the cells.
+    """Returns the masses [2, count] of p and q in each cell.
 
-    Adding more than a thousand equal masses one by one loses precision in float32. So they are
-    added in parts, and scaled to the right sum.
+    Adding more than a thousand equal masses one by one loses precision in float32. So the masses
+    are added in parts of 1,024 tokens, and scaled to the sums of p and q.
     """
     parts = -(-len(p) // 1024)
     part = jnp.arange(len(p), dtype=jnp.int32) % parts
-    sums = (
-        jnp.zeros((2, parts, count), p.dtype)
-        .at[:, part, of_token]
-        .add(jnp.stack([p, q]), mode="promise_in_bounds")
-    )
-    masses = jnp.sum(sums, axis=1)
+    sums = jnp.zeros((2, parts, count), p.dtype).at[:, part, of_token]
+    masses = jnp.sum(sums.add(jnp.stack([p, q]), mode="promise_in_bounds"), axis=1)
     total = jnp.sum(masses, axis=1, keepdims=True)
     return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
 
 
 def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:
+    """Returns a cell for each distinct ratio, in float64."""
     ratio = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
     levels, of_token = np.unique(ratio, return_inverse=True)
     return Cells(np.bincount(of_token, p), np.bincount(of_token, q), levels, levels, of_token)
@@ -325,15 +302,13 @@ def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:
 def _exact(
     p: ExactProbs, q: ExactProbs, k: int | float
 ) -> tuple[Cells, WinnerPmf, Float[np.ndarray, "cells cells"]]:
-    """Returns the cells, the winner's pmf, and the pmf [C, C] of a draft's cell after its move, by
-    its own cell."""
+    """Returns the cells, the winner's pmf, and the pmf [C, C] of a draft's new cell by its old."""
     cells = exact_cells(p, q)
     winner = winner_pmf(cells.p, cells.q, k)
     surplus = cells.p * (winner.rho - winner.phi)
-    given, taken = np.cumsum(np.maximum(surplus, 0)), np.cumsum(np.maximum(-surplus, 0))
-    before = np.maximum(
-        given[:, None] - np.maximum(surplus, 0)[:, None], taken - np.maximum(-surplus, 0)
-    )
+    gives, takes = np.maximum(surplus, 0), np.maximum(-surplus, 0)
+    given, taken = np.cumsum(gives), np.cumsum(takes)
+    before = np.maximum((given - gives)[:, None], taken - takes)
     matched = np.maximum(np.minimum(given[:, None], taken) - before, 0)
     matched[:, surplus >= 0] = matched[surplus <= 0] = 0
     rise = winner.phi - winner.phi[:, None]
@@ -344,8 +319,10 @@ def _exact(
 
 
 def cumulative(xp: ModuleType, x: Float[AnyArray, "*rows n"]) -> Float[AnyArray, "*rows n"]:
-    """Returns the cumulative sum along the last axis; JAX takes two stages for long rows, since its
-    scans are slow."""
+    """Returns the cumulative sum along the last axis.
+
+    JAX sums long rows in two stages, because its scans are slow.
+    """
     width, n = 64, x.shape[-1]
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)

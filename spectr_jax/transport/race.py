@@ -1,19 +1,18 @@
-r"""Exponential race speculative decoding (ERSD; Kobus and Gunduz, 2025, section 3, Algorithms 2 and
-5).
+r"""Exponential races (ERSD; Kobus and Gunduz, 2025, section 3, Algorithms 2 and 5).
 
-Each token i has a clock e_i ~ Exp(1). In the race of a distribution p it arrives at e_i / p_i, and
-the first arrival is a draw from p. The drafts are the first k arrivals of the race of p; the token
-is the first arrival of the race of q *with the same clocks*,
+Each token i has a clock e_i ~ Exp(1). In the race of a distribution p the token arrives at time
+e_i / p_i, and the first arrival is a draw from p. The drafts are the first k arrivals of the race
+of p. The token is the first arrival of the race of q *with the same clocks*:
 
-$$x_1 = \arg\min_i \frac{e_i}{p_i}, \qquad y = \arg\min_i \frac{e_i}{q_i},$$
+$$x_1 = \arg\min_i \frac{e_i}{p_i}, \qquad y = \arg\min_i \frac{e_i}{q_i}.$$
 
-so it is a draw from q that does not depend on p, and is often one of the drafts (Gumbel-max with
-common random numbers; Poisson functional representation). Nothing is drawn again after a rejection.
+So the token is a draw from q that does not depend on p, and it is often one of the drafts
+(Gumbel-max with common random numbers; Poisson functional representation). A rejection needs no
+second draw. `select` must be given the key with which `arrivals` drew the drafts.
 
-The key is the noise: `select` must be given the key that `arrivals` drew the drafts with. The exact
-pmf follows from the clocks given the token: if y wins the race of q at time u, token i starts at
-r_i u, r = q / p, and then arrives in the race of p at rate p_i, while y arrives at r_y u; and u is
-Exp(1).
+The exact pmf follows from the clocks given the token. Let y win the race of q at time u ~ Exp(1).
+In the race of p, y arrives at r_y u with r = q / p, and every other token i arrives at rate p_i
+from time r_i u on.
 """
 
 import jax
@@ -28,77 +27,66 @@ from spectr_jax.utils.errors import UserError
 
 DRAFTS = "race"
 LARGEST = 1_000
-"""The largest vocabulary that `acceptance` takes: it needs V^2 k steps at each point of a
-quadrature."""
+"""The largest vocabulary of `acceptance`, which takes V^2 k steps per quadrature point."""
+
 _X = np.linspace(-4.2, 4.6, 177)
 TIMES = np.exp(_X - np.exp(-_X))
 WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)
-"""Double exponential quadrature of functions of u ~ Exp(1), to 1e-12 for sums of exponentials."""
+"""Double exponential quadrature over u ~ Exp(1), with error 1e-12 for sums of exponentials."""
 
 
 def scores(key: PRNGKeyArray, pmf: Probs) -> Probs:
-    """Returns [V] minus the logarithms of arrival times in the race of `pmf`, -inf for never; a key
-    fixes the clocks."""
-    # Rare tokens win by tiny clocks. The usual uniforms step by 2^-24, too coarse for tokens below
-    # 1e-7, which can hold 1e-3 of the mass.
+    """Returns minus the logarithms of the arrival times [V] in the race of `pmf`.
+
+    Tokens that never arrive have -inf. `key` determines the clocks.
+    """
+    # Rare tokens win by tiny clocks. Default uniforms are multiples of 2^-24, too coarse for tokens
+    # below 1e-7, which can hold 1e-3 of the mass.
     return jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf)
 
 
 def arrivals(key: PRNGKeyArray, p: Probs, count: int) -> Int[Array, " {count}"]:
-    """Returns the first `count` tokens in the race of p [V], in order; `key` is the one that
-    `select` is given."""
+    """Returns the first `count` tokens in the race of p [V]; `select` must get the same `key`."""
     return jax.lax.top_k(scores(key, p), count)[1].astype(jnp.int32)
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. `key` is the one that drew the drafts."""
+    """Chooses a token; see `Plan.select`. `key` must be the key that drew the drafts."""
     token = jnp.argmax(scores(key, q)).astype(jnp.int32)
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`. `drafts` are in order of
-    arrival."""
-    order = np.array(drafts)
-    result: ExactProbs = (
-        q * (_drafts_given_winner(p, q, order) @ WEIGHTS) / probability_in_order(p, drafts)
-    )
+    """Returns the exact distribution of the token; see `Plan.pmf`. `drafts` are in race order."""
+    given_token = _drafts_given_winner(p, q, np.array(drafts)) @ WEIGHTS
+    result: ExactProbs = q * given_token / probability_in_order(p, drafts)
     return result
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance, by `index_pmf`; see `Plan.acceptance`.
-
-    Raises:
-      UserError: V is too large for it.
-    """
+    """Returns the exact acceptance; see `Plan.acceptance`."""
     return float(index_pmf(p, q, k).sum())
 
 
 def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]:
-    """Returns R [k], the probability that the token is the first, second, ..., k-th draft (ERSD,
-    eq. (3)), in float64.
+    """Returns R [k], the probability that the token is the i-th draft (ERSD, eq. (3)), in float64.
 
-    Given the clock of the winner, the other tokens are ahead of it in the race of p independently
-    of each other; the number of those is Poisson-binomial.
+    Given the winner's clock, each other token is ahead of it in the race of p independently, so the
+    number of tokens ahead is Poisson-binomial.
 
     Raises:
       UserError: V is too large.
     """
     if len(p) > LARGEST:
-        raise UserError(
-            f"V={len(p)} tokens are more than {LARGEST:,}; measure the acceptance with `select`, "
-            "or lower V"
-        )
+        raise UserError(f"V={len(p)}: is more than {LARGEST:,}; measure with `select`, or lower V")
     result = np.zeros(k)
     for x in np.flatnonzero((p > 0) & (q > 0)):
-        # Clocks in units of that of x, which is Exp(1): the others lose against x under q; under p,
-        # they do or not.
+        # In units in which the clock of x is Exp(1). All others lose to x under q; under p a token
+        # may be behind or ahead of x.
         by_p, by_q = (np.delete(pmf / pmf[x], x) for pmf in (p, q))
         behind = np.exp(-TIMES * np.maximum(by_p, by_q)[:, None])
-        ahead = np.exp(-TIMES * by_q[:, None]) * -np.expm1(
-            -TIMES * np.maximum(by_p - by_q, 0)[:, None]
-        )
+        wins = -np.expm1(-TIMES * np.maximum(by_p - by_q, 0)[:, None])
+        ahead = np.exp(-TIMES * by_q[:, None]) * wins
         counts = np.zeros((k, len(TIMES)))
         counts[0] = 1
         for this_behind, this_ahead in zip(behind, ahead, strict=True):
@@ -111,8 +99,7 @@ def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]
 def _drafts_given_winner(
     p: ExactProbs, q: ExactProbs, order: Int[np.ndarray, " k"]
 ) -> Float[np.ndarray, "vocab times"]:
-    """Returns the probability [V, U] of these drafts in this order if token y wins the race of q at
-    each of the U TIMES."""
+    """Returns the probability [V, U] of the drafts in this order, given the winner and its time."""
     k, winners = len(order), np.arange(len(p))
     starts = np.divide(q, p, out=np.full(len(p), np.inf), where=p > 0)
     place = np.array([order.tolist().index(y) if y in order else k for y in winners])
@@ -120,9 +107,8 @@ def _drafts_given_winner(
     state[:, :, 0] = 1
     times = np.unique(starts[np.isfinite(starts)])
     for begin, end in zip(times, np.append(times[1:], np.inf), strict=True):
-        for y in winners[
-            starts == begin
-        ]:  # Its own arrival: it must be the next draft, or all must be there already.
+        # The arrival of y itself: y must be the next draft, unless all drafts have arrived.
+        for y in winners[starts == begin]:
             arrived = state[y, :, place[y]].copy()
             state[y] = 0
             state[y, :, min(place[y] + 1, k)] = arrived
@@ -137,18 +123,20 @@ def _advance(
     order: Int[np.ndarray, " k"],
     duration: float,
 ) -> Float[np.ndarray, "vocab times states"]:
-    """Drafts arrive in `order` at `rates` [V, V] for `duration`, in units of TIMES; any other
-    arrival is the end."""
+    """Returns the state after `duration`, in units of TIMES, of arrivals at `rates` [V, V].
+
+    State m means that the first m drafts of `order` have arrived and no other token has.
+    """
     k, step = len(order), rates[:, order]
-    # The rate at which any token arrives when m drafts have; nothing matters when all have.
+    # The rate of all arrivals in state m. After the last draft, arrivals no longer matter.
     leave = np.stack([np.delete(rates, order[:m], axis=1).sum(axis=1) for m in range(k)], axis=1)
     if duration == np.inf:
         later = np.divide(step, leave, out=np.zeros_like(step), where=leave > 0)
         for m in range(k):
             state[:, :, m + 1] += state[:, :, m] * later[:, m, None]
         return state
-    # The exponential of the generator: a series on halved times, squared again. All entries are
-    # positive, so that only the diagonal could lose its digits by squaring, and that is known.
+    # The matrix exponential of the generator: a series for a halved time, squared repeatedly. All
+    # entries are positive. Squaring could only make the diagonal inexact, and that is known.
     fastest = max(float(leave.max()), 1e-300)
     halvings = max(0, int(np.ceil(np.log2(fastest * duration * TIMES[-1]))))
     time = fastest * duration * TIMES[:, None, None] / 2**halvings
@@ -157,17 +145,12 @@ def _advance(
     jumps[:, :, range(k), range(k)] = (1 - leave / fastest)[:, None]
     jumps[:, :, range(k), range(1, k + 1)] = (step / fastest)[:, None]
     jumps[:, :, k, k] = 1
-    power, term, transition = (
-        np.broadcast_to(np.eye(k + 1), jumps.shape),
-        np.exp(-time),
-        np.zeros(1),
-    )
+    power, term, transition = np.eye(k + 1), np.exp(-time), np.zeros(1)
     for n in range(1, 20):
         transition = transition + term * power
         power, term = power @ jumps, term * time / n
     for doubled in range(halvings):
         transition = transition @ transition
-        transition[:, :, range(k + 1), range(k + 1)] = np.exp(
-            -stays * time[:, :, 0] * 2.0 ** (doubled + 1)
-        )
+        diagonal = np.exp(-stays * time[:, :, 0] * 2.0 ** (doubled + 1))
+        transition[:, :, range(k + 1), range(k + 1)] = diagonal
     return (state[:, :, None] @ transition)[:, :, 0]

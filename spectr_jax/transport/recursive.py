@@ -1,8 +1,8 @@
 r"""Recursive rejection of i.i.d. drafts (SpecInfer's multi-step verification, Miao et al., 2023).
 
-The first draft goes through Algorithm 1; if it is rejected, so does the next, with the residual
-distribution in place of q, and so on. With $q_1 = q$ and N for normalising, draft i is accepted
-with probability
+The first draft goes through Algorithm 1. If it is rejected, the next draft does, with the residual
+distribution instead of q, and so on. Let $q_1 = q$, and let N normalise. Draft i is accepted with
+probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p(x_i)}\right), \qquad q_{i+1} = N (q_i - p)_+.$$
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.base import Choice, draw, exact_residual, or_else
 from spectr_jax.transport.types import (
     BoolScalar,
     Drafts,
@@ -27,7 +27,7 @@ from spectr_jax.transport.types import (
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
+    """Chooses a token; see `Plan.select`."""
     return reject_in_turn(key, p, q, drafts, valid, lambda p, draft: p)
 
 
@@ -37,12 +37,14 @@ def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`. A rejected draft has no residual to be
-    hit by."""
+    """Returns the exact acceptance; see `Plan.acceptance`.
+
+    The residual never equals a rejected draft, because it is 0 at that token.
+    """
     none, left = 1.0, q
     for _ in range(k):
         none *= 1 - np.minimum(p, left).sum()
-        left = residual(p, left)
+        left = exact_residual(p, left)
     return 1 - none
 
 
@@ -54,8 +56,10 @@ def reject_in_turn(
     valid: Valid,
     next_pmf: Callable[[Probs, IntScalar], Probs],
 ) -> Choice:
-    """Runs recursive rejection, where `next_pmf(p, draft)` is proportional to the distribution of
-    the next draft; consumes `key`."""
+    """Chooses a token by recursive rejection; consumes `key`.
+
+    `next_pmf(p, draft)` is proportional to the distribution of the draft after `draft`.
+    """
     accept_key, residual_key = jax.random.split(key)
 
     def attempt(
@@ -63,8 +67,7 @@ def reject_in_turn(
     ) -> tuple[tuple[Probs, Probs, IntScalar], None]:
         pmf, left, chosen = carry
         draft, usable, uniform = this
-        # Normalised first: a product of what little is left and of another mass may be 0 in
-        # float32.
+        # Normalised first: in float32 a product with a small mass may be 0.
         given, wanted = pmf / jnp.sum(pmf), left / jnp.sum(left)
         accepted = usable & (uniform * given[draft] < wanted[draft])
         rest = or_else(jnp.maximum(wanted - given, 0), left)
@@ -86,18 +89,11 @@ def pmf_in_turn(
     drafts: Sequence[int],
     next_pmf: Callable[[ExactProbs, int], ExactProbs],
 ) -> ExactProbs:
-    """Returns the distribution [V] of recursive rejection given the drafts, in float64;
-    `next_pmf(p, draft)` is a pmf."""
+    """Returns the distribution [V] of recursive rejection given the drafts, in float64."""
     result, none_before, left = np.zeros(len(p)), 1.0, q
     for draft in drafts:
         accept = min(1.0, left[draft] / p[draft])
         result[draft] += none_before * accept
         none_before *= 1 - accept
-        left, p = residual(p, left), next_pmf(p, draft)
+        left, p = exact_residual(p, left), next_pmf(p, draft)
     return result + none_before * left
-
-
-def residual(p: ExactProbs, q: ExactProbs) -> ExactProbs:
-    """Returns (q - p)+ [V], normalised, in float64; q itself if nothing is left."""
-    rest = np.maximum(q - p, 0)
-    return rest / rest.sum() if rest.sum() > 0 else q

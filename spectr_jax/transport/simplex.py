@@ -1,9 +1,7 @@
-"""A dense simplex method for tiny linear programs, inside jit and vmap: what SpecTr++ solves at
-each node.
+"""A dense simplex method for tiny linear programs under jit and vmap, which SpecTr++ needs.
 
-JAX has no linear programming, and a host call a node would cost more than the program. For a few
-variables and a few dozen constraints a tableau of floats and one rank-one update a pivot is all
-there is to do.
+JAX has no linear programming, and one host call per node would take longer than the program. For a
+few variables and a few dozen constraints, a pivot is one rank-one update of a dense tableau.
 """
 
 from typing import Any, TypeAlias
@@ -15,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
 PIVOTS = 100
-"""At most; programs with 16 variables take about 10 to 30."""
+"""The most pivots. Programs with 16 variables take about 10 to 30."""
 
 _Carry: TypeAlias = tuple[
     Float[Array, "rows columns"], Int[Array, " m"], Int[Array, " n"], IntScalar
@@ -23,7 +21,7 @@ _Carry: TypeAlias = tuple[
 
 
 def tolerance(dtype: Any) -> float:
-    """Returns what counts as 0: 1e-11 in float64, 1e-5 in float32."""
+    """Returns the tolerance below which numbers count as 0: 1e-11 in float64, 1e-5 in float32."""
     small: float = float(jnp.finfo(dtype).eps) ** 0.7
     return small
 
@@ -33,20 +31,15 @@ def maximise(
 ) -> Float[Array, " n"]:
     """Returns the x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
-    Dantzig's rule from the feasible x = 0. Every step stays feasible, up to rounding, also when the
-    limit on steps ends it early. On ill-conditioned programs in float32 rounding may be large:
-    callers that need a feasible x check it.
-
-    Args:
-      gain: [n]
-      rows: [m, n]
-      bounds: [m], at least 0.
+    Starts at x = 0, which is feasible because `bounds` are at least 0, and follows Dantzig's rule.
+    Up to rounding x stays feasible, also if the limit on pivots ends the search. In float32 the
+    rounding is large for ill-conditioned programs: callers that need a feasible x must check it.
     """
     m, n = rows.shape
-    # Dictionary form: each row a basic variable in terms of the others; the last row is the gain,
-    # the last column values.
+    # Each row has a basic variable in terms of the others. The last row is the gain, and the last
+    # column has the values.
     table = jnp.block([[rows, bounds[:, None]], [-gain[None, :], jnp.zeros((1, 1), rows.dtype)]])
-    small = tolerance(rows.dtype)  # A pivot on less would be one on rounding errors.
+    small = tolerance(rows.dtype)  # Smaller pivots are rounding errors.
 
     def improvable(carry: _Carry) -> BoolScalar:
         table, _, _, steps = carry
@@ -56,25 +49,22 @@ def maximise(
         table, basic, free, steps = carry
         column = jnp.argmin(table[-1, :-1])
         slopes = table[:-1, column]
-        ratios = jnp.where(
-            slopes > small,
-            jnp.maximum(table[:-1, -1], 0) / jnp.where(slopes > small, slopes, 1),
-            jnp.inf,
-        )
+        limits = jnp.maximum(table[:-1, -1], 0) / jnp.where(slopes > small, slopes, 1)
+        ratios = jnp.where(slopes > small, limits, jnp.inf)
         row = jnp.argmin(ratios)
         bounded = jnp.isfinite(ratios[row])
         at = table[row, column]
         scaled = table[row] / at
-        updated = (
-            (table - jnp.outer(table[:, column], scaled)).at[:, column].set(-table[:, column] / at)
-        )
+        updated = table - jnp.outer(table[:, column], scaled)
+        updated = updated.at[:, column].set(-table[:, column] / at)
         updated = updated.at[row].set(scaled).at[row, column].set(1 / at)
         swapped = basic.at[row].set(free[column]), free.at[column].set(basic[row])
+        # Without a bound in this direction the search stops at the current x.
         return (
             jnp.where(bounded, updated, table),
             jnp.where(bounded, swapped[0], basic),
             jnp.where(bounded, swapped[1], free),
-            jnp.where(bounded, steps + 1, PIVOTS),  # No bound in that direction: stop where we are.
+            jnp.where(bounded, steps + 1, PIVOTS),
         )
 
     start = table, n + jnp.arange(m), jnp.arange(n), jnp.int32(0)

@@ -1,35 +1,36 @@
-r"""SpecTr++ (Ahn et al., 2023): a sequential plan with a constant and a subset of its own for each
-draft (Definition 4).
+r"""SpecTr++: a sequential plan with a constant and a subset for each draft (Ahn et al., 2023).
 
-Drafts are tried in turn. Draft i is accepted with a probability a_i that is 1 outside its subset
-Omega_i = {p > tau_i q}:
+Drafts are tried in turn (Definition 4). Draft i is accepted with a probability a_i, which is 1
+outside the subset Omega_i = {p > tau_i q}:
 
 $$a_i(x) = \alpha_i \frac{q(x)}{p(x)} \text{ for } x \in \Omega_i, \qquad a_i(x) = 1 \text{ for } x
 \notin \Omega_i.$$
 
-K-SEQ is the case of equal alpha = 1 / gamma*. From its subsets, Algorithm 2 takes turns: the best
-alphas for the subsets by the linear program (LP_k), then smaller subsets, until nothing changes.
+K-SEQ is the case in which every alpha is 1 / gamma*. Algorithm 2 starts from its subsets and
+alternates: the linear program (LP_k) gives the best alphas for the subsets, and the alphas give
+smaller subsets, until nothing changes.
 
-Each subset is a threshold tau_i on s = p / q, so a token's constraint depends on s alone, and
-tightens with s as long as s passes no threshold: of the V constraints of (LP_k) at most k + 1
-count, those of the largest s below each threshold and of the tokens above all. The program then has
-k variables and about 3 k rows, and is solved inside jit (`simplex`). In y_i = alpha_i u_(i-1), with
-u_i = P(the first i drafts are rejected) linear in y, the last alphas are a feasible start.
+A subset is a threshold tau_i on s = p / q. So the constraint of a token depends on s alone, and it
+tightens with s between two thresholds. At most k + 1 of the V constraints of (LP_k) can bind: one
+for the largest s below each threshold, and one for the tokens above all thresholds. The program
+then has k variables and about 3 k rows, and `simplex` solves it inside jit. Its variables are
+y_i = alpha_i u_(i-1), in which u_i = P(the first i drafts are rejected) is linear; the previous
+alphas give a feasible start.
 
-`pmf` and `acceptance` run the same program in float64. `iopt` has the general form, a distribution
-for each draft, by HiGHS.
+`pmf` and `acceptance` run the same program in float64. `iopt` has the general form with a
+distribution for each draft.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.transport import iopt, simplex
-from spectr_jax.transport.base import Choice, draw, or_else, product
+from spectr_jax.transport.base import Choice, cached, draw, or_else, product
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 from spectr_jax.transport.types import (
     BoolScalar,
@@ -42,9 +43,9 @@ from spectr_jax.transport.types import (
 )
 
 ITERATIONS = 32
-"""The most iterations of Algorithm 2; it usually stops by itself after 2 to 6."""
+"""The most iterations of Algorithm 2, which usually stops after 2 to 6."""
 LARGEST_ALPHA = 1e3
-"""The largest alpha. The cap binds only where Omega_i holds less than a thousandth of q."""
+"""The largest alpha. This limit binds only if Omega_i has less than a thousandth of q."""
 
 
 class _Stages(NamedTuple):
@@ -52,35 +53,27 @@ class _Stages(NamedTuple):
     thresholds: Float[Array, " stages"]
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Returns the choice of a token; see `Plan.select`. Runs in the jitted sampler."""
-    return improved(key, p, q, drafts, valid, ITERATIONS)
+_Carry: TypeAlias = tuple[_Stages, BoolScalar, IntScalar]
 
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return improved_pmf(p, q, drafts, ITERATIONS)
-
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`."""
-    return improved_acceptance(p, q, k, ITERATIONS)
-
-
-def improved(
-    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, iterations: int
+def select(
+    key: PRNGKeyArray,
+    p: Probs,
+    q: Probs,
+    drafts: Drafts,
+    valid: Valid,
+    iterations: int = ITERATIONS,
 ) -> Choice:
-    """Runs Algorithm 1 after `iterations` of Algorithm 2; consumes `key`."""
+    """Chooses a token by Algorithm 1, after `iterations` of Algorithm 2; see `Plan.select`."""
     accept_key, residual_key = jax.random.split(key)
     k, most = jnp.sum(valid), len(drafts)
     alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, iterations)
-    # Padding may stand between drafts: a draft's stage is its rank among the valid ones.
+    # The stage of a draft is its rank among the valid drafts.
     stage = jnp.maximum(jnp.cumsum(valid) - 1, 0)
     uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    outside = p[drafts] <= thresholds[stage] * q[drafts]
-    passes = (
-        valid & (q[drafts] > 0) & (outside | (uniforms * p[drafts] < alphas[stage] * q[drafts]))
-    )
+    p_k, q_k = p[drafts], q[drafts]
+    accepted = (p_k <= thresholds[stage] * q_k) | (uniforms * p_k < alphas[stage] * q_k)
+    passes = valid & (q_k > 0) & accepted
 
     def accept(i: IntScalar, carry: tuple[Probs, FloatScalar]) -> tuple[Probs, FloatScalar]:
         left, reached = carry
@@ -93,29 +86,24 @@ def improved(
     return Choice(token, jnp.any(valid & (drafts == token)))
 
 
-def improved_pmf(
-    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int
+def pmf(
+    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int = ITERATIONS
 ) -> ExactProbs:
-    """Returns the distribution [V] of Algorithm 1's token given the drafts, in float64."""
-    return iopt.pmf(np.tile(p, (len(drafts), 1)), q, drafts, stages(p, q, len(drafts), iterations))
+    """Returns the exact distribution of the token; see `Plan.pmf`."""
+    return iopt.pmf(p, q, drafts, stages(p, q, len(drafts), iterations))
 
 
-def improved_acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> float:
-    """Returns the probability that Algorithm 1's token is among k i.i.d. drafts, in float64."""
-    return iopt.acceptance(np.tile(p, (k, 1)), q, stages(p, q, k, iterations))
+def acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int = ITERATIONS) -> float:
+    """Returns the exact acceptance; see `Plan.acceptance`."""
+    return iopt.acceptance(p, q, stages(p, q, k, iterations))
 
 
+@cached
 def stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stages:
     """Returns the plan that `select` uses, computed in float64 by the same code."""
-    return _stages(p.tobytes(), q.tobytes(), k, iterations)
-
-
-@functools.lru_cache(maxsize=64)  # `pmf` is asked for one pair of distributions and many drafts.
-def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Stages:
-    p, q = np.frombuffer(p_bytes), np.frombuffer(q_bytes)
     with jax.enable_x64(True):
         gamma = optimal_gamma_exact(p, q, k)
-        most = -(-k // 8) * 8  # One program for all k of up to 8.
+        most = -(-k // 8) * 8  # All k up to 8 share one program.
         solved = _jitted_iopt(jnp.asarray(p), jnp.asarray(q), gamma, k, most, iterations)
         alphas, thresholds = (np.asarray(x)[:k] for x in solved)
     return iopt.Stages(alphas, p > thresholds[:, None] * q)
@@ -124,27 +112,24 @@ def _stages(p_bytes: bytes, q_bytes: bytes, k: int, iterations: int) -> iopt.Sta
 def _iopt(
     p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar
 ) -> _Stages:
-    """Runs Algorithm 2 for a traced `k <= most`; stages from k on do nothing."""
+    """Runs Algorithm 2 for a traced k <= `most`; stages after the k-th have no effect."""
     tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), jnp.inf)
 
-    def unfinished(carry: tuple[_Stages, BoolScalar, IntScalar]) -> BoolScalar:
+    def sizes(thresholds: Float[Array, " stages"]) -> Int[Array, " stages"]:
+        return jnp.sum(ratio > thresholds[:, None], axis=1)
+
+    def unfinished(carry: _Carry) -> BoolScalar:
         return carry[1] & (carry[2] < iterations)
 
-    def improve(
-        carry: tuple[_Stages, BoolScalar, IntScalar],
-    ) -> tuple[_Stages, BoolScalar, IntScalar]:
+    def improve(carry: _Carry) -> _Carry:
         stages, _, done = carry
         alphas = _best_alphas(p, q, ratio, stages, active)
-        thresholds = jnp.where(
-            active, jnp.maximum(stages.thresholds, alphas * (1 + tolerance)), -jnp.inf
-        )
-        same = jnp.all(
-            jnp.sum(ratio > thresholds[:, None], axis=1)
-            == jnp.sum(ratio > stages.thresholds[:, None], axis=1)
-        )
-        # After the last program the subsets stay those that it was solved for.
+        raised = jnp.maximum(stages.thresholds, alphas * (1 + tolerance))
+        thresholds = jnp.where(active, raised, -jnp.inf)
+        same = jnp.all(sizes(thresholds) == sizes(stages.thresholds))
+        # The last alphas are the best for the subsets before the change, so these are kept.
         last = same | (done + 1 == iterations)
         return _Stages(alphas, jnp.where(last, stages.thresholds, thresholds)), ~same, done + 1
 
@@ -156,89 +141,48 @@ def _iopt(
 _jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
 
 
-class _Program(NamedTuple):
-    """The program (LP_k) in y_i = alpha_i u_(i-1): least `slope[-1] @ y` where `rows @ y <= bounds`
-    and y >= 0.
-
-    Attributes:
-      inside_p: [K] mass of p in each subset; 1 for a stage that is not used.
-      inside_q: [K] mass of q in each subset.
-      cap: [K] the largest alphas.
-      slope: [K + 1, K] u_i = constant_i + slope_i @ y for i = 0 .. K.
-      constant: [K + 1]
-      rows: [R, K]
-      bounds: [R]
-    """
-
-    inside_p: Float[Array, " stages"]
-    inside_q: Float[Array, " stages"]
-    cap: Float[Array, " stages"]
-    slope: Float[Array, "sums stages"]
-    constant: Float[Array, " sums"]
-    rows: Float[Array, "rows stages"]
-    bounds: Float[Array, " rows"]
-
-
-def _program(
+def _best_alphas(
     p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]
-) -> _Program:
-    """Returns (LP_k) for the subsets of `stages`."""
+) -> Float[Array, " stages"]:
+    """Returns the alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas.
+
+    Solves (LP_k) for y [K] >= 0: minimises u_K = slope[-1] @ y + constant[-1] under
+    `rows @ y <= bounds`.
+    """
     inside = ratio > stages.thresholds[:, None]
     inside_p = jnp.where(active, jnp.sum(jnp.where(inside, p, 0), axis=1), 1)
     inside_q = jnp.where(active, jnp.sum(jnp.where(inside, q, 0), axis=1), 0)
     cap = jnp.minimum(jnp.min(jnp.where(inside, ratio, jnp.inf), axis=1), LARGEST_ALPHA) * active
     nearest = jnp.max(jnp.where(inside | (q == 0), 0, ratio), axis=1)
 
+    # u_i = slope_i @ y + constant_i for i = 0 .. K, and the y of the given alphas.
     K = len(cap)
-    affine = [jnp.zeros(K + 1, p.dtype).at[K].set(1)]
-    for i in range(K):
+    affine, start, u = [jnp.zeros(K + 1, p.dtype).at[K].set(1)], [], jnp.ones((), p.dtype)
+    for i, alpha in enumerate(jnp.minimum(stages.alphas, cap)):
         affine.append((inside_p[i] * affine[i]).at[i].add(-inside_q[i]))
-    slope, constant = jnp.stack(affine)[:, :K], jnp.stack(affine)[:, K]
+        start.append(alpha * u)
+        u = jnp.maximum(inside_p[i] * u - inside_q[i] * start[i], 0)
+    slope, constant, y = jnp.stack(affine)[:, :K], jnp.stack(affine)[:, K], jnp.stack(start)
 
-    # Filled part of a token of the given ratio: y where it is inside, ratio * u_(i-1) where it is
-    # not.
+    # The filled part of a token: y_i if it is inside the subset, ratio * u_(i-1) if it is outside.
     out = (nearest[:, None] <= stages.thresholds) * nearest[:, None]
     fill = jnp.where(out > 0, 0, 1) + product(out, slope[:-1])
+    identity = jnp.eye(K, dtype=p.dtype)
+    rows = jnp.concatenate([identity - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)])
     above_all = jnp.any((ratio > jnp.max(stages.thresholds)) & (q > 0))
-    rows = jnp.concatenate(
-        [jnp.eye(K, dtype=p.dtype) - cap[:, None] * slope[:-1], fill, jnp.ones((1, K), p.dtype)]
-    )
-    sum_bound = jnp.where(above_all, 1, LARGEST_ALPHA)
-    bounds = jnp.concatenate(
-        [cap * constant[:-1], 1 - product(out, constant[:-1]), sum_bound[None]]
-    )
-    return _Program(inside_p, inside_q, cap, slope, constant, rows, bounds)
+    total = jnp.where(above_all, 1, LARGEST_ALPHA)[None]
+    bounds = jnp.concatenate([cap * constant[:-1], 1 - product(out, constant[:-1]), total])
 
-
-def _best_alphas(
-    p: Probs, q: Probs, ratio: Probs, stages: _Stages, active: Bool[Array, " stages"]
-) -> Float[Array, " stages"]:
-    """Returns the alphas [K] of (LP_k) for the subsets of `stages`, starting from its alphas."""
-    program = _program(p, q, ratio, stages, active)
-    rows, slope, identity = program.rows, program.slope, jnp.eye(len(program.cap), dtype=p.dtype)
-    start = _feasible(program, jnp.minimum(stages.alphas, program.cap))
-    room = jnp.maximum(program.bounds - product(rows, start), 0)
+    filled = product(rows, y)
     change = simplex.maximise(
         jnp.concatenate([-slope[-1], slope[-1]]),
         jnp.block([[rows, -rows], [-identity, identity]]),
-        jnp.concatenate([room, start]),
+        jnp.concatenate([jnp.maximum(bounds - filled, 0), y]),
     )
-    y = jnp.maximum(start + change[: len(start)] - change[len(start) :], 0)
-    # Rounding may lead the simplex astray: the start is feasible, and stays where the end is not,
-    # or is worse.
-    bounds = jnp.maximum(program.bounds, product(rows, start)) + simplex.tolerance(p.dtype)
-    improved = jnp.all(product(rows, y) <= bounds) & (
-        product(slope[-1], y) <= product(slope[-1], start)
-    )
-    y = jnp.where(improved, y, start)
-    u = (program.constant + product(slope, y))[:-1]
-    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), program.cap)
-
-
-def _feasible(program: _Program, alphas: Float[Array, " stages"]) -> Float[Array, " stages"]:
-    """Returns y [K] of given alphas."""
-    ys, u = [], jnp.ones((), alphas.dtype)
-    for alpha, inside_p, inside_q in zip(alphas, program.inside_p, program.inside_q, strict=True):
-        ys.append(alpha * u)
-        u = jnp.maximum(inside_p * u - inside_q * ys[-1], 0)
-    return jnp.stack(ys)
+    found = jnp.maximum(y + change[:K] - change[K:], 0)
+    # Rounding can make the result infeasible or worse; then the feasible start is kept.
+    limits = jnp.maximum(bounds, filled) + simplex.tolerance(p.dtype)
+    better = product(slope[-1], found) <= product(slope[-1], y)
+    y = jnp.where(jnp.all(product(rows, found) <= limits) & better, found, y)
+    u = (constant + product(slope, y))[:-1]
+    return jnp.minimum(jnp.where(u > 0, y / jnp.where(u > 0, u, 1), 0), cap)

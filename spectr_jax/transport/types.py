@@ -1,5 +1,4 @@
-"""The types of arrays: `Probs` and `Drafts` of JAX, concrete or traced, and `ExactProbs` of NumPy
-in float64."""
+"""Types of arrays: `Probs` and `Drafts` of JAX, and `ExactProbs` of NumPy in float64."""
 
 from typing import Any, TypeAlias
 
@@ -16,7 +15,7 @@ BoolScalar: TypeAlias = Bool[Array, ""]
 FloatScalar: TypeAlias = Float[Array, ""]
 IntScalar: TypeAlias = Int[Array, ""]
 Number: TypeAlias = int | float | IntScalar | FloatScalar
-"""Of Python or NumPy, or traced."""
+"""A number of Python or NumPy, or a traced one."""
 
 AnyArray: TypeAlias = Any
-"""An array of NumPy or of JAX, in code that is written once for both."""
+"""An array of NumPy or JAX, in code that is written once for both."""

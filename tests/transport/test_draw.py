@@ -6,9 +6,7 @@ import scipy.stats
 
 from spectr_jax.transport import base
 
-draw = jax.jit(
-    base.draw, static_argnums=2
-)  # One program for each shape; by itself each operation is one.
+draw = jax.jit(base.draw, static_argnums=2)  # One program per shape, not one per operation.
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
@@ -35,16 +33,12 @@ def test_draw_of_nothing_is_in_the_vocabulary(size):
 
 
 def test_all_bits_of_the_uniform_count(monkeypatch):
-    """Behind a token of weight 1 there are four of 2^-25, and one step of a float32 uniform is
-    2^-23."""
+    """Four tokens of weight 2^-25 follow one of weight 1; a float32 uniform has steps of 2^-23."""
     weights = np.zeros(16, np.float32)
     weights[0], weights[4:8] = 1, 2.0**-25
     last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
     key = jax.random.key(0)
-    drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(
-        weights
-    )  # A function that jit has not seen.
-    np.testing.assert_allclose(
-        np.bincount(drawn)[4:8], 128, atol=1
-    )  # One more or less by rounding.
+    # A function that jit has not seen. Rounding can change a count by one.
+    drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(weights)
+    np.testing.assert_allclose(np.bincount(drawn)[4:8], 128, atol=1)

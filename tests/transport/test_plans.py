@@ -1,4 +1,4 @@
-"""One table of plans x distributions: a new plan is tested by adding a line to PLANS."""
+"""Properties of all plans on all distributions. A line in PLANS tests a new plan."""
 
 import functools
 
@@ -30,8 +30,8 @@ PLANS = {
     "race": {},
 }
 
-# The tests of a plan run in one process, and share its compiled programs; so do those of spectr+
-# and spectr++.
+# The tests of a plan run in one process, where they share compiled programs. spectr+ and spectr++
+# share some, too.
 cases = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.xdist_group(name.replace("++", "+"))) for name in PLANS],
@@ -64,7 +64,7 @@ def test_select_draws_from_pmf(name, pmf):
 
 @cases
 def test_nonsense_under_jit_never_emits_a_token_without_probability(name):
-    """What raises outside jit has a documented behaviour under it: see `Plan.select`."""
+    """`Plan.select` documents what happens under jit to arguments that raise outside jit."""
     testing.check_nonsense(_plan(name))
 
 
@@ -76,15 +76,15 @@ def test_no_product_is_left_to_the_default_precision_of_accelerators(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"p": [0.5, 0.4]}, r"p sums to 0\.9, not 1; divide it by its sum"),
-        ({"q": [0.5, 0.7]}, r"q sums to 1\.2, not 1"),
-        ({"p": [1.1, -0.1]}, r"p\[1\] is -0\.1.*; probabilities are finite and at least 0"),
-        ({"q": [np.nan, 1.0]}, r"q\[0\] is nan"),
-        ({"q": [0.2, 0.3, 0.5]}, "p has 2 tokens and q has 3; use one vocabulary for both"),
-        ({"p": [[0.5, 0.5]]}, r"p has shape \(1, 2\); give one distribution \[V\]"),
-        ({"p": [1.0, 0.0], "drafts": [1]}, "draft 1 has p = 0; give drafts that were drawn from p"),
-        ({"drafts": [2]}, r"draft 2 is outside the vocabulary 0\.\.1"),
-        ({"drafts": []}, "k=0: no valid draft; give at least one"),
+        ({"p": [0.5, 0.4]}, r"p: sums to 0\.9, not 1"),
+        ({"q": [0.5, 0.7]}, r"q: sums to 1\.2, not 1"),
+        ({"p": [1.1, -0.1]}, r"p\[1\]=-0\.1"),
+        ({"q": [np.nan, 1.0]}, r"q\[0\]=nan"),
+        ({"q": [0.2, 0.3, 0.5]}, "p has 2 tokens and q has 3"),
+        ({"p": [[0.5, 0.5]]}, r"p: has shape \(1, 2\)"),
+        ({"p": [1.0, 0.0], "drafts": [1]}, "draft=1: has p = 0"),
+        ({"drafts": [2]}, r"draft=2: .*0\.\.1"),
+        ({"drafts": []}, r"drafts=\(\)"),
     ],
 )
 def test_bad_arguments_outside_jit(change, message):
@@ -104,26 +104,24 @@ def test_bad_arguments_outside_jit(change, message):
 
 def test_bad_arguments_of_acceptance_and_of_plans():
     half = [0.5, 0.5]
-    with pytest.raises(UserError, match="k=0 drafts; give a whole number of at least 1"):
+    with pytest.raises(UserError, match="k=0: "):
         transport.get("otm").acceptance(half, half, 0)
-    with pytest.raises(UserError, match=r"k=1\.5 drafts"):
+    with pytest.raises(UserError, match=r"k=1\.5: "):
         transport.optimal_acceptance(half, half, 1.5)
-    with pytest.raises(UserError, match=r"gamma=0\.5 is not at least 1"):
+    with pytest.raises(UserError, match=r"gamma=0\.5: "):
         transport.get("kseq_gamma", gamma=0.5).acceptance(half, half, 2)
-    with pytest.raises(UserError, match=r"drafts \(0, 0\) repeat a token"):
+    with pytest.raises(UserError, match=r"drafts=\(0, 0\): "):
         transport.get("recursive_without_replacement").pmf(half, half, (0, 0))
-    with pytest.raises(
-        UserError, match=r"drafts \(1,\) are not the 1 likeliest tokens of p; draft greedily"
-    ):
+    with pytest.raises(UserError, match=r"drafts=\(1, 0\): "):
         transport.get("greedy").pmf([0.5, 0.2, 0.3], [0.5, 0.2, 0.3], (1, 0))
 
 
 @pytest.mark.parametrize(
     ("name", "V", "k", "message"),
     [
-        ("otm_lp", 100, 4, r"has 16,180,000 flow variables, more than 1,000,000; use plan 'otm'"),
-        ("optimal_kseq", 11, 4, "has 44 binary variables, more than 40"),
-        ("recursive_without_replacement", 300, 4, r"V\^\(k-1\) = 300\^3 sequences"),
+        ("otm_lp", 100, 4, r"V=100, k=4: .*16,180,000 .*1,000,000.* 'otm'"),
+        ("optimal_kseq", 11, 4, "V=11, k=4: .*44 .*40"),
+        ("recursive_without_replacement", 300, 4, r"V=300, k=4: .*300\^3"),
     ],
 )
 def test_too_large_a_problem_is_refused_with_its_size(name, V, k, message):
@@ -133,11 +131,9 @@ def test_too_large_a_problem_is_refused_with_its_size(name, V, k, message):
 
 
 def test_theorem_1_bound_of_too_many_subsets_is_refused():
-    with pytest.raises(
-        UserError, match="Theorem 1's bound for 20 tokens and k=4 has 9,285,140,480 terms"
-    ):
+    with pytest.raises(UserError, match=r"V=20, k=4: .*9,285,140,480"):
         transport.theorem_1_bound(np.full(20, 0.05), np.full(20, 0.05), 4)
-    with pytest.raises(UserError, match=r"for 1000 tokens and k=3 has inf terms"):
+    with pytest.raises(UserError, match=r"V=1000, k=3: .*inf"):
         transport.theorem_1_bound(np.full(1000, 0.001), np.full(1000, 0.001), 3)
 
 

@@ -1,4 +1,4 @@
-"""Distributions at which float32 is put to the test: whatever rounds, tokens follow q."""
+"""Tokens follow q also for distributions at which float32 rounds much."""
 
 import functools
 
@@ -12,13 +12,13 @@ from spectr_jax.testing import chi_square
 from spectr_jax.transport import kseq, otm
 from spectr_jax.transport.base import draw
 
-optimized = pytest.mark.optimized  # Those that draw much.
+optimized = pytest.mark.optimized  # For tests with many draws.
 DRAWS = 100_000
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _emitted(select, p, q, k, draws=DRAWS):
-    """How often each token is emitted, with drafts drawn anew each time."""
+    """Returns how often each token is emitted, with new drafts in each draw."""
 
     def one(key):
         draft_key, key = jax.random.split(key)
@@ -35,16 +35,15 @@ def _spread(rng, main, rest, concentration):
 
 
 def test_otm_finds_partners_without_a_loop():
-    """Of which a GPU would start each step anew, and those that NumPy finds. Uniforms at 0 and 1
-    end a stretch."""
+    """The partners are those that NumPy finds, also for uniforms of 0 and 1.
+
+    A GPU would launch each step of a loop separately.
+    """
     p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
     cells = otm.cells_of(p, q, 8)
     winner = otm.winner_pmf(cells.p, cells.q, 8)
-    matching, own, levels = (
-        otm.matched(cells, winner),
-        cells.of_token,
-        jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None],
-    )
+    matching, own = otm.matched(cells, winner), cells.of_token
+    levels = jnp.asarray([0.0, 0.1, 0.5, 0.9, 1.0])[:, None]
     rho = otm.token_ratios(p, q, own, otm.shared_ratios(cells, winner))
     search = jax.jit(functools.partial(otm.moved, move=0.0)).lower(matching, own, rho, levels)
     assert "stablehlo.while" not in search.as_text()
@@ -61,20 +60,17 @@ def test_otm_finds_partners_without_a_loop():
 @optimized
 @pytest.mark.parametrize("seed", [0, 7])
 def test_otm_moves_no_draft_without_a_partner(seed):
-    """With 61 drafts nearly all masses of phi vanish, and rounding leaves surplus that no deficit
-    takes."""
+    """With 61 drafts most masses of phi vanish, and rounding leaves surplus without a deficit."""
     p, q = (_spread(np.random.default_rng(seed), main, 299, 30.0) for main in (1e-2, 1e-7))
-    assert (
-        _emitted(transport.get("otm").select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
-    )
+    select = transport.get("otm").select
+    assert _emitted(select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
 
 
 @optimized
 @pytest.mark.xdist_group("simplex")  # One program.
 @pytest.mark.parametrize("seed", [941, 1872, 665])
 def test_spectr_plus_plus_never_overfills_a_token(seed):
-    """Distributions that differ much: in float32 the simplex method ends beside its program, by up
-    to 0.03 of the mass."""
+    """For very different distributions the simplex method is wrong by up to 0.03 in float32."""
     p, q = np.exp(4 * np.random.default_rng(seed).normal(size=(2, 20)))
     p, q = p / p.sum(), q / q.sum()
     counts = _emitted(transport.get("spectr++").select, jnp.float32(p), jnp.float32(q), 8, 40_000)
@@ -92,11 +88,8 @@ def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
 
 
 @pytest.mark.parametrize("V", [1_500, 50_257])
-def test_masses_of_cells_bear_many_equal_tokens(V):
-    p, q = (
-        jnp.full(V, 1 / V),
-        jnp.asarray(np.where(np.arange(V) % 2, 1.5 / V, 0.5 / V), jnp.float32),
-    )
+def test_masses_of_cells_of_many_equal_tokens(V):
+    p, q = jnp.full(V, 1 / V), jnp.where(jnp.arange(V) % 2, 1.5 / V, 0.5 / V)
     cells = jax.jit(otm.cells_of, static_argnums=2)(p, q, 8)
     for mass, pmf in ((cells.p, p), (cells.q, q)):
         assert abs(np.asarray(mass, float).sum() - np.asarray(pmf, float).sum()) < 1e-6
