@@ -184,8 +184,8 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     last = f"train_20m: --config.steps={saved + 10}"
     rest = [*TRAININGS, *FAILING, *TABLES]  # Without auto_1, which is auto_32 in smaller batches.
     output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
-    assert process.returncode == 2 and output.endswith("give the same command again\n"), output
-    assert "error: failed: auto_32, trees; see" in output and f"from step {saved}\n" in output
+    assert process.returncode == 2 and output.endswith("run the same command again\n"), output
+    assert "error: failed: auto_32, trees;" in output and f"from step {saved}\n" in output
     assert sorted(_began(output)) == sorted({*rest} - {"train_2m", "train_6m"})
     for stages, status in ((["pack", *TRAININGS, *TABLES], 0), ([*FAILING], 2)):
         output, _ = (process := ladder(last, only=stages)).communicate(timeout=60)

@@ -41,7 +41,7 @@ OPTIONS = (
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_APP=OFF"),
 )
 KINDS = ("Q4_1", "Q8_0", "F16", "F32")
-"""Precisions of llama.cpp: that of the package's file, and those that llama-quantize converts it to."""
+"""Precision of the package's file, and those that llama-quantize makes of it."""
 REFERENCE = "llama.cpp Q8_0"
 PROMPT_TOKENS = 8
 

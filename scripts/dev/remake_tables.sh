@@ -65,9 +65,9 @@ of_smollm2() {
         --config.methods="('speculative','block','otm_block')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
         --config.tries=4 --config.batch_size=8
     table smollm2/drafts/int8 scripts/dev/compare_drafts.py --draft="$eagle" --dtype=int8 --method=block:chain:1 --method=block:chain:2 \
-        --temperatures=0,0.7,1
+        --temperature=0 --temperature=0.7 --temperature=1
     table smollm2/drafts/int8_8 scripts/dev/compare_drafts.py --draft="$eagle" --dtype=int8 --method=block:chain:1 --method=block:chain:2 \
-        --temperatures=0,1 --sequences=8 --rounds=7
+        --temperature=0 --temperature=1 --sequences=8 --rounds=7
 }
 
 tables # Their names.
