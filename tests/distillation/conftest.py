@@ -16,6 +16,13 @@ WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix",
 LENGTH = 24
 
 
+def about(teacher, /, **more):
+    """What `claim_folder` is told of labels."""
+    size = teacher.model.vocab_size
+    found = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": size, "context": 64}
+    return {**found, "length": LENGTH, **more}
+
+
 @pytest.fixture(scope="session")
 def sentences():
     draw = random.Random(0)

@@ -29,7 +29,7 @@ from spectr_jax.training.metrics import read_metrics
 from spectr_jax.transport import otm
 from spectr_jax.utils.errors import Interrupted, UserError
 
-from .conftest import LENGTH
+from .conftest import LENGTH, about
 
 KEPT = 120
 
@@ -49,13 +49,7 @@ def _write_labels(folder, teacher, sentences):
     fill = teaching.labeller(teacher)
     V, F = teacher.model.vocab_size, teacher.model.config.width
     for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
-        about = {
-            "vocabulary": teacher.tokenizer.vocabulary,
-            "vocab_size": V,
-            "context": 64,
-            "features": F,
-        }
-        labels.claim_folder(folder / name, {**about, "length": LENGTH})
+        labels.claim_folder(folder / name, about(teacher, features=F))
         texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
         teaching.write_labels(folder / name, texts, count, fill, labels.row_type(V, LENGTH, F))
 
@@ -325,7 +319,7 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
         UserError, match="teacher='other:teacher' is not the one that made the labels"
     ):
         training.distil(config(teacher="other:teacher", **SEES), folder / "other")
-    with pytest.raises(UserError, match=r"model\.features=16 is not the teacher's 24"):
+    with pytest.raises(UserError, match=r"model\.features=16: .* has 24 features"):
         training.distil(config(**{"model.features": 16}), folder / "narrow")
     training.distil(config(steps=60, **SEES, **{"optimizer.learning_rate": 0.02}), folder / "run")
     found = scores(folder / "run")
@@ -348,13 +342,14 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
 def test_what_is_refused(config, folder, teacher):
     cases = {
         "unknown loss 'sk'": {"loss": "sk"},
-        "cross_entropy=-1.0 is negative": {"cross_entropy": -1.0},
+        "cross_entropy=-1.0: ": {"cross_entropy": -1.0},
+        "model.embed_rank=-1: ": {"model.embed_rank": -1},
         "head_tokens=999 is more than vocab_size": {"model.head_tokens": 999},
         "no labels that can be read": {"data.train": str(folder / "none")},
         "are too few for 64 streams": {"data.streams": 64, "batch_size": 64},
         "no model at 'none'": {"teacher": "none"},
-        "do not say who made them; give --config.teacher": {"teacher": ""},
-        "model.width=18 is not a multiple": {"model.width": 18},
+        "teacher='': the labels in .* do not name theirs": {"teacher": ""},
+        "model.width=18: .* model.heads=2": {"model.width": 18},
     }
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
