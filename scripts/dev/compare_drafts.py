@@ -93,9 +93,8 @@ def decoder(
     padded = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.int32)
 
     def run(seed: int) -> tuple[int, int, float]:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(seed), np.arange(len(prompts))
-        )
+        key, numbers = jax.random.key(seed), np.arange(len(prompts))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         tokens, calls, started = 0, 0, time.perf_counter()
         for first in range(0, len(prompts), _SEQUENCES.value):
             part = slice(first, first + _SEQUENCES.value)
@@ -139,9 +138,7 @@ def measure(target: Trained, draft: Trained, drafting: dict[str, Method]) -> lis
         policy = Policy(temperature=temperature, eos=target.tokenizer.eos)
         runs = {name: decoder(method, models, prompts, policy) for name, method in methods.items()}
         rounds: dict[str, list] = {name: [] for name in runs}
-        for seed in tqdm.trange(
-            _ROUNDS.value + 1, desc=f"{kind}, {temperature}", dynamic_ncols=True
-        ):
+        for seed in tqdm.trange(_ROUNDS.value + 1, desc=f"{kind}, {temperature}"):
             for name, run in runs.items():
                 rounds[name].append(run(seed))
         row = {"kind": kind, "temperature": temperature}

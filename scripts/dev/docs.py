@@ -51,7 +51,7 @@ def drop_boilerplate(module) -> None:
 
 
 def included_pages() -> dict[pathlib.Path, str]:
-    """Returns the Markdown pages of the site's first page, with their titles' anchors."""
+    """Returns the Markdown files of the site's first page, with the anchors of their titles."""
     files = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "CONTRIBUTING.md"]
     titles = [file.read_text().partition("\n")[0].removeprefix("# ") for file in files]
     anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]

@@ -9,14 +9,13 @@ are set to agree. Rows of the same models and number of sequences take turns. Th
 resumes, and --seconds stops it. --toy rehearses on a CPU.
 """
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from absl import flags
 from flax import nnx
 
 from spectr_jax import load
-from spectr_jax.decoding import get_method
+from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.compilation import side_by_side
@@ -45,33 +44,16 @@ BRANCHING = [(name, {"tree": t}) for t in TREES for name in ("spectr", "otm_bloc
 LARGE = (*PLAIN, ("otm_block", {"tree": "4,2,1,1"}), ("otm_layer", {"tree": "8x4"}))
 BATCHED = (*PLAIN, ("otm_block", {"tree": "2x4"}), ("otm_layer", {"tree": "2x4"}))
 FLAGS = (*PLAIN[:2], ("spectr", {"tree": "8x4"}), ("otm_layer", {"tree": "8x4"}))
+LARGE_PAIRS = [f"8B, {draft}, {share}" for draft in ("1B", "2 layers") for share in (0.7, 0.8)]
+PARTS = {
+    "flags": [("97m", 1, FLAGS), ("97m", 250, (PLAIN[0], PLAIN[2]))],
+    "speed": [("97m", 1, (*PLAIN, *BRANCHING)), *(("97m", n, BATCHED) for n in (8, 32, 250))],
+    "large": [(pair, 1, LARGE) for pair in LARGE_PAIRS],
+}
+"""Groups of rows that take turns: a pair of models, the number of sequences, and the methods."""
 TURNS = {1: 64, 8: 8, 32: 3, 250: 3}
 """Timed generations of a row, by number of sequences."""
 PROMPT_TOKENS = 9
-
-
-class Row(NamedTuple):
-    """One cell of a table: a method on a number of sequences, for a pair of models."""
-
-    pair: str
-    method: str
-    options: tuple[tuple[str, Any], ...]
-    sequences: int
-
-
-def rows_of(part: str) -> list[Row]:
-    """Returns the rows of a part, the baseline of each pair and number of sequences first."""
-    pairs = itertools.product(("1B", "2 layers"), (0.7, 0.8))
-    groups = {
-        "flags": [("97m", 1, FLAGS), ("97m", 250, (PLAIN[0], PLAIN[2]))],
-        "large": [(f"8B, {draft}, {agreement}", 1, LARGE) for draft, agreement in pairs],
-        "speed": [("97m", 1, (*PLAIN, *BRANCHING)), *(("97m", n, BATCHED) for n in (8, 32, 250))],
-    }
-    return [
-        Row(pair, name, tuple(options.items()), sequences)
-        for pair, sequences, methods in groups[part]
-        for name, options in methods
-    ]
 
 
 class Agreeing(Llama):
@@ -122,7 +104,7 @@ def shape(name: str) -> LlamaConfig:
 
 @functools.lru_cache(maxsize=1)
 def pair(name: str) -> tuple[Frozen, Frozen]:
-    """Returns the target and the draft of a row."""
+    """Returns a target and its draft."""
     if name == "97m":
         target, draft = ("6m", "2m") if _TOY.value else ("97m", "6m")
         return freeze(load(target, dtype="bfloat16")), freeze(load(draft, dtype="bfloat16"))
@@ -145,43 +127,42 @@ def large(name: str, agreement: float) -> Frozen:
     return dataclasses.replace(frozen, leaves=list(map(weights, keys, frozen.leaves)))
 
 
-def inputs(row: Row, seed: int) -> tuple:
+def inputs(name: str, sequences: int, method: Method, seed: int) -> tuple:
     """Returns the arguments of `generate`."""
-    prompts = np.random.default_rng(seed).integers(3, 400, (row.sequences, PROMPT_TOKENS))
-    lengths, new_tokens = np.full(row.sequences, PROMPT_TOKENS), 8 if _TOY.value else 64
-    method = get_method(row.method, **dict(row.options))
-    return jax.random.key(seed), method, *pair(row.pair), prompts, lengths, new_tokens
+    prompts = np.random.default_rng(seed).integers(3, 400, (sequences, PROMPT_TOKENS))
+    lengths, new_tokens = np.full(sequences, PROMPT_TOKENS), 8 if _TOY.value else 64
+    return jax.random.key(seed), method, *pair(name), prompts, lengths, new_tokens
 
 
-def timed(row: Row, seed: int) -> tuple[float, int, int]:
+def timed(arguments: tuple) -> tuple[float, int, int]:
     """Returns the seconds, tokens and target calls of one generation."""
-    arguments = jax.block_until_ready(inputs(row, seed))
+    arguments = jax.block_until_ready(arguments)
     started = time.perf_counter()
     out = jax.block_until_ready(generate(*arguments))
     seconds = time.perf_counter() - started
     return seconds, int(jnp.sum(out.lengths - PROMPT_TOKENS)), int(jnp.sum(out.target_calls))
 
 
-def measure(rows: list[Row]) -> list[dict[str, Any]]:
-    """Returns the measurements of rows that take turns, after a warm-up."""
-    compile_row = [lambda row=row: lower(*inputs(row, 0)).compile() for row in rows]
-    list(side_by_side(compile_row))
-    samples: dict[Row, list[tuple[float, int, int]]] = {row: [] for row in rows}
-    for turn in range(1 + (2 if _TOY.value else max(TURNS[row.sequences] for row in rows))):
-        for row in rows:
-            if turn <= TURNS[row.sequences]:
-                samples[row].append(timed(row, turn))
-    result = []
-    for row, own in samples.items():
-        seconds, tokens, calls = np.array(own[1:]).T
+def measure(name: str, sequences: int, options: Sequence) -> list[dict[str, Any]]:
+    """Returns the rows of methods that take turns, after a round that warms up."""
+    methods = [get_method(method, **more) for method, more in options]
+    of = functools.partial(inputs, name, sequences)
+    list(
+        side_by_side([lambda method=method: lower(*of(method, 0)).compile() for method in methods])
+    )
+    turns = 2 if _TOY.value else TURNS[sequences]
+    rounds = [[timed(of(method, turn)) for method in methods] for turn in range(1 + turns)]
+    measured, rows = np.transpose(rounds[1:], (1, 2, 0)), []
+    for (method, more), (seconds, tokens, calls) in zip(options, measured, strict=True):
+        row = {"label": _LABEL.value, "pair": name, "sequences": sequences, "method": method}
         figures = {
-            "label": _LABEL.value,
+            "options": list(more.items()),
             "tokens_per_second": float(tokens.sum() / seconds.sum()),
             "tokens_per_call": float(tokens.sum() / calls.sum()),
-            "ms_per_call": float(np.median(seconds * row.sequences / calls) * 1e3),
+            "ms_per_call": float(np.median(seconds * sequences / calls) * 1e3),
         }
-        result.append({**row._asdict(), **figures})
-    return result
+        rows.append({**row, **figures})
+    return rows
 
 
 def markdown(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
@@ -208,15 +189,13 @@ def main() -> None:
     started, workdir = time.monotonic(), pathlib.Path(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
     journal = workdir / f"{_PART.value}.jsonl"
-    rows: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError):
-        rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    journal.touch()
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
     there = set(map(_group, rows))
-    groups = itertools.groupby(rows_of(_PART.value), lambda row: (row.pair, row.sequences))
-    for group, members in groups:
-        if (_LABEL.value, *group) in there or time.monotonic() - started > _SECONDS.value:
+    for name, sequences, options in PARTS[_PART.value]:
+        if (_LABEL.value, name, sequences) in there or time.monotonic() - started > _SECONDS.value:
             continue
-        new = measure(list(members))
+        new = measure(name, sequences, options)
         rows += new
         with journal.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in new)
