@@ -188,8 +188,9 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
         if any(work.glob(stage.makes)) and mark.exists() and mark.read_text() == wanted:
             print(f"== {name} is done", flush=True)
             continue
-        lost = [need for need in stage.needs if not any(work.glob(stages[need].makes))]
-        if missing := [need for need in stage.needs if need in (*failed, *waiting, *lost)]:
+        made = {need for need in stage.needs if any(work.glob(stages[need].makes))}
+        ready = made - {*failed, *waiting}
+        if missing := [need for need in stage.needs if need not in ready]:
             print(f"== {name} needs {', '.join(missing)}", flush=True)
             waiting.append(name)
             continue
@@ -198,15 +199,13 @@ def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None
             mark.write_text(wanted)
         else:
             failed.append(name)
-    told = [f"failed: {', '.join(failed)}"] * bool(failed)
-    told += [f"not run: {', '.join(waiting)}"] * bool(waiting)
-    if told:
-        raise UserError(f"{'; '.join(told)}; fix the errors above and run the same command again")
+    ended = {"failed": failed, "not run": waiting}
+    if found := [f"{what}: {', '.join(names)}" for what, names in ended.items() if names]:
+        raise UserError(f"{'; '.join(found)}; fix the errors above and run the same command again")
 
 
 def _script(stages: dict[str, Stage], name: str) -> str:
-    """Returns the commands of a stage and of those that it needs. A stage with others is not
-    done."""
+    """Returns the commands of a stage and of those that it needs. If they change, it runs again."""
     before = "".join(_script(stages, need) for need in stages[name].needs if need in stages)
     return before + "".join(shlex.join(command) + "\n" for command in stages[name].commands)
 

@@ -1,4 +1,4 @@
-"""Every entry point at the command line: bad input ends in one line on stderr, and help says all.
+"""Every entry point on the command line: one line on stderr for bad input, and complete help.
 
 Programs run in processes forked from one that has imported JAX (`fork_server.py`), and one as
 `python -m`, which takes seconds. A case of a new entry point is a line in `CASES`; a new entry

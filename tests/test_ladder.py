@@ -1,7 +1,7 @@
-"""scripts/train_ladder.py at toy size: stopped once, with a stage that fails, and resumed.
+"""scripts/train_ladder.py at toy size: stopped once, with stages that fail, and resumed.
 
-`trees` and `auto_32` are the stages that fail, once their flags are found good: to make them takes
-long, and is tested by itself.
+`trees` and `auto_32` fail after their flags are checked. They would take long, and are tested
+elsewhere.
 """
 
 import json
@@ -69,8 +69,8 @@ TOY = {
     "table2,trees,auto_1,auto_32": DECODING,
 }
 
-# Runs the script. Each program of a stage is forked from it and need not import JAX anew, which
-# would take most of the time.
+# Runs the script. The programs of stages are forked from it, because importing JAX in each would take
+# most of the time.
 FORKING = """
 import importlib, os, runpy, signal, subprocess, sys
 from absl import flags
@@ -104,8 +104,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def ladder(tmp_path):
-    """Starts the script on sentences made up here, with further `--stage_flags`; stdout and stderr
-    come together."""
+    """Starts the script on generated sentences, with further `--stage_flags`. stdout and stderr are
+    one stream."""
     for name, count in (("train", 900), ("heldout", 60)):
         draw = random.Random(name)
         lines = [
@@ -148,7 +148,7 @@ def ladder(tmp_path):
 
 
 def _began(output):
-    """The stages that were begun, in order."""
+    """Returns the stages that were started, in order."""
     lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
     return [line for line in lines if " " not in line]
 

@@ -1,7 +1,7 @@
-"""Labels on disk: a teacher's likeliest next tokens at every place of a text.
+"""Labels on disk: a teacher's likeliest next tokens after each token of a sequence.
 
-A row holds several sequences, then padding. Each place has the token, the number of its sequence
-(0 is padding), whether a draft is requested after it when the target decodes, and the `TOP`
+A row holds several sequences, then padding. Each place has a token, the number of its sequence (0
+is padding), whether a draft is requested after it when the target decodes, and the `TOP`
 likeliest next tokens with their log-probabilities. For students that see features it also has the
 teacher's last hidden state. A folder has shards of rows, each written atomically, and an index that
 names the teacher.

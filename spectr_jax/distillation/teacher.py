@@ -142,8 +142,8 @@ def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
     one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apple", "Sum"))
     same = [a == b for a, b in zip(one, two, strict=False)]
     before = same.index(False)
-    behind = [a == b for a, b in zip(reversed(one), reversed(two), strict=False)].index(False)
-    return one[:before], one[len(one) - behind :]
+    after = [a == b for a, b in zip(reversed(one), reversed(two), strict=False)].index(False)
+    return one[:before], one[len(one) - after :]
 
 
 def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:

@@ -1,4 +1,4 @@
-"""What a teacher reads and writes, and the labels of it."""
+"""The sequences that a teacher reads and writes, and their labels."""
 
 import json
 
@@ -16,7 +16,7 @@ from .conftest import LENGTH, about
 
 
 def log_probabilities(model, tokens):
-    """[N, V] after each of some tokens, alone in a call."""
+    """Returns log-probabilities [N, V] after each token of one sequence."""
     positions, visible = jnp.arange(len(tokens))[None], np.tri(len(tokens), dtype=bool)[None]
     return np.asarray(
         jax.nn.log_softmax(model.extend(jnp.asarray([tokens]), positions, visible)[0])[0]
@@ -35,7 +35,7 @@ def label(folder, teacher, texts, count):
 
 
 def sequences(rows):
-    """The tokens of each sequence, and the places that they have."""
+    """Yields the tokens of each sequence, its row, and its places in the row."""
     for row in rows:
         for number in range(1, row["segments"].max() + 1):
             where = np.flatnonzero(row["segments"] == number)
@@ -109,8 +109,8 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
 
 
 def test_whose_labels_they_are(teacher, sentences, tmp_path):
-    """An index without shards does not bind, one of an older version can be read, and teachers are
-    told apart."""
+    """An index without shards is replaced, one of an older version can be read, and labels of two
+    teachers are not mixed."""
     mine = about(teacher, teacher="school:teacher", dtype="int8", weights="aaa")
     row_type, fill = labels.row_type(teacher.model.vocab_size, LENGTH), teaching.labeller(teacher)
     texts = teaching.read_texts(sentences, teacher.tokenizer)
@@ -154,7 +154,7 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
 
 
 def test_which_text_they_are_of(tmp_path):
-    """The text itself counts, not the name or the order in which differences are found."""
+    """The digest identifies a corpus; its name may change."""
     about = {
         "teacher": "school:teacher",
         "vocabulary": "abc",
@@ -179,7 +179,7 @@ def test_which_text_they_are_of(tmp_path):
         with pytest.raises(UserError, match=f"has labels of {told}"):
             labels.claim_folder(tmp_path / "labels", {**about, **changed})
     index = json.loads((tmp_path / "labels" / labels.INDEX).read_text())
-    del index["corpus"]  # As before there was one.
+    del index["corpus"]  # As in an older index.
     (tmp_path / "labels" / labels.INDEX).write_text(json.dumps(index))
     labels.claim_folder(tmp_path / "labels", about)
     with pytest.raises(
@@ -196,7 +196,7 @@ def test_which_text_they_are_of(tmp_path):
 
 
 def test_a_corpus_ends(teacher, sentences):
-    """Its last shard has the texts that are left."""
+    """The last shard has the remaining sequences."""
     texts = teaching.read_texts(sentences[:13], teacher.tokenizer)
     assert len(texts(0, 10)) == 10 and len(texts(10, 20)) == 3
     assert (

@@ -1,5 +1,5 @@
-"""A student whose teacher labels text in each step: the labels are those of `label`, and a run
-resumes bit-equal."""
+"""Students whose teacher labels text in each step: labels equal those of `label`, and a run resumes
+bit-equal."""
 
 import dataclasses
 
@@ -85,7 +85,7 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
         {tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]) for sentence in part}
         for part in (sentences[:150], sentences[150:])
     )
-    origins = []  # Of which source each row is. Some sentences are in both.
+    origins = []  # The sources that have all sequences of a row.
     for tokens, segments in zip(batch["inputs"], batch["segments"], strict=True):
         numbers = range(1, segments.max() + 1)
         row = {tuple(tokens[segments == number].tolist()) for number in numbers}
@@ -110,7 +110,7 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
 
 
 def test_training_labels_every_token_that_the_head_scores(config, teacher):
-    """The acceptance that a step sees is sum min(p, q) over the whole vocabulary."""
+    """The acceptance in a training step is sum min(p, q) over the whole vocabulary."""
     made = online.Lessons(config(), teacher)
     batch = next(iter(made.batches(0, 4)))
     tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
@@ -130,8 +130,8 @@ def test_training_labels_every_token_that_the_head_scores(config, teacher):
 
 
 def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
-    """Levels of a student of several layers' features are those of a student of one layer that is
-    given their sum."""
+    """A student that sees several layers has the hidden states of a student that sees one, given the
+    projected sum."""
     made = online.Lessons(config(), teacher)
     batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)
@@ -190,7 +190,7 @@ def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
 def test_a_draft_of_one_layers_features_is_continued_with_more(
     config, teacher, sentences, tmp_path
 ):
-    """It begins exactly where the draft was, learns to use the other layer, and decodes exactly."""
+    """Training starts at the draft, learns to use the other layer, and decoding stays exact."""
     tokens = np.arange(KEPT, dtype=np.int32)
     shape = LlamaConfig(
         1,
@@ -230,7 +230,7 @@ def test_a_draft_of_one_layers_features_is_continued_with_more(
 
 
 def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
-    """`label --labels=false` writes them; without `online` they are refused."""
+    """`label --labels=false` writes such rows; without `online` they are refused."""
     texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 150)
     for name, labelled, fill in (
         ("bare", False, lambda rows: None),
@@ -273,7 +273,7 @@ def test_what_is_refused(config, tmp_path):
 
 
 def test_a_constant_rate_ends_when_the_run_does():
-    """A lower `steps` moves the decay alone."""
+    """A lower `steps` moves only the decay."""
     options = online_config().optimizer
     options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
     long, short = (learning_rate(options, steps) for steps in (200, 100))

@@ -1,5 +1,5 @@
-"""A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft
-for its teacher."""
+"""A student's run: its scores are those of decoding, it resumes, and its result drafts for its
+teacher."""
 
 import dataclasses
 import functools
@@ -110,8 +110,8 @@ def scores(workdir):
 
 @pytest.mark.slow
 def test_scores_are_those_of_whole_distributions(config, folder, teacher):
-    """alpha_1 and alpha_4 from the labels of held-out rows equal those of the two models' own
-    distributions, where a draft is asked for."""
+    """Scores from the labels of held-out rows equal those from the models' whole distributions, at
+    the tokens where a draft is requested."""
     for path in (folder / "heldout").glob("*.npy"):
         rows = np.load(path)
         likeliest = rows["log_probabilities"][..., 0]
@@ -175,7 +175,7 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
         with pytest.raises(Interrupted, match="stopped and saved at step 15 of 30"):
             training.distil(config(), folder / "run")
     last, more = (labels.shard_path(folder / "train", number) for number in (14, 15))
-    shutil.copy(last, more)  # What was labelled meanwhile is for a new run.
+    shutil.copy(last, more)  # A resumed run ignores new shards.
     resumed = training.distil(config(), folder / "run")
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     with pytest.raises(UserError, match="was made with loss='kl', the config has 'tv'"):
@@ -240,8 +240,8 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
 
 
 def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
-    """On the teacher's features up to where drafts begin, and from there on its own; packed rows,
-    one at a time."""
+    """A student sees the teacher's features up to the first draft, and then its own; checked place
+    by place in packed rows."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -261,13 +261,13 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
             seen[batch["positions"][row] == 0] = 0
             for back in range(level, -1, -1):
                 own = np.asarray(student.hidden(*place, features_BxNxE=seen[None])[0])[0]
-                if back:  # With the token behind comes what the student itself has here.
+                if back:  # The next place sees the student's own features of this one.
                     seen[at - back + 1] = own[at - back]
             np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
 
 
 def test_what_counts_at_each_level(config, folder, teacher):
-    """A token that is drafted from, at which the path from another such token has come so far."""
+    """Both the end and the start of a path must request drafts."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -287,8 +287,8 @@ def test_what_counts_at_each_level(config, folder, teacher):
 
 
 def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
-    """The gradients of a batch in bfloat16 are those in float32, rounded: the cache that `levels`
-    fills passes them on."""
+    """Gradients in bfloat16 are near those in float32, because the cache of `levels` passes them
+    on."""
     batch = labels.batch_of(labels.open_labels(str(folder / "train")).take(np.arange(3)))
 
     def gradient(dtype):
@@ -310,7 +310,7 @@ def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
 def test_a_student_that_sees_features_drafts_for_its_teacher(
     config, folder, teacher, sentences, monkeypatch
 ):
-    """It learns at both levels, and is exported, loaded and decoded with."""
+    """It learns at both levels, and drafts after export and loading."""
     other = teacher._replace(
         model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0))
     )
@@ -354,7 +354,7 @@ def test_what_is_refused(config, folder, teacher):
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), folder / "refused" / str(len(message)))
-    for mlp in (24, 16):  # What a start left that took no step does not bind the next one.
+    for mlp in (24, 16):  # A start that took no step does not bind.
         with pytest.raises(UserError, match="no model at 'none'"):
             training.distil(config(teacher="none", **{"model.mlp": mlp}), folder / "again")
         assert runs.read_student(folder / "again").shape.mlp == mlp
