@@ -261,8 +261,8 @@ def _given(
         table = jnp.asarray(embed.embedding[...], jnp.float32)
         begin_as_teacher(student, table)
         if shape.features:
-            tied = not isinstance(head, nnx.Linear)
-            set_head(student, table if tied else jnp.asarray(head.kernel[...], jnp.float32).T)
+            own = head.kernel[...].T if isinstance(head, nnx.Linear) else table
+            set_head(student, jnp.asarray(own, jnp.float32))
     elif hosts.is_first():
         print(f"{teacher.name!r} has no embedding to start from: the student's is random")
     return nnx.state(student, nnx.Param)
