@@ -1,8 +1,7 @@
 """A draft for any target: a small student that learns the distribution of its teacher.
 
 Students are 2m, 6m and 20m; eagle, which sees the teacher's features; and eagle3, which sees those
-of
-three layers.
+of three layers.
 
     python -m spectr_jax.label --text='corpus/train-*.txt.xz' --count=20000 --out=labels/train
     python -m spectr_jax.label --text='corpus/heldout-*' --count=512 --out=labels/heldout
@@ -16,10 +15,9 @@ Without labels on disk, the teacher labels text while the student (eagle3) learn
     python -m spectr_jax.train --config=configs/distil.py:online --workdir=runs/draft_online \\
         --config.data.train='my_text/train-*' --config.data.heldout="('my_text/heldout-*',)"
 
-The teacher is SmolLM2-135M; `label --teacher` names another, and labels name their teacher.
-Labelling
-takes most of the time: two CPU cores read 750 to 1,500 tokens per second. 600 steps are four passes
-over these labels, so label more text before training longer.
+The teacher is SmolLM2-135M, unless `label --teacher` names another; labels name their teacher.
+Labelling takes most of the time: two CPU cores read 750 to 1,500 tokens per second. 600 steps are
+four passes over these labels, so label more text before you train longer.
 """
 
 from spectr_jax.distillation.config import distil_config, online_config

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Renders the documentation as a static site: scripts/docs.sh [FOLDER], runs/docs if none is given. Open FOLDER/index.html.
+# Renders the documentation as a static site: scripts/docs.sh [FOLDER], runs/docs by default.
 set -euo pipefail
 case "${1:-}" in -*) sed -n '2s/^# //p' "$0" && exit 2 ;; esac
 folder=$(realpath -m "${1:-$(dirname "$0")/../runs/docs}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs packages into an environment, with flags as of `pip install`: scripts/install.sh .venv -r requirements.txt
-# By uv, in half the time that pip takes, and by pip where uv cannot be had or fails. Neither compiles bytecode.
+# Installs packages into an environment: scripts/install.sh .venv -r requirements.txt
+# Uses uv, which takes half the time, and pip where uv is not available or fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1/bin/python

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an environment and runs scripts/train_ladder.py there, which says what the flags are: scripts/train_ladder.sh --help
+# Sets up .venv and runs scripts/train_ladder.py; scripts/train_ladder.sh --help lists the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh requirements.txt

@@ -1,13 +1,13 @@
 """Labels text with a teacher's likeliest next tokens, for students to learn from.
 
-    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*.txt.xz' --count=20000 --out=labels/text
-    python -m spectr_jax.label --teacher=smollm2 --text='corpus/train-*' --write=continuations --count=4096 --out=labels/own
-    python -m spectr_jax.label --teacher=smollm2 --write=chats --count=4096 --temperature=0.7 --out=labels/chats
+    python -m spectr_jax.label --text='corpus/train-*.txt.xz' --count=20000 --out=labels/text
+    python -m spectr_jax.label --text='corpus/train-*' --write=continuations --out=labels/own
+    python -m spectr_jax.label --write=chats --temperature=0.7 --count=4096 --out=labels/chats
 
-Then train with configs/distil.py. Stop it at any time: the same command resumes, and a larger --count adds to what is there.
+Then train with configs/distil.py. You can stop it at any time: the same command resumes, and a
+larger --count adds to the labels that are there.
 """
 
-import pathlib
 from typing import Any
 
 from absl import flags
@@ -26,47 +26,35 @@ _WRITE = flags.DEFINE_enum(
     ["nothing", "continuations", "chats"],
     "What the teacher writes itself: nothing, the rest of sentences, or both sides of a chat.",
 )
-_OUT = flags.DEFINE_string("out", None, "The folder that gets the labels.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder of the labels.", required=True)
 _COUNT = flags.DEFINE_integer(
     "count",
     10_000,
-    "How many sentences to label, or sequences to write; rounded up to a multiple of 512, as far as "
-    "the corpus goes.",
+    "Number of sentences to label, or of sequences to write, rounded up to a multiple of 512. A "
+    "corpus may have fewer.",
     lower_bound=1,
 )
-_FIRST = flags.DEFINE_integer(
-    "first", 0, "The first sentence of the corpus to take.", lower_bound=0
-)
+_FIRST = flags.DEFINE_integer("first", 0, "First sentence of the corpus to take.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer(
     "length", 128, "Tokens per row; longer sequences are cut.", lower_bound=8
 )
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature",
-    1.0,
-    "Sampling temperature of written sequences; labels always use 1.",
-    lower_bound=0.0,
+    "temperature", 1.0, "Temperature of written sequences; labels always use 1.", lower_bound=0.0
 )
 _FEATURES = flags.DEFINE_bool(
-    "features",
-    False,
-    "Also keep the teacher's last hidden state at each token, for students that see it.",
+    "features", False, "Also store the teacher's last hidden state at each token."
 )
 _LABELS = flags.DEFINE_bool(
-    "labels",
-    True,
-    "Keep labels. Without them only tokens are kept, for configs/distil.py:online, whose teacher "
-    "labels them.",
+    "labels", True, "Store labels. Without them, configs/distil.py:online labels during training."
 )
 _DTYPE = flags.DEFINE_string(
     "dtype", "bfloat16", "Precision of the teacher: float32, bfloat16 or int8."
 )
 _WRITE_DTYPE = flags.DEFINE_string(
-    "write_dtype", None, "Precision in which the teacher writes; --dtype if not given."
+    "write_dtype", None, "Precision in which the teacher writes; --dtype by default."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of written sequences.", lower_bound=0)
-_TFDS = flags.DEFINE_string(
-    "tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder."
-)
+_TFDS = flags.DEFINE_string("tfds_dir", None, "Folder of TFDS, if not its default one.")
 
 
 def main():
@@ -82,28 +70,19 @@ def main():
     keep_freed_memory()
     out = expanded(_OUT.value)
     if "," in str(out):
-        raise UserError(
-            f"--out={_OUT.value} has a comma, which stands between folders of labels; choose "
-            "another name"
-        )
+        raise UserError(f"--out={_OUT.value}: a comma separates folders; choose another name")
     check_dtype(_write_dtype())
+    if _FEATURES.value and not _LABELS.value:
+        raise UserError("--features --labels=false: features need labels; leave one out")
     sentences = _sentences()
     teacher = load_alone(_TEACHER.value, _DTYPE.value)
-    vocab_size, length = teacher.model.vocab_size, _LENGTH.value
-    if length > teacher.model.context:
-        raise UserError(
-            f"--length={length} is more than the teacher's context of {teacher.model.context}; "
-            "give at most that"
-        )
+    vocab_size, length, context = teacher.model.vocab_size, _LENGTH.value, teacher.model.context
+    if length > context:
+        raise UserError(f"--length={length}: must be at most the teacher's context of {context}")
     features = features_shown(teacher.model) if _FEATURES.value else 0
-    if _FEATURES.value and not _LABELS.value:
-        raise UserError(
-            "--features --labels=false: features are kept with labels only; leave one out"
-        )
     if _FEATURES.value and not features:
         raise UserError(
-            f"--features takes a teacher that shows its last hidden state, and {_TEACHER.value!r} "
-            "does not; leave it out"
+            f"--features: {_TEACHER.value!r} does not show its last hidden state; leave it out"
         )
     texts = teaching.starting_at(_texts(teacher, sentences, length), _FIRST.value)
     labels.claim_folder(out, _about(teacher, sentences, features))
@@ -113,7 +92,7 @@ def main():
     row_type = labels.row_type(vocab_size, length, features, labelled=_LABELS.value)
     tokens = teaching.write_labels(out, texts, _COUNT.value, fill, row_type)
     rows = labels.open_labels(str(out))
-    print(f"{tokens:,} tokens written now; {len(rows):,} rows of {length} in {pathlib.Path(out)}")
+    print(f"{tokens:,} tokens written now; {len(rows):,} rows of {length} in {out}")
 
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
@@ -152,29 +131,26 @@ def _sentences():
     from spectr_jax.utils.errors import UserError
 
     chats, reads = _WRITE.value == "chats", _WRITE.value == "nothing"
-    if bool(_TEXT.value) == chats:
-        needless = f"--write=chats takes no --text={_TEXT.value!r}; leave one out"
-        raise UserError(needless if chats else "--text is missing; give a corpus, or --write=chats")
+    if chats and _TEXT.value:
+        raise UserError(f"--text={_TEXT.value}: --write=chats takes no text; leave one out")
+    if not chats and not _TEXT.value:
+        raise UserError("--text is missing; give a corpus, or --write=chats")
     for flag in (_WRITE_DTYPE, _TEMPERATURE, _SEED):
         if reads and flag.present:
             raise UserError(
-                f"--{flag.name}={flag.value} applies only to what the teacher writes; leave it out, "
-                "or give --write"
+                f"--{flag.name}={flag.value}: applies only to what the teacher writes; leave it "
+                "out, or give --write"
             )
     if chats:
         if not _TEMPERATURE.value:
-            raise UserError(
-                "--temperature=0 writes the same chat each time; give a higher one, such as 1"
-            )
+            raise UserError("--temperature=0: writes the same chat each time; give 1, for example")
         return None
     sentences = open_sentences(_TEXT.value, _TFDS.value)
     wanted = _FIRST.value + (_COUNT.value if reads else 1)
     if wanted > len(sentences):
-        asked = (
-            f"--first={_FIRST.value} --count={_COUNT.value}" if reads else f"--first={_FIRST.value}"
-        )
+        asked = f"--first={_FIRST.value}" + f" --count={_COUNT.value}" * reads
         raise UserError(
-            f"{_TEXT.value!r} has {len(sentences):,} sentences, too few for {asked}; lower these"
+            f"{asked}: {_TEXT.value!r} has only {len(sentences):,} sentences; lower these"
         )
     return sentences
 

@@ -1,5 +1,5 @@
-"""What only an accelerator can show: exact distributions with its arithmetic. `pytest -m gpu` on a
-machine with a GPU."""
+"""Exact distributions with the arithmetic of an accelerator: `pytest -m gpu` on a machine with a
+GPU."""
 
 import subprocess
 import sys
@@ -37,8 +37,8 @@ def test_outputs_follow_the_target_on_the_device(name):
     "name", ["speculative", "block", "spectr", "otm_block", "otm_layer", "gsd"]
 )
 def test_greedy_decoding_equals_the_baseline(name, dtype):
-    """In bfloat16 sums of other widths may break a tie of two logits otherwise: then the two differ
-    by one rounding."""
+    """In bfloat16, calls on more tokens may round two nearly equal logits in another way, so that the
+    sequences differ."""
     target, draft = load("6m", dtype), load("2m", dtype)
     plain = generate(
         jax.random.key(0), get_method("baseline"), target, None, *PROMPTS, 24, Policy(temperature=0)

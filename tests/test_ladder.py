@@ -1,7 +1,7 @@
-"""scripts/train_ladder.py at toy size: stopped once, with a stage that fails, and resumed.
+"""scripts/train_ladder.py at toy size: stopped once, with stages that fail, and resumed.
 
-`trees` and `auto_32` are the stages that fail, once their flags are found good: to make them takes
-long, and is tested by itself.
+`trees` and `auto_32` fail after their flags are checked. They would take long, and are tested
+elsewhere.
 """
 
 import json
@@ -69,8 +69,8 @@ TOY = {
     "table2,trees,auto_1,auto_32": DECODING,
 }
 
-# Runs the script. Each program of a stage is forked from it and need not import JAX anew, which
-# would take most of the time.
+# Runs the script. The programs of stages are forked from it, because importing JAX in each would take
+# most of the time.
 FORKING = """
 import importlib, os, runpy, signal, subprocess, sys
 from absl import flags
@@ -104,8 +104,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def ladder(tmp_path):
-    """Starts the script on sentences made up here, with further `--stage_flags`; stdout and stderr
-    come together."""
+    """Starts the script on generated sentences, with further `--stage_flags`. stdout and stderr are
+    one stream."""
     for name, count in (("train", 900), ("heldout", 60)):
         draw = random.Random(name)
         lines = [
@@ -148,7 +148,7 @@ def ladder(tmp_path):
 
 
 def _began(output):
-    """The stages that were begun, in order."""
+    """Returns the stages that were started, in order."""
     lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
     return [line for line in lines if " " not in line]
 
@@ -184,8 +184,8 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     last = f"train_20m: --config.steps={saved + 10}"
     rest = [*TRAININGS, *FAILING, *TABLES]  # Without auto_1, which is auto_32 in smaller batches.
     output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
-    assert process.returncode == 2 and output.endswith("give the same command again\n"), output
-    assert "error: failed: auto_32, trees; see" in output and f"from step {saved}\n" in output
+    assert process.returncode == 2 and output.endswith("run the same command again\n"), output
+    assert "error: failed: auto_32, trees;" in output and f"from step {saved}\n" in output
     assert sorted(_began(output)) == sorted({*rest} - {"train_2m", "train_6m"})
     for stages, status in ((["pack", *TRAININGS, *TABLES], 0), ([*FAILING], 2)):
         output, _ = (process := ladder(last, only=stages)).communicate(timeout=60)

@@ -1,5 +1,4 @@
-"""The Colab notebook as it lies in the repository; scripts/dev/run_notebook.py runs it, with
---smoke in minutes."""
+"""The Colab notebook in the repository is consistent; scripts/dev/run_notebook.py --smoke runs it."""
 
 import ast
 import json
@@ -44,7 +43,7 @@ def test_badge_opens_this_file():
 
 
 def _flags_of(module: str) -> set[str]:
-    """The flags that the source of an entry point defines."""
+    """Returns the flags that the source of an entry point defines."""
     path = ROOT / f"spectr_jax/{module}.py"
     source = (path if path.exists() else path.with_suffix("") / "__main__.py").read_text()
     return set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))

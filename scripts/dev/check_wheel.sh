@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the sdist and, from it, the wheel into dist/; installs the wheel into a fresh environment and
-# runs README's example there, with the 6M target, since a wheel has no 20M. The wheel may have 15 MB.
+# Builds the sdist and the wheel in dist/, installs the wheel in a fresh environment, and runs README's
+# example there, with the 6M target, because the wheel has no 20M. The wheel must be below 15 MB.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 readme=$PWD/README.md

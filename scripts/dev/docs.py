@@ -14,7 +14,6 @@ import pdoc
 from absl import flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-ENTRY_POINT = "\nif __name__ == "
 
 
 def import_module(path: pathlib.Path) -> str:
@@ -23,29 +22,23 @@ def import_module(path: pathlib.Path) -> str:
     Entry points define the same flags, so the flags of each are removed before the next import.
     """
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    if ENTRY_POINT in path.read_text():
-        before = set(flags.FLAGS)
-        importlib.import_module(name)
+    before = set(flags.FLAGS)
+    importlib.import_module(name)
+    if "\nif __name__ == " in path.read_text():
         for flag in set(flags.FLAGS) - before:
             delattr(flags.FLAGS, flag)
-    else:
-        importlib.import_module(name)
     return name
 
 
 def list_modules(package) -> None:
     """Adds a package's modules to its `__all__`, because pdoc's navigation omits all others."""
-    if hasattr(package, "__all__"):
-        for name in package.__all__:
-            setattr(package, name, getattr(package, name))  # Resolves lazily imported names.
-        paths = pathlib.Path(package.__path__[0]).glob("[!_]*")
-        modules = sorted(
-            path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py"))
-        )
-        package.__all__ = [
-            *package.__all__,
-            *(name for name in modules if name not in package.__all__),
-        ]
+    if not hasattr(package, "__all__"):
+        return
+    for name in package.__all__:
+        setattr(package, name, getattr(package, name))  # Resolves lazily imported names.
+    paths = sorted(pathlib.Path(package.__path__[0]).glob("[!_]*"))
+    modules = [path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py"))]
+    package.__all__ = list(dict.fromkeys([*package.__all__, *modules]))
 
 
 def drop_boilerplate(module) -> None:
@@ -58,7 +51,7 @@ def drop_boilerplate(module) -> None:
 
 
 def included_pages() -> dict[pathlib.Path, str]:
-    """Returns the Markdown pages of the site's first page, with their titles' anchors."""
+    """Returns the Markdown files of the site's first page, with the anchors of their titles."""
     files = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "CONTRIBUTING.md"]
     titles = [file.read_text().partition("\n")[0].removeprefix("# ") for file in files]
     anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]

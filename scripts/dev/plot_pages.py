@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from spectr_jax.decoding.tree import parse
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
 METHODS = ("otm_layer", "traversal", "otm_block", "gsd", "spectr", "ersd", "block", "speculative")
@@ -31,25 +33,13 @@ def read(table: str) -> list[dict]:
     return json.loads((ROOT / f"results/{table}.json").read_text())["rows"]
 
 
-def count_nodes(tree: str) -> int:
-    """Returns the number of drafted tokens of a tree such as 8x4 or 4,2,1."""
-    if "x" in tree:
-        chains, length = map(int, tree.split("x"))
-        return chains * length
-    width, nodes = 1, 0
-    for children in map(int, tree.split(",")):
-        width *= children
-        nodes += width
-    return nodes
-
-
 def by_size(table: str) -> list[tuple[str, int, float]]:
     """Returns (method, drafted tokens rounded up to a size, tokens per call) for each tree."""
     found = []
     for row in read(table):
         if "tokens" in row:  # results/layer has the tokens of each prompt by tree.
             means = {tree: sum(n) / sum(row["calls"]) for tree, n in row["tokens"].items()}
-            sizes = {tree: min(n for n in SIZES if n >= count_nodes(tree)) for tree in means}
+            sizes = {tree: min(n for n in SIZES if n >= parse(tree).size) for tree in means}
             found += [(row["method"], sizes[tree], mean) for tree, mean in means.items()]
         elif row["nodes"]:
             found.append((row["method"], row["size"], row["tokens_per_call"]))
@@ -66,10 +56,8 @@ def plot_tokens() -> None:
             best = [[n for name, s, n in found if (name, s) == (method, size)] for size in SIZES]
             if any(best):
                 axes.plot(SIZES, [max(n) for n in best], "o-", color=f"C{color}", label=method)
-        axes.set(title=title, xscale="log", xlabel="Drafted tokens per call, at most")
-        axes.set_xticks(SIZES, map(str, SIZES))
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+        axes.set(title=title, xlabel="Drafted tokens per call, at most")
+        label(axes, SIZES)
     panels[0].set_ylabel("Tokens/call")
     panels[0].legend(fontsize=8)
     save(figure, "tokens_by_size")
@@ -78,22 +66,26 @@ def plot_tokens() -> None:
 def plot_speed() -> None:
     """Draws the best speedup over the baseline against the number of sequences at once."""
     figure, axes = plt.subplots(figsize=(6, 3.6))
-    for marker, (label, points) in zip("oDs^", SPEEDS.items(), strict=True):
+    for marker, (name, points) in zip("oDs^", SPEEDS.items(), strict=True):
         best = [max(row["speedup"] for row in read(table) if row["nodes"]) for _, table in points]
         sequences = [n for n, _ in points]
-        axes.plot(sequences, best, ":", marker=marker, ms=8, mfc="none", label=label)
+        axes.plot(sequences, best, ":", marker=marker, ms=8, mfc="none", label=name)
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xscale="log", xlabel="Sequences at once", ylabel="Best speedup over the baseline")
-    axes.set_xticks([1, 8, 32, 250], ["1", "8", "32", "250"])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="Sequences at once", ylabel="Best speedup over the baseline")
+    label(axes, (1, 8, 32, 250))
     axes.legend(fontsize=8)
     save(figure, "speed_by_batch")
 
 
+def label(axes, ticks: tuple[int, ...]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
 def save(figure, name: str) -> None:
     figure.tight_layout()
-    FIGURES.mkdir(exist_ok=True)
     figure.savefig(FIGURES / f"{name}.png", dpi=96)
     plt.close(figure)
 

@@ -3,12 +3,11 @@
 #
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
-# NAME is the folder under results/; what follows a colon tells apart the tables of one folder. Ctrl-C stops the script, or
-# SIGTERM to its process group; the same command resumes, and skips what is done: give other weights another folder. Those of
-# SmolLM2 are made where they are named, and need its package (docs/models.md). Once
-# all are done: cp -r runs/tables/. results/, then fix the pages until tests/test_figures_on_pages.py passes. Paths
-# count from the root of the repository; PYTHON names another interpreter. Not here: results/sample (the command is on its
-# page) and results/smollm2/quality.
+# NAME is a folder under results/; a suffix after a colon names one of several tables there. Ctrl-C stops the script, or
+# SIGTERM to its process group. The same command resumes and skips what is done, so give other weights another folder.
+# SmolLM2's tables are made only if they are named, and need its package (docs/models.md). At the end:
+# cp -r runs/tables/. results/, then fix the pages until tests/test_figures_on_pages.py passes. PYTHON names another
+# interpreter. Two are not made here: results/sample (its page has the command) and results/smollm2/quality.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?the folder that gets the tables}
@@ -16,67 +15,64 @@ out=${out%/} heldout=${HELDOUT:-}
 wanted=" ${*:2} " python=${PYTHON:-.venv/bin/python}
 known=" " checked=""
 
-table() { # NAME PROGRAM FLAG...
-    if [[ -z $checked ]]; then known+="$1 "; return; fi
-    if [[ $wanted != "  " && $wanted != *" $1 "* ]]; then return; fi
-    local mark="$out.done/${1//\//,}"
-    if [[ -e $mark ]]; then echo "== $1 is done"; return; fi
-    echo "== $1"
-    "$python" "${@:2}" --workdir="$out/${1%%:*}"
-    mkdir -p "$out.done" && touch "$mark"
+table() {  # NAME PROGRAM FLAG...
+  if [[ -z $checked ]]; then known+="$1 "; return; fi
+  if [[ $wanted != "  " && $wanted != *" $1 "* ]]; then return; fi
+  local mark="$out.done/${1//\//,}"
+  if [[ -e $mark ]]; then echo "== $1 is done"; return; fi
+  echo "== $1"
+  "$python" "${@:2}" --workdir="$out/${1%%:*}"
+  mkdir -p "$out.done" && touch "$mark"
 }
-evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; } # NAME CONFIG FLAG...
-fastest() { # NAME SEQUENCES FLAG...
-    evaluated "$1" auto.py --config.dtype=bfloat16 --config.batch_size="$2" --config.max_new_tokens=32 \
-        --config.size=16 --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' "${@:3}"
+evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; }  # NAME CONFIG FLAG...
+fastest() {  # NAME SEQUENCES FLAG...
+  evaluated "$1" auto.py --config.batch_size="$2" --config.max_new_tokens=32 --config.num_drafts='(1,2)' "${@:3}"
 }
-pair=(--config.target=20m --config.draft=2m)
 
 tables() {
-    evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
-        --config.models="('2m','6m','20m','97m')"
-    evaluated target_97m/cpu ladder.py:97m
-    fastest target_97m/fastest_1 1 --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(1,2,3,4)' \
-        --config.target=97m --config.draft=6m --config.dtype=int8
-    evaluated demo demo.py:full
-    evaluated ladder ladder.py
-    evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
-        --config.methods="('otm_block','otm_layer')"
-    fastest ladder/fastest_1 1 "${pair[@]}" --config.num_prompts=16 --config.tries=10 --config.draft_lengths='(1,2,3,4)' \
-        --config.dtype=int8
-    fastest ladder/fastest_32 32 "${pair[@]}" --config.num_prompts=32 --config.tries=4 --config.draft_lengths='(1,2,3,4)'
-    evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.extra_trees="('4,1,1,1,1,1,1,1',)" \
-        --config.num_prompts=48
-    evaluated trees trees.py
-    evaluated figures figures.py
-    evaluated ladder:figure figures.py --config.only="('spectr_figure_5',)" --config.target=20m --config.draft=6m
+  local pair=(--config.target=20m --config.draft=2m)
+  local auto=(--config.size=16 --config.draft_lengths='(1,2,3,4)'
+    --config.methods="('speculative','block','otm_block','otm_layer')")
+  evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
+    --config.models="('2m','6m','20m','97m')"
+  evaluated target_97m/cpu ladder.py:97m
+  fastest target_97m/fastest_1 1 "${auto[@]}" --config.num_prompts=16 --config.tries=10 --config.target=97m \
+    --config.draft=6m --config.dtype=int8
+  evaluated demo demo.py:full
+  evaluated ladder ladder.py
+  evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
+    --config.methods="('otm_block','otm_layer')"
+  fastest ladder/fastest_1 1 "${auto[@]}" "${pair[@]}" --config.num_prompts=16 --config.tries=10 --config.dtype=int8
+  fastest ladder/fastest_32 32 "${auto[@]}" "${pair[@]}" --config.num_prompts=32 --config.tries=4 \
+    --config.dtype=bfloat16
+  evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.num_prompts=48 \
+    --config.extra_trees="('4,1,1,1,1,1,1,1',)"
+  evaluated trees trees.py
+  evaluated figures figures.py
+  evaluated ladder:figure figures.py --config.only="('spectr_figure_5',)" --config.target=20m --config.draft=6m
 }
 
 of_smollm2() {
-    local eagle=smollm2-draft student=smollm2-6m
-    local pair=(--config.target=smollm2 --config.draft="$eagle" --config.dtype=int8)
-    evaluated smollm2/ladder ladder.py:smollm2
-    evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft="$student" \
-        --config.models="('smollm2','$student')"
-    evaluated smollm2/fastest_1 auto.py "${pair[@]}" --config.num_prompts=16 --config.max_new_tokens=32 --config.size=4 \
-        --config.methods="('speculative','block','otm_block','otm_layer')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
-        --config.tries=6
-    evaluated smollm2/fastest_8 auto.py "${pair[@]}" --config.num_prompts=16 --config.max_new_tokens=32 --config.size=4 \
-        --config.methods="('speculative','block','otm_block')" --config.num_drafts='(1,2)' --config.draft_lengths='(1,2,3)' \
-        --config.tries=4 --config.batch_size=8
-    table smollm2/drafts/int8 scripts/dev/compare_drafts.py --draft="$eagle" --dtype=int8 --method=block:chain:1 --method=block:chain:2 \
-        --temperatures=0,0.7,1
-    table smollm2/drafts/int8_8 scripts/dev/compare_drafts.py --draft="$eagle" --dtype=int8 --method=block:chain:1 --method=block:chain:2 \
-        --temperatures=0,1 --sequences=8 --rounds=7
+  local auto=(--config.target=smollm2 --config.draft=smollm2-draft --config.dtype=int8 --config.num_prompts=16
+    --config.size=4 --config.draft_lengths='(1,2,3)')
+  local drafts=(scripts/dev/compare_drafts.py --draft=smollm2-draft --dtype=int8)
+  evaluated smollm2/ladder ladder.py:smollm2
+  evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft=smollm2-6m \
+    --config.models="('smollm2','smollm2-6m')"
+  fastest smollm2/fastest_1 1 "${auto[@]}" --config.methods="('speculative','block','otm_block','otm_layer')" \
+    --config.tries=6
+  fastest smollm2/fastest_8 8 "${auto[@]}" --config.methods="('speculative','block','otm_block')" --config.tries=4
+  table smollm2/drafts/int8 "${drafts[@]}" --temperature=0 --temperature=0.7 --temperature=1
+  table smollm2/drafts/int8_8 "${drafts[@]}" --temperature=0 --temperature=1 --sequences=8 --rounds=7
 }
 
-tables # Their names.
+tables  # Collects their names.
 of_smollm2
 for name in $wanted; do
-    if [[ $known != *" $name "* ]]; then echo "no table is named $name; the tables:$known" >&2; exit 2; fi
+  if [[ $known != *" $name "* ]]; then echo "no table is named $name; the tables:$known" >&2; exit 2; fi
 done
 if [[ ( $wanted == "  " || $wanted == *" quality "* ) && -z $heldout ]]; then
-    echo "quality needs HELDOUT, held-out sentences" >&2; exit 2
+  echo "quality needs HELDOUT, held-out sentences" >&2; exit 2
 fi
 checked=1
 tables

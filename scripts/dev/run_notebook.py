@@ -1,9 +1,9 @@
 """Runs a notebook from top to bottom, and fails where a cell fails.
 
-    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke --out=runs/spectr_colab.ipynb
+    python scripts/dev/run_notebook.py scripts/spectr_colab.ipynb --smoke --out=runs/colab.ipynb
 
-With --smoke two or three minutes on two CPU cores. The file itself is never written: in the repository notebooks have no
-outputs. Needs the packages of requirements-docs.txt.
+With --smoke it takes two or three minutes on two CPU cores. The notebook itself stays as it is,
+because notebooks in the repository have no outputs. Needs the packages of requirements-docs.txt.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 import time
-from typing import NoReturn
 
 import nbformat
 from nbclient import NotebookClient
@@ -20,68 +19,39 @@ from nbclient.exceptions import CellExecutionError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMOKE = re.compile(r"^SMOKE = False\b", re.MULTILINE)
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def refuse(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def with_smoke(notebook) -> None:
-    """Sets the parameter `SMOKE` of the notebook."""
-    cells = [
-        cell for cell in notebook.cells if cell.cell_type == "code" and SMOKE.search(cell.source)
-    ]
-    if len(cells) != 1:
-        refuse(f"the notebook sets SMOKE = False in {len(cells)} cells; --smoke needs it in one")
-    cells[0].source = SMOKE.sub("SMOKE = True", cells[0].source)
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebook", type=pathlib.Path)
-    parser.add_argument(
-        "--smoke", action="store_true", help="with SMOKE = True: everything at toy size"
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        help="where the notebook goes with its outputs (default: nowhere)",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=3_600, help="seconds that one cell may take"
-    )
+    parser.add_argument("--smoke", action="store_true", help="set SMOKE = True: toy sizes")
+    parser.add_argument("--out", type=pathlib.Path, help="where to write it with its outputs")
     flags = parser.parse_args()
     if not flags.notebook.is_file():
-        refuse(f"no notebook at {flags.notebook}; fix the path")
+        parser.error(f"{flags.notebook}: is not a file; fix the path")
     if flags.out is not None and flags.out.resolve() == flags.notebook.resolve():
-        refuse(f"--out={flags.out} is the notebook itself; give another file")
-
+        parser.error(f"--out={flags.out}: is the notebook itself; give another file")
     notebook = nbformat.read(flags.notebook, as_version=4)
     if flags.smoke:
-        with_smoke(notebook)
-    client = NotebookClient(
-        notebook,
-        kernel_name="python3",
-        timeout=flags.timeout,
-        resources={"metadata": {"path": ROOT}},
-    )
-    begun = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory() as sockets
-    ):  # In the place of ports that all users of the machine can reach.
+        cells = [cell for cell in notebook.cells if SMOKE.search(cell.source)]
+        if len(cells) != 1:
+            parser.error(f"--smoke: {len(cells)} cells set SMOKE = False; exactly one must")
+        cells[0].source = SMOKE.sub("SMOKE = True", cells[0].source)
+    started, resources = time.monotonic(), {"metadata": {"path": ROOT}}
+    client = NotebookClient(notebook, kernel_name="python3", timeout=3_600, resources=resources)
+    with tempfile.TemporaryDirectory() as sockets:  # Other users could connect to ports.
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
         try:
             client.execute()
         except CellExecutionError as error:
-            sys.exit(f"error: a cell failed\n{COLOURS.sub('', str(error))}")
+            sys.exit(f"error: a cell failed\n{COLORS.sub('', str(error))}")
         finally:
             if flags.out is not None:
                 flags.out.parent.mkdir(parents=True, exist_ok=True)
                 nbformat.write(notebook, flags.out)
-    print(f"{flags.notebook} ran in {time.monotonic() - begun:.0f} s")
+    print(f"{flags.notebook} ran in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

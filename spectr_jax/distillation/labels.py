@@ -1,7 +1,7 @@
-"""Labels on disk: a teacher's likeliest next tokens at every place of a text.
+"""Labels on disk: a teacher's likeliest next tokens after each token of a sequence.
 
-A row holds several sequences and then padding. Each place has the token, the number of its sequence
-(0 is padding), whether a draft is requested after it when the target decodes, and the `TOP`
+A row holds several sequences, then padding. Each place has a token, the number of its sequence (0
+is padding), whether a draft is requested after it when the target decodes, and the `TOP`
 likeliest next tokens with their log-probabilities. For students that see features it also has the
 teacher's last hidden state. A folder has shards of rows, each written atomically, and an index that
 names the teacher.
@@ -9,7 +9,6 @@ names the teacher.
 
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +21,8 @@ FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """Fields that every index has. Folders used together must agree in them."""
-OLDER = {
-    "features": 0,
-    "drafted": False,
-    "labelled": True,
-    "teacher": "",
-    "dtype": "",
-    "weights": "",
-    "corpus": "",
-}
+OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True}
+OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus"), "")
 """Values of fields that older indices lack."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
 """Digests that older indices lack, and the fields that identify the content instead."""
@@ -44,22 +36,12 @@ class Teacher(NamedTuple):
     Attributes:
       name: as `load` takes it.
       dtype: precision in which it labelled.
-      weights: digest of its weights in that dtype (`models.frozen.digest`); "" in older
-        folders.
+      weights: digest of its weights in that dtype (`models.frozen.digest`); "" in older folders.
     """
 
     name: str
     dtype: str
     weights: str
-
-    def may_be(self, other: "Teacher") -> bool:
-        """Returns whether the two can be the same teacher. Digests decide within one dtype,
-        names across two."""
-        if not self.weights or not other.weights:
-            return True
-        return (
-            self.weights == other.weights if self.dtype == other.dtype else self.name == other.name
-        )
 
 
 def row_type(
@@ -67,23 +49,19 @@ def row_type(
 ) -> np.dtype:
     """Returns the structured type of a row of `length` tokens with `features` features each.
 
-    `drafted` is False in older folders, and `labelled` is False in rows that the teacher labels
-    during training.
+    `drafted` is False in older folders. `labelled` is False in rows that the teacher labels during
+    training.
     """
     token = np.uint16 if vocab_size <= 2**16 else np.uint32
-    return np.dtype(
-        [
-            ("tokens", token, (length,)),
-            ("segments", np.uint16, (length,)),
-            *([("drafted", np.bool_, (length,))] if drafted else []),
-            *(
-                [("top", token, (length, TOP)), ("log_probabilities", np.float16, (length, TOP))]
-                if labelled
-                else []
-            ),
-            *([("features", np.float16, (length, features))] if features else []),
-        ]
-    )
+    fields: list[Any] = [("tokens", token, (length,)), ("segments", np.uint16, (length,))]
+    if drafted:
+        fields.append(("drafted", np.bool_, (length,)))
+    if labelled:
+        shape = (length, TOP)
+        fields += [("top", token, shape), ("log_probabilities", np.float16, shape)]
+    if features:
+        fields.append(("features", np.float16, (length, features)))
+    return np.dtype(fields)
 
 
 class LabelledRows(PackedRows):
@@ -101,9 +79,9 @@ class LabelledRows(PackedRows):
 
     def __init__(self, shards: list[np.ndarray], index: dict[str, Any], counts: tuple[int, ...]):
         super().__init__(shards, tokenizer_digest=index["vocabulary"])
-        self.teacher = teacher_of(index)
+        self.teacher, self.counts = teacher_of(index), counts
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
-        self.context, self.features, self.counts = index["context"], index["features"], counts
+        self.context, self.features = index["context"], index["features"]
         self.labelled = index["labelled"]
 
     @property
@@ -120,15 +98,15 @@ def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
 def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     """Creates a folder of labels with its index, or checks that an existing index agrees.
 
-    The index of a folder without shards does not bind.
+    If there are no shards, an existing index is replaced.
 
     Args:
-      folder: of the labels.
+      folder: the folder.
       about: JSON values that identify the labels, at least `vocabulary`, `vocab_size` and
         `length`.
 
     Raises:
-      UserError: the folder holds other labels.
+      UserError: the folder holds other labels, or other files.
     """
     wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
     if any(folder.glob("labels-*.npy")):
@@ -139,31 +117,26 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
     if others:
         raise UserError(
-            f"{str(folder)!r} has other files, such as {others[0]!r}; give --out a folder of its "
-            "own"
+            f"--out={folder}: has other files, such as {others[0]!r}; give a folder of its own"
         )
     write_json(folder / INDEX, wanted)
 
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises `UserError` unless two indices describe the same labels. One corpus may have two
-    names."""
-    told = ["text", "sentences"] if there["corpus"] else []
+    """Raises `UserError` unless two indices describe the same labels."""
+    ignored = [name for name in DIGESTS if not there[name]]
+    if there["corpus"]:  # The digest decides, because one corpus may have two names.
+        ignored += DIGESTS["corpus"]
     for name in ["teacher", "dtype", *DIGESTS, *sorted(wanted.keys() | there.keys())]:
-        if (
-            wanted.get(name) == there.get(name)
-            or name in told
-            or (name in DIGESTS and not there[name])
-        ):
+        if name in ignored or wanted.get(name) == there.get(name):
             continue
         has, makes = (
             ", ".join(f"{each}={index.get(each)!r}" for each in (name, *DIGESTS.get(name, ())))
             for index in (there, wanted)
         )
         raise UserError(
-            f"{str(folder)!r} has labels of {has}, this command makes {makes}; choose another "
-            "--out, or give what it was "
-            "made with"
+            f"--out={folder}: has labels of {has}, this command makes {makes}; choose another "
+            "folder, or give the flags that it was made with"
         )
 
 
@@ -171,7 +144,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
     """Returns the memory-mapped rows of a folder, or of several with commas between them.
 
     Args:
-      name: of the folders.
+      name: the folders.
       counts: number of first rows to take from each; all by default.
 
     Raises:
@@ -180,36 +153,36 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
     """
     folders = [expanded(each.strip()) for each in name.split(",")]
     indices = [_index(folder) for folder in folders]
+    first = indices[0]
     for folder, index in zip(folders, indices, strict=True):
         for field in FIELDS:
-            if index[field] != indices[0][field]:
+            if index[field] != first[field]:
                 raise UserError(
                     f"{str(folder)!r} has labels of {field}={index[field]!r} and "
-                    f"{str(folders[0])!r} of "
-                    f"{indices[0][field]!r}; give folders that agree"
+                    f"{str(folders[0])!r} of {first[field]!r}; give folders that agree"
                 )
-        check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(indices[0]))
-    wanted = row_type(
-        *(indices[0][name] for name in ("vocab_size", "length", "features", "drafted", "labelled"))
-    )
-    found = [[_read(path, wanted) for path in _shards(folder)] for folder in folders]
+        check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(first))
+    shape = ("vocab_size", "length", "features", "drafted", "labelled")
+    wanted = row_type(*(first[field] for field in shape))
+    found = [_open_shards(folder, wanted) for folder in folders]
     there = tuple(sum(map(len, shards)) for shards in found)
     if not any(there):
         raise UserError(
-            f"no labelled rows in {name!r} yet; make some: python -m spectr_jax.label "
+            f"{name!r} has no labelled rows yet; make some: python -m spectr_jax.label "
             f"--out={folders[0]} ..."
         )
     taken = counts or there
-    for folder, have, need in zip(folders, there, taken, strict=True):
+    shards = []
+    for folder, own, have, need in zip(folders, found, there, taken, strict=True):
         if have < need:
             raise UserError(
                 f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or "
                 "label again"
             )
-    shards = [
-        shard for each, count in zip(found, taken, strict=True) for shard in _first(each, count)
-    ]
-    return LabelledRows(shards, indices[0], taken)
+        for shard in own:
+            shards.append(shard[:need])
+            need -= len(shards[-1])
+    return LabelledRows(shards, first, taken)
 
 
 def teacher_of(index: dict[str, Any]) -> Teacher:
@@ -218,34 +191,17 @@ def teacher_of(index: dict[str, Any]) -> Teacher:
 
 
 def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) -> None:
-    """Raises `UserError` if two folders have labels of different teachers."""
-    if not teacher.may_be(other):
+    """Raises `UserError` if two folders have labels of different teachers.
+
+    Digests decide within one dtype, names across two. A folder without a digest passes.
+    """
+    same_dtype = teacher.dtype == other.dtype
+    same = teacher.weights == other.weights if same_dtype else teacher.name == other.name
+    if teacher.weights and other.weights and not same:
         raise UserError(
             f"{name!r} has labels of {teacher.name!r} ({teacher.weights}) and {other_name!r} of "
-            f"{other.name!r} "
-            f"({other.weights}), another teacher; label one of them again"
+            f"{other.name!r} ({other.weights}), another teacher; label one of them again"
         )
-
-
-def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the shards of a folder in order. None may be missing, or a resumed run would get
-    other rows."""
-    paths = sorted(folder.glob("labels-*.npy"))
-    for number, path in enumerate(paths):
-        if path != shard_path(folder, number):
-            missing = shard_path(folder, number).name
-            raise UserError(
-                f"{str(folder)!r} has {path.name} and no {missing}; run `label` there again, which "
-                "makes it"
-            )
-    return paths
-
-
-def _first(shards: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
-    """Returns the first `count` rows."""
-    for shard in shards:
-        yield shard[:count]
-        count -= min(count, len(shard))
 
 
 def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -253,8 +209,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence, -1 at its
-      end), int32 [B, N]; `drafted`, bool [B, N], True at every token in older folders; with
-      labels
+      end), int32 [B, N]; `drafted`, bool [B, N], True at every token in older folders; with labels
       `top` int32 and `log_probabilities` float32, [B, N, TOP]; with features `features` float16
       [B, N, F].
     """
@@ -265,28 +220,26 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     positions = places - np.maximum.accumulate(np.where(first, places, 0), axis=1)
     ends = np.roll(segments, -1, axis=1) != segments
     ends[:, -1] = True
-    return {
+    batch = {
         "inputs": tokens,
         "segments": segments,
         "positions": np.where(segments > 0, positions, 0).astype(np.int32),
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
         "drafted": rows["drafted"] if "drafted" in fields else segments > 0,
-        **({"top": rows["top"].astype(np.int32)} if "top" in fields else {}),
-        **(
-            {"log_probabilities": rows["log_probabilities"].astype(np.float32)}
-            if "top" in fields
-            else {}
-        ),
-        **({"features": rows["features"]} if "features" in fields else {}),
     }
+    if "top" in fields:
+        batch["top"] = rows["top"].astype(np.int32)
+        batch["log_probabilities"] = rows["log_probabilities"].astype(np.float32)
+    if "features" in fields:
+        batch["features"] = rows["features"]
+    return batch
 
 
 def _index(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = {**OLDER, **json.loads((folder / INDEX).read_text())}
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
-        index = {**OLDER, **index}
         if missing := [field for field in FIELDS if field not in index]:
             raise ValueError(f"{INDEX} does not say {missing[0]}")
         return index
@@ -297,13 +250,25 @@ def _index(folder: pathlib.Path) -> dict[str, Any]:
         ) from error
 
 
-def _read(path: pathlib.Path, wanted: np.dtype) -> np.ndarray:
-    try:
-        rows = np.load(path, mmap_mode="r")
-        if rows.dtype != wanted or rows.ndim != 1:
-            raise ValueError(f"{rows.dtype} {rows.shape}")
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(
-            f"{str(path)!r} cannot be read ({error}); remove it, and label again"
-        ) from error
-    return np.asarray(rows)
+def _open_shards(folder: pathlib.Path, wanted: np.dtype) -> list[np.ndarray]:
+    """Returns the memory-mapped shards of a folder in order.
+
+    None may be missing, because a resumed run would get other rows.
+    """
+    shards = []
+    for number, path in enumerate(sorted(folder.glob("labels-*.npy"))):
+        if path != (expected := shard_path(folder, number)):
+            raise UserError(
+                f"{str(folder)!r} has {path.name} and no {expected.name}; run `label` there again, "
+                "which makes it"
+            )
+        try:
+            rows = np.load(path, mmap_mode="r")
+            if rows.dtype != wanted or rows.ndim != 1:
+                raise ValueError(f"{rows.dtype} {rows.shape}")
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(
+                f"{str(path)!r} cannot be read ({error}); remove it, and label again"
+            ) from error
+        shards.append(np.asarray(rows))
+    return shards

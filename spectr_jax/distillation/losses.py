@@ -1,12 +1,11 @@
-"""How far a student's distribution is from its teacher's, at one place; the losses that drafts are
-trained with.
+"""Losses that drafts are trained with: how far a student's distribution is from its teacher's.
 
-p is the student's, over the tokens that its head scores. Of the teacher's q the likeliest tokens
-are known; the rest of both is one more outcome. A divergence leaves out what q gives to labelled
-tokens that the head does not score, as no student can learn it; what q gives to tokens without a
-label may be of either kind, and stays. Every loss is 0 or more for one place, and `losses` vmaps.
-Acceptance is that of one draft, sum min(p, q) = 1 - TV(p, q) (Leviathan et al., 2023, corollary
-3.6).
+The student's distribution p is over the tokens that its head scores. Of the teacher's distribution
+q only the likeliest tokens are known; all others are one more outcome of both. Divergences ignore
+the probability that q gives to labelled tokens outside the head, because no student can learn it.
+They keep that of tokens without a label, which may be in the head. Every loss is non-negative, is
+for one place, and works under vmap. The acceptance is that of one draft, sum min(p, q) =
+1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
 """
 
 from collections.abc import Callable
@@ -42,8 +41,8 @@ class Place(NamedTuple):
 
 
 def acceptance(place: Place) -> jax.Array:
-    """Returns [] the sum of min(p, q) over the labels, a lower bound on the acceptance up to the
-    rounding of labels. It misses at most the unlabelled mass."""
+    """Returns [] the sum of min(p, q) over the labels. Up to the rounding of labels it is a lower
+    bound on the acceptance, too low by at most the probability of tokens without a label."""
     return jnp.sum(jnp.minimum(jnp.exp(place.log_p), jnp.exp(place.log_q)))
 
 
@@ -59,17 +58,14 @@ def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
 
 def kl(place: Place) -> jax.Array:
     """Returns [] KL(q, p): Hinton et al., 2015, and what most drafts are trained with."""
-    (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
-    del p
-    return jnp.sum(q * (log_q - log_p)) + rest_q * (jnp.log(rest_q) - jnp.log(rest_p))
+    p, q = _outcomes(place)
+    return _divergence(q, p)
 
 
 def reverse_kl(place: Place) -> jax.Array:
     """Returns [] KL(p, q), which seeks the likely tokens of q (DistillSpec: Zhou et al., 2023,
     arXiv 2310.08461)."""
-    (p, log_p, rest_p), (q, log_q, rest_q) = _outcomes(place)
-    del q
-    return jnp.sum(p * (log_p - log_q)) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
+    return _divergence(*_outcomes(place))
 
 
 def total_variation(place: Place) -> jax.Array:
@@ -84,8 +80,8 @@ def lk(place: Place) -> jax.Array:
 
 
 def lk_hybrid(place: Place) -> jax.Array:
-    """Returns [] KL, turning into total variation as acceptance grows (same paper, with a weight
-    per place)."""
+    """Returns [] a mean of KL and total variation; the weight of the latter grows with the
+    acceptance at each place (same paper)."""
     weight = jnp.exp(-HYBRID_DECAY * jax.lax.stop_gradient(acceptance(place)))
     return weight * kl(place) + (1 - weight) * total_variation(place)
 
@@ -93,8 +89,7 @@ def lk_hybrid(place: Place) -> jax.Array:
 def cross_entropy(place: Place) -> jax.Array:
     """Returns [] the cross-entropy of the text's next token, without a teacher; 0 if there is
     none."""
-    there = jnp.isfinite(place.log_target)
-    return -jnp.where(there, place.log_target, 0)
+    return -jnp.where(jnp.isfinite(place.log_target), place.log_target, 0)
 
 
 LOSSES: dict[str, Callable[[Place], jax.Array]] = {
@@ -109,29 +104,32 @@ LOSSES: dict[str, Callable[[Place], jax.Array]] = {
 
 class _Outcomes(NamedTuple):
     """A distribution over the labels that the student scores, and the rest. Other labels have
-    probability 0 and log 0 = 0."""
+    0 as probability and as log-probability."""
 
     labels: jax.Array
     logs: jax.Array
     rest: jax.Array
 
 
+def _divergence(first: _Outcomes, second: _Outcomes) -> jax.Array:
+    """Returns [] KL(first, second)."""
+    of_labels = jnp.sum(first.labels * (first.logs - second.logs))
+    return of_labels + first.rest * (jnp.log(first.rest) - jnp.log(second.rest))
+
+
 def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
-    """Returns p, and q without the labels that the student does not score, over the same
-    outcomes. No rest is 0."""
-    labelled = jnp.isfinite(
-        place.log_q
-    )  # In a vocabulary smaller than `TOP`, the last labels are empty.
-    known = labelled & jnp.isfinite(place.log_p)
+    """Returns p, and q without the labels that the student does not score, over the same outcomes.
+    Every rest is positive."""
+    # In a vocabulary smaller than `TOP`, the last labels are empty.
+    known = jnp.isfinite(place.log_q) & jnp.isfinite(place.log_p)
     log_p, log_q = (jnp.where(known, part, 0) for part in (place.log_p, place.log_q))
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
     rest = 1 - jnp.sum(jnp.exp(place.log_q)) if place.rest is None else place.rest
     unlabelled = jnp.maximum(rest, TINY)
-    drafted = (
-        q.sum() + unlabelled
-    )  # Not 1 minus the others: they may be nearly all, and labels are rounded.
-    log_q = jnp.where(known, log_q - jnp.log(drafted), 0)
+    # Not 1 minus the other labels: they may have nearly all, and labels are rounded.
+    total = q.sum() + unlabelled
+    log_q = jnp.where(known, log_q - jnp.log(total), 0)
     return (
         _Outcomes(p, log_p, jnp.maximum(1 - p.sum(), TINY)),
-        _Outcomes(q / drafted, log_q, unlabelled / drafted),
+        _Outcomes(q / total, log_q, unlabelled / total),
     )

@@ -1,8 +1,8 @@
 """Text that a teacher labels while its student learns, so that no labels are stored.
 
-Sources are corpora, encoded and packed while they are read, and folders of rows written by
-`spectr_jax.label`, such as chats, of which only the tokens are read. A batch takes a fixed share of
-its rows from each source.
+A source is a corpus, which is encoded and packed while it is read, or a folder of rows written by
+`spectr_jax.label`, such as chats, of which only the tokens are read. Each source has a fixed share
+of the rows of a batch.
 """
 
 import math
@@ -30,6 +30,8 @@ from spectr_jax.utils.files import expanded
 COUNTED_ROWS = 2_048
 """Number of rows in which tokens are counted."""
 
+Source = Sentences | LabelledRows
+
 
 class Lessons:
     """Packed text from several sources and the teacher that labels it. Its other attributes are
@@ -46,16 +48,11 @@ class Lessons:
         self.teacher = labels.Teacher(config.teacher, config.teacher_dtype, "")
         self.vocabulary, self.vocab_size = teacher.tokenizer.vocabulary, teacher.model.vocab_size
         self.context, self.features = teacher.model.context, features_shown(teacher.model)
-        self.length, self._tokenizer, self._data = (
-            config.data.length,
-            teacher.tokenizer,
-            config.data,
-        )
+        self.length = config.data.length
+        self._tokenizer, self._data = teacher.tokenizer, config.data
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
-        names = config.data.train.split(",")
-        self._sources = [
-            self._open(name.strip(), counts[i : i + 1]) for i, name in enumerate(names)
-        ]
+        names = [name.strip() for name in config.data.train.split(",")]
+        self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
         self._counts = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
         for name, there, before in zip(names, self.counts, counts or self.counts, strict=True):
@@ -82,58 +79,50 @@ class Lessons:
         if min(self.counts) < streams:
             raise UserError(
                 f"data.streams={streams}: must be at most the {min(self.counts)} rows of the "
-                "smallest source; "
-                "lower it, or give more text"
+                "smallest source; lower it, or give more text"
             )
 
-        def stream_of(
-            source: Sentences | LabelledRows, rows: int
-        ) -> Callable[[int], grain.IterDataset]:
+        def stream_of(source: Source, rows: int) -> Callable[[int], grain.IterDataset]:
+            count = rows // streams
             if isinstance(source, LabelledRows):
                 return lambda i: ShuffledRows(
-                    source, count=rows // streams, seed=seed + i, stream=i, streams=streams
+                    source, count=count, seed=seed + i, stream=i, streams=streams
                 ).map(self._without_labels)
             return lambda i: teaching.packed(
                 batches.shuffled(source, seed, i, streams).map(self._encoded), self._row_type
-            ).batch(rows // streams)
+            ).batch(count)
 
         made = [stream_of(*each) for each in zip(self._sources, self._counts, strict=True)]
         return batches.mixed_batches(made, labels.batch_of, streams, process, processes)
 
     def heldout(self) -> dict[str, PackedRows]:
         """Returns the first rows of each held-out source, by name."""
-        found = {}
+        found, count = {}, self._data.heldout_rows
         for name in self._data.heldout:
-            source, count = self._open(name, ()), self._data.heldout_rows
+            source = self._open(name, ())
             if isinstance(source, LabelledRows):
                 rows = self._without_labels(source.take(np.arange(min(count, len(source)))))
             else:
-                enough = min(
-                    len(source), -(-count * self.length // 8)
-                )  # Almost no text has fewer than 8 tokens per sentence.
-                rows = teaching.pack_rows(
-                    teaching.read_texts(source, self._tokenizer)(0, enough), self._row_type
-                )[:count]
+                # Almost no text has fewer than 8 tokens per sentence.
+                enough = min(len(source), -(-count * self.length // 8))
+                texts = teaching.read_texts(source, self._tokenizer)(0, enough)
+                rows = teaching.pack_rows(texts, self._row_type)[:count]
             found[short_name(name)] = PackedRows([rows], self.vocabulary)
         return found
 
     def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
         """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
-        counted, rows, data = (
-            np.zeros(self.vocab_size, np.int64),
-            0,
-            iter(self.batches(seed, self.streams(sum(self._counts)))),
-        )
+        counted, rows = np.zeros(self.vocab_size, np.int64), 0
+        data = iter(self.batches(seed, self.streams(sum(self._counts))))
         while rows < COUNTED_ROWS:
             batch = next(data)
-            counted += np.bincount(
-                batch["inputs"][batch["segments"] > 0], minlength=self.vocab_size
-            )
+            real = batch["inputs"][batch["segments"] > 0]
+            counted += np.bincount(real, minlength=self.vocab_size)
             rows += len(batch["inputs"])
         data.close()
         return np.sort(np.argsort(-counted, kind="stable")[:count]).astype(np.int32)
 
-    def _open(self, name: str, counts: tuple[int, ...]) -> Sentences | LabelledRows:
+    def _open(self, name: str, counts: tuple[int, ...]) -> Source:
         if not (expanded(name) / labels.INDEX).is_file():
             return open_sentences(name, self._data.tfds_dir or None)
         rows = labels.open_labels(name, counts)
@@ -141,21 +130,19 @@ class Lessons:
             if getattr(rows, field) != wanted:
                 raise UserError(
                     f"{name!r} has rows of {field}={getattr(rows, field)!r}, and this run needs "
-                    f"{wanted!r}; label again "
-                    "with the teacher and the --length of this run, or set data.length"
+                    f"{wanted!r}; label again with the teacher and the --length of this run, or "
+                    "set data.length"
                 )
         return rows
 
-    def _encoded(self, sentence: str) -> dict[str, np.ndarray]:
-        return teaching.cut(teaching.Text(self._tokenizer.prompt(sentence)), self.length)
+    def _encoded(self, sentence: str) -> teaching.Text:
+        return teaching.Text(self._tokenizer.prompt(sentence))
 
     def _without_labels(self, rows: np.ndarray) -> np.ndarray:
         found = np.zeros(len(rows), self._row_type)
-        for name in ("tokens", "segments"):
-            found[name] = rows[name]
-        found["drafted"] = (
-            rows["drafted"] if "drafted" in (rows.dtype.names or ()) else rows["segments"] > 0
-        )
+        found["tokens"], found["segments"] = rows["tokens"], rows["segments"]
+        older = "drafted" not in (rows.dtype.names or ())
+        found["drafted"] = rows["segments"] > 0 if older else rows["drafted"]
         return found
 
 
@@ -171,7 +158,7 @@ def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
     if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):
         raise UserError(
             f"data.shares={given}: must divide batch_size={config.batch_size} among the {sources} "
-            "sources of data.train; "
-            "give one positive integer each, whose sum divides the batch size"
+            "sources of data.train; give one positive integer each, whose sum divides the batch "
+            "size"
         )
     return [config.batch_size * share // sum(shares) for share in shares]

@@ -32,7 +32,7 @@ def make_programs(
 ) -> Programs:
     """Returns the programs of a student's run. With a `teacher`, they label each batch first."""
     graphdef, state = abstract(shape)
-    rest = nnx.filter_state(state, nnx.Not(nnx.Param))
+    rest = nnx.filter_state(state, nnx.Not(nnx.Param))  # The tokens of the head.
     rest = jax.tree.map(lambda _: jnp.asarray(tokens), rest)
     number_of = np.full(shape.vocab_size, -1, np.int32)
     number_of[tokens] = np.arange(len(tokens))
@@ -49,7 +49,8 @@ def make_programs(
         real, seen = see(params, part)
 
         def total(function):
-            return jnp.sum(real * _at_each(function)(seen), axis=(1, 2))
+            at_each = jax.vmap(jax.vmap(jax.vmap(function)))
+            return jnp.sum(real * at_each(seen), axis=(1, 2))
 
         own, accepted = total(loss), jax.lax.stop_gradient(total(losses.acceptance))
         text = total(losses.cross_entropy) if config.cross_entropy else 0.0
@@ -59,22 +60,23 @@ def make_programs(
         layers = shape.feature_layers if shape.features else None
         return taught(teacher, batch, layers, tokens) if teacher else batch
 
-    # Training labels all tokens of a small head: exact, and without a sort of the vocabulary, which
-    # takes a GPU longer than the teacher. Held-out scores use the same labels as those on disk.
+    # Training labels all tokens of a small head, which is exact and needs no sort of the vocabulary;
+    # on a GPU the sort takes longer than the teacher. Held-out scores use labels as on disk.
     head_tokens = jnp.asarray(tokens) if shape.head_tokens else None
 
     def step(state, batch, teacher=None):
-        taught_batch = labelled(batch, teacher, head_tokens)
-        return update(objective, optimizer, config.accumulate, state, taught_batch)
+        seen = labelled(batch, teacher, head_tokens)
+        return update(objective, optimizer, config.accumulate, state, seen)
+
+    def evaluate(params, batch, teacher=None):
+        return summed_scores(see, params, labelled(batch, teacher))
 
     return compiled(
         mesh,
         build=lambda rngs: build(shape, tokens, rngs),
         optimizer=optimizer,
         step=step,
-        evaluate=lambda params, batch, teacher=None: summed_scores(
-            see, params, labelled(batch, teacher)
-        ),
+        evaluate=evaluate,
         given=(teacher,) if teacher else (),
     )
 
@@ -86,11 +88,10 @@ def places(
     params: Any,
     batch: dict[str, jax.Array],
 ) -> tuple[jax.Array, losses.Place]:
-    """Returns what the losses see at each place [S, B, N] of a batch, and which places are real.
+    """Returns which places [S, B, N] of a batch are real, and what the losses see there.
 
-    A batch without `top` has labels of every token that the head scores. The student's softmax is
-    over these tokens. S is 1, or `depth` for a student that sees features, which is run as at the
-    first, second, ... level of a tree (`students.levels`).
+    The student's softmax is over the tokens that its head scores. A batch without `top` has labels
+    of all of these. S is the number of levels (`students.levels`).
     """
     student = model(params)
     hidden = students.levels(student, batch, depth)
@@ -104,44 +105,36 @@ def places(
         found = jnp.take_along_axis(log_p, jnp.maximum(numbers, 0), axis=-1)
         return jnp.where(numbers < 0, -jnp.inf, found)
 
-    log_q = jnp.broadcast_to(
-        batch["log_probabilities"], (len(hidden), *batch["log_probabilities"].shape)
-    )
+    log_q = batch["log_probabilities"]
+    log_q = jnp.broadcast_to(log_q, (len(hidden), *log_q.shape))
     real = (batch["segments"] > 0) & (batch["positions"] >= levels)
     target = of(batch["targets"][..., None])[..., 0]
     if "top" in batch:
         return real, losses.Place(log_p=of(batch["top"]), log_q=log_q, log_target=target)
-    rest = jnp.zeros_like(target)  # What has no label is what the head does not score.
+    rest = jnp.zeros_like(target)  # The head scores no token without a label.
     return real, losses.Place(log_p=log_p, log_q=log_q, log_target=target, rest=rest)
-
-
-def _at_each(function: Callable) -> Callable:
-    return jax.vmap(jax.vmap(jax.vmap(function)))
 
 
 def summed_scores(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns sums [S] over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan,
     and the number of tokens.
 
-    Only tokens after which a draft is requested count. At level 2 both that token and the one
-    drafted after it must count, and so on.
+    Only tokens after which a draft is requested count. At level s the path must also start at such
+    a token.
     """
     real, seen = see(params, batch)
-    real &= batch["drafted"] & jnp.stack(
-        [jnp.roll(batch["drafted"], level, axis=1) for level in range(len(real))]
-    )
+    drafted = batch["drafted"]
+    real &= drafted & jnp.stack([jnp.roll(drafted, level, axis=1) for level in range(len(real))])
+
+    def total(function):
+        # One row at a time, because `optimal_acceptance` sorts.
+        found = jax.lax.map(lambda level: jax.lax.map(jax.vmap(function), level), seen)
+        return jnp.sum(real * found, axis=(1, 2))
+
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
-    found: dict[str, Callable] = {
-        "kl": losses.kl,
-        "alpha_1": losses.acceptance,
-        f"alpha_{DRAFTS}": optimum,
+    return {
+        "kl": total(losses.kl),
+        "alpha_1": total(losses.acceptance),
+        f"alpha_{DRAFTS}": total(optimum),
+        "tokens": jnp.sum(real, axis=(1, 2)),
     }
-    # One row at a time, because `optimal_acceptance` sorts.
-    sums = {
-        name: jnp.sum(
-            real * jax.lax.map(lambda level, each=each: jax.lax.map(jax.vmap(each), level), seen),
-            axis=(1, 2),
-        )
-        for name, each in found.items()
-    }
-    return {**sums, "tokens": jnp.sum(real, axis=(1, 2))}

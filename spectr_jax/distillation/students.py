@@ -1,5 +1,4 @@
-"""Students: small Llama decoders for a teacher's vocabulary, and their initialisation from the
-teacher."""
+"""Students, which are small Llama decoders for a teacher's vocabulary, and their initialisation."""
 
 import jax
 import jax.numpy as jnp
@@ -45,22 +44,16 @@ def begin_as_teacher(model: Llama, table: jax.Array) -> None:
     """
     config = model.config
     coordinates = principal_components(table, config.embed_rank or config.width)
-    wide = coordinates
     if config.embed_rank:
         model.embed.table.embedding[...] = coordinates
-        wide = coordinates @ model.embed.widen.kernel[...]
+        coordinates = coordinates @ model.embed.widen.kernel[...]
     else:
         model.embed.embedding[...] = coordinates
-    wide /= jnp.sqrt(config.width)
-    if config.head_tokens:
-        model.head.linear.kernel[...] = wide[model.head.tokens[...]].T
-    else:
-        model.head.kernel[...] = wide.T
+    set_head(model, coordinates / jnp.sqrt(config.width))
 
 
-def share_head(model: Llama, head: jax.Array) -> None:
-    """Copies the teacher's head, float32 [V, E], to a student that sees features, for the tokens
-    that it scores."""
+def set_head(model: Llama, head: jax.Array) -> None:
+    """Copies a head, float32 [V, E], to a student, for the tokens that it scores."""
     if model.config.head_tokens:
         model.head.linear.kernel[...] = head[model.head.tokens[...]].T
     else:
@@ -70,11 +63,10 @@ def share_head(model: Llama, head: jax.Array) -> None:
 def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     """Returns the student's hidden states [S, B, N, E] at each place of a batch.
 
-    S is 1, or `depth` for a student that sees features. At level s a place is the end of a path
-    of s
-    - 1 drafted tokens. It sees the teacher's features up to the start of the path, and the
-      student's own on the path, as in decoding (training-time test of EAGLE-3: Li et al., 2025,
-      arXiv 2503.01840).
+    S is 1, or `depth` for a student that sees features. At level s a place is the end of a path of
+    s - 1 drafted tokens. As in decoding, it sees the teacher's features up to the start of the
+    path, and the student's own on the path (training-time test of EAGLE-3: Li et al., 2025, arXiv
+    2503.01840).
 
     Args:
       model: the student.
@@ -85,16 +77,12 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     if not model.config.features:
         return model.hidden(tokens, positions, causal(segments))[0][None]
     B, N = tokens.shape
-    cache, seen, own = (
-        differentiable(model.init_cache(B, depth * N)),
-        batch["features"].astype(jnp.float32),
-        [],
-    )
+    cache = differentiable(model.init_cache(B, depth * N))
+    seen, own = batch["features"].astype(jnp.float32), []
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):
-        # Places of earlier levels are pending. Of level r, a place sees the one level - r places
-        # before it.
+        # Earlier levels are pending: of level r, a place sees the one `level - r` places before.
         blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
         visible = jnp.concatenate([same & block for block in blocks], axis=-1)
         before = jnp.where(positions[..., None] > 0, jnp.roll(seen, 1, axis=1), 0)
@@ -115,20 +103,9 @@ def principal_components(table: jax.Array, rank: int) -> jax.Array:
     return jnp.pad(coordinates, ((0, 0), (0, rank - coordinates.shape[1])))
 
 
-def widened(model: Llama, config: LlamaConfig) -> Llama:
-    """Returns `model` extended to see `config.feature_layers`. The new projection is zero, so
-    its outputs are unchanged."""
-    wider = Llama(config, rngs=nnx.Rngs(0))
-    nnx.update(wider, nnx.state(model))
-    return wider
-
-
 def parameters(config: LlamaConfig) -> int:
-    """Returns the number of parameters without the embedding table, of which a call reads one
-    row per token."""
-    _, state = abstract(config)
-    rank = config.embed_rank or config.width
-    total = sum(
-        int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param))
-    )
-    return total - (0 if config.tied else config.vocab_size * rank)
+    """Returns the number of parameters without the embedding table, of which a call reads one row
+    per token."""
+    leaves = jax.tree.leaves(nnx.filter_state(abstract(config)[1], nnx.Param))
+    table = 0 if config.tied else config.vocab_size * (config.embed_rank or config.width)
+    return sum(int(np.prod(leaf.shape)) for leaf in leaves) - table

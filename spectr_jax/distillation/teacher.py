@@ -1,4 +1,4 @@
-"""The teacher: what it reads or writes, and the labels of its next tokens.
+"""The teacher: the sequences that it reads or writes, and their labels.
 
 Sequences are sentences of a corpus, continuations of their first tokens that the teacher samples,
 or whole conversations that it writes from its chat template alone, the user's message included
@@ -68,10 +68,8 @@ def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
     """Returns the sentences of a corpus, encoded as prompts."""
 
     def texts(first: int, end: int) -> list[Text]:
-        return [
-            Text(tokenizer.prompt(sentences[index]))
-            for index in range(first, min(end, len(sentences)))
-        ]
+        found = range(first, min(end, len(sentences)))
+        return [Text(tokenizer.prompt(sentences[index])) for index in found]
 
     return texts
 
@@ -90,33 +88,18 @@ def continued_texts(
     Raises:
       UserError: the teacher's context is too short.
     """
-    longest = teacher.model.context + 1 - LONGEST_BEGINNING
-    if length > longest:
-        raise _too_long(length, teacher, longest)
+    _check_length(length, teacher, teacher.model.context + 1 - LONGEST_BEGINNING)
     write = _writer(teacher, policy)
 
     def texts(first: int, end: int) -> list[Text]:
         rng = np.random.default_rng((seed, first))
-        whole = [
-            teacher.tokenizer.prompt(sentences[index % len(sentences)])
-            for index in range(first, end)
-        ]
+        chosen = [sentences[index % len(sentences)] for index in range(first, end)]
+        whole = [teacher.tokenizer.prompt(sentence) for sentence in chosen]
         cut = [tokens[: rng.integers(1, LONGEST_BEGINNING + 1)] for tokens in whole]
         begun = [tokens or [teacher.tokenizer.bos] for tokens in cut]
-        return _written(
-            write(jax.random.key(rng.integers(2**31)), begun, 1, LONGEST_BEGINNING, length),
-            begun,
-            teacher,
-        )
+        return write(rng, begun, 1, LONGEST_BEGINNING, length)
 
     return texts
-
-
-def _written(rows: list[list[int]], prompts: list[list[int]], teacher: Trained) -> list[Text]:
-    return [
-        Text(row, len(prompt), teacher.tokenizer.ends(row[-1]))
-        for row, prompt in zip(rows, prompts, strict=True)
-    ]
 
 
 def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> Texts:
@@ -127,42 +110,30 @@ def conversations(teacher: Trained, length: int, policy: Policy, seed: int) -> T
       UserError: the teacher has no chat template, or its context is too short.
     """
     opening, closing = chat_frame(teacher.tokenizer)
-    if len(opening) + len(closing) >= length // 2:
+    half, frame = length // 2, len(opening) + len(closing)
+    if frame >= half:
         raise UserError(
-            f"the chat template alone takes {len(opening) + len(closing)} tokens; raise "
-            f"--length={length}"
+            f"--length={length}: the chat template alone takes {frame} tokens; raise it"
         )
-    longest = 2 * (teacher.model.context + len(opening)) // 3
-    if length > longest:
-        raise _too_long(length, teacher, longest)
+    _check_length(length, teacher, 2 * (teacher.model.context + len(opening)) // 3)
     write = _writer(teacher, policy)
-    shortest, half = len(opening) + len(closing), length // 2
 
     def texts(first: int, end: int) -> list[Text]:
         rng = np.random.default_rng((seed, first))
-        asked = write(
-            jax.random.key(rng.integers(2**31)),
-            [opening] * (end - first),
-            len(opening),
-            len(opening),
-            half,
-        )
-        asked = [tokens[:-1] if teacher.tokenizer.ends(tokens[-1]) else tokens for tokens in asked]
-        framed = [[*tokens, *closing] for tokens in asked]
-        written = write(
-            jax.random.key(rng.integers(2**31)), framed, shortest, half + len(closing), length
-        )
-        return _written(written, framed, teacher)
+        prompts = [opening] * (end - first)
+        asked = write(rng, prompts, len(opening), len(opening), half)
+        framed = [[*text.tokens[: len(text.tokens) - text.ended], *closing] for text in asked]
+        return write(rng, framed, frame, half + len(closing), length)
 
     return texts
 
 
-def _too_long(length: int, teacher: Trained, longest: int) -> UserError:
-    return UserError(
-        f"--length={length} leaves the teacher no room to write in its context of "
-        f"{teacher.model.context}; give at most "
-        f"{longest}"
-    )
+def _check_length(length: int, teacher: Trained, longest: int) -> None:
+    if length > longest:
+        raise UserError(
+            f"--length={length}: must be at most {longest}, so that the teacher can write in its "
+            f"context of {teacher.model.context}"
+        )
 
 
 def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
@@ -171,88 +142,77 @@ def chat_frame(tokenizer: AnyTokenizer) -> tuple[list[int], list[int]]:
     one, two = (tokenizer.chat([{"role": "user", "content": word}]) for word in ("Apple", "Sum"))
     same = [a == b for a, b in zip(one, two, strict=False)]
     before = same.index(False)
-    behind = [a == b for a, b in zip(reversed(one), reversed(two), strict=False)].index(False)
-    return one[:before], one[len(one) - behind :]
+    after = [a == b for a, b in zip(reversed(one), reversed(two), strict=False)].index(False)
+    return one[:before], one[len(one) - after :]
 
 
-def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[list[int]]]:
-    """Returns a function that continues sequences to an end token or to `length` tokens. It
-    consumes its key.
+def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
+    """Returns a function that continues prompts to an end token or to `length` tokens.
 
-    The given sequences have `shortest` to `longest` tokens. Shapes depend only on these
-    numbers, so nothing is recompiled.
+    The prompts have `shortest` to `longest` tokens. Shapes depend only on these numbers, so nothing
+    is recompiled.
     """
     model, method, tokenizer = freeze(teacher), get_method("baseline"), teacher.tokenizer
 
     def write(
-        key: jax.Array, texts: list[list[int]], shortest: int, longest: int, length: int
-    ) -> list[list[int]]:
-        rows: list[list[int]] = []
+        rng: np.random.Generator, prompts: list[list[int]], shortest: int, longest: int, length: int
+    ) -> list[Text]:
+        key = jax.random.key(rng.integers(2**31))
+        found: list[Text] = []
         at_once = WRITTEN if cpu.on_cpu() else SHARD
-        for first in range(0, len(texts), at_once):
-            part = texts[first : first + at_once]
-            padded = np.array(
-                [[*tokens, *[tokenizer.bos] * (longest - len(tokens))] for tokens in part], np.int32
-            )
+        for first in range(0, len(prompts), at_once):
+            part = prompts[first : first + at_once]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
+            padding = [tokenizer.bos] * longest
+            padded = np.array([[*tokens, *padding][:longest] for tokens in part], np.int32)
             part_key = jax.random.fold_in(key, first)
             made = generate(
                 part_key, method, model, None, padded, lengths, length - shortest, policy
             )
-            ends = np.minimum(made.lengths, length).tolist()
-            rows += [
-                row[:end] for row, end in zip(np.asarray(made.tokens).tolist(), ends, strict=True)
-            ]
-        return rows
+            ends = np.minimum(made.lengths, length)
+            for prompt, row, end in zip(part, np.asarray(made.tokens), ends, strict=True):
+                tokens = row[:end].tolist()
+                found.append(Text(tokens, len(prompt), tokenizer.ends(tokens[-1])))
+        return found
 
     return write
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
-    """Returns rows [R] of a `labels.row_type` with sequences packed first-fit and cut to its
-    length. Labels are left empty, and sequences of one token are dropped."""
-    found = list(
-        packed(
-            grain.MapDataset.source([cut(text, row_type["tokens"].shape[0]) for text in texts]),
-            row_type,
-        )
-    )
+    """Returns the rows [R] of `packed`."""
+    found = list(packed(grain.MapDataset.source(texts), row_type))
     return np.stack(found) if found else np.zeros(0, row_type)
 
 
-def cut(text: Text, length: int) -> dict[str, np.ndarray]:
-    """Returns at most `length` tokens of a sequence, in the form that `packed` takes."""
-    return {"tokens": np.asarray(text.tokens[:length], np.int32), "drafted": text.drafted[:length]}
-
-
 def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
-    """Returns rows of `row_type` packed from sequences that were `cut`. Labels are left empty,
-    and sequences of one token are dropped."""
+    """Returns rows of a `labels.row_type` with sequences (`Text`) packed first-fit and cut to its
+    length. Labels are left empty, and sequences of one token are dropped."""
     length = row_type["tokens"].shape[0]
+
+    def cut(text: Text) -> dict[str, np.ndarray]:
+        tokens = np.asarray(text.tokens[:length], np.int32)
+        return {"tokens": tokens, "drafted": text.drafted[:length]}
+
+    def row_of(filled: dict[str, np.ndarray]) -> np.ndarray:
+        row = np.zeros((), row_type)
+        row["tokens"], row["drafted"] = filled["tokens"], filled["drafted"]
+        row["segments"] = filled["tokens_segment_ids"]
+        return row
+
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    filled = grain.experimental.FirstFitPackIterDataset(
-        texts.to_iter_dataset(options).filter(lambda text: len(text["tokens"]) > 1),
+    cut_texts = texts.map(cut).to_iter_dataset(options)
+    return grain.experimental.FirstFitPackIterDataset(
+        cut_texts.filter(lambda text: len(text["tokens"]) > 1),
         length_struct={"tokens": length, "drafted": length},
         num_packing_bins=64,
         shuffle_bins=False,
-    )
-
-    def row_of(filled):
-        row = np.zeros((), row_type)
-        row["tokens"], row["segments"], row["drafted"] = (
-            filled[name] for name in ("tokens", "tokens_segment_ids", "drafted")
-        )
-        return row
-
-    return filled.map(row_of)
+    ).map(row_of)
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     """Returns a function that fills the labels, and any features, of packed rows in place. It
     compiles once."""
-    model = freeze(teacher)
-
-    label = jax.jit(taught, static_argnums=2)
+    model, label = freeze(teacher), jax.jit(taught, static_argnums=2)
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
@@ -264,9 +224,8 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             found = label(model, place, () if "features" in batch else None)
             if "features" in batch:
                 part["features"] = np.asarray(found["features"])[: len(part)]
-            count = found["top"].shape[
-                -1
-            ]  # In a toy vocabulary, the remaining labels have probability 0.
+            # A toy vocabulary has fewer tokens; the remaining labels have probability 0.
+            count = found["top"].shape[-1]
             part["log_probabilities"] = -np.inf
             for name in ("top", "log_probabilities"):
                 part[name][..., :count] = np.asarray(found[name])[: len(part)]
@@ -319,8 +278,7 @@ def write_labels(
     """Labels at least `count` sequences in whole shards, skipping shards that exist. Returns the
     number of tokens labelled."""
     tokens = 0
-    firsts = range(0, count, SHARD)
-    bar = tqdm.tqdm(firsts, unit="shard", dynamic_ncols=True)
+    bar = tqdm.tqdm(range(0, count, SHARD), unit="shard", dynamic_ncols=True)
     for number, first in enumerate(bar):
         path = labels.shard_path(folder, number)
         if path.exists():

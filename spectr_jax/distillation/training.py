@@ -25,10 +25,9 @@ from spectr_jax.distillation.students import (
     build,
     frequent_tokens,
     parameters,
-    share_head,
-    widened,
+    set_head,
 )
-from spectr_jax.loading.by_name import Trained, check_dtype, load, weights_path
+from spectr_jax.loading.by_name import check_dtype, load, weights_path
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.weights import load_weights
@@ -68,18 +67,17 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     with explained(workdir), preparation.locked(workdir):
         student = _student(config, workdir, rows)
         shape, tokens = student.shape, student.head_tokens
-        programs = make_programs(
-            config, mesh, shape, tokens, rows.model if isinstance(rows, Lessons) else None
-        )
+        teacher = rows.model if isinstance(rows, Lessons) else None
+        programs = make_programs(config, mesh, shape, tokens, teacher)
         levels = config.depth if shape.features else 1
+        flops = 6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length
         task = Task(
             programs=programs,
             data=iter(_batches(config, rows, streams)),
             evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
             metric=runs.REJECTION,
             curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
-            flops_per_token=levels
-            * (6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length),
+            flops_per_token=levels * flops,
             given=functools.partial(_given, config, shape, tokens, rows),
         )
         return run(config, workdir, mesh, task)
@@ -99,36 +97,25 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
     check_fields(config, distil_config())
     check_positive(
         config,
-        "steps",
-        "batch_size",
-        "log_every",
-        "eval_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-    )
-    check_positive(config, "mesh.fsdp", "accumulate", "depth", "data.streams", "data.heldout_rows")
-    check_positive(config, "data.length", "data.shares")
-    check_positive(
-        config, "model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"
+        *("steps", "batch_size", "accumulate", "depth", "mesh.fsdp"),
+        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+        *("data.streams", "data.heldout_rows", "data.length", "data.shares"),
+        *("model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"),
     )
     if config.loss not in losses.LOSSES:
         raise unknown("loss", config.loss, losses.LOSSES)
-    if not config.cross_entropy >= 0:
+    model = config.model
+    not_negative = {f"model.{name}": model[name] for name in ("head_tokens", "embed_rank")}
+    for name, value in {"cross_entropy": config.cross_entropy, **not_negative}.items():
+        if not value >= 0:
+            raise UserError(f"{name}={value}: must not be negative; give at least 0")
+    if model.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
+    if model.width % (2 * model.heads):
         raise UserError(
-            f"cross_entropy={config.cross_entropy} is negative; give a weight such as 0.1"
+            f"model.width={model.width}: must be a multiple of 2 * model.heads={model.heads}; "
+            "change one"
         )
-    if config.model.dtype not in ("float32", "bfloat16"):
-        raise UserError(
-            f"model.dtype={config.model.dtype!r} is not known; give 'float32' or 'bfloat16'"
-        )
-    if config.model.width % (2 * config.model.heads):
-        raise UserError(
-            f"model.width={config.model.width} is not a multiple of 2 * "
-            f"model.heads={config.model.heads}; change one"
-        )
-    for name in ("head_tokens", "embed_rank"):
-        if config.model[name] < 0:
-            raise UserError(f"model.{name}={config.model[name]} is negative; 0 is for all")
     check_dtype(config.teacher_dtype)
     preparation.check_optimizer(config)
 
@@ -144,29 +131,25 @@ def _student(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons
 ) -> runs.Student:
     """Returns the run's student. It is chosen before the first step and stored in the workdir."""
-    if (
-        hosts.is_first() and not (workdir / runs.CONFIG).exists()
-    ):  # A start that got no further does not bind.
+    # A start that took no step does not bind.
+    if hosts.is_first() and not (workdir / runs.CONFIG).exists():
         shape = student_config(config.model, rows.vocab_size, rows.context)
-        if (
-            config.init and shape.head_tokens
-        ):  # The given head already has its tokens, whatever tokens these labels prefer.
+        count = shape.head_tokens or rows.vocab_size
+        if config.init and shape.head_tokens:
+            # A given head keeps its tokens, whatever tokens these labels prefer.
             tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
         elif isinstance(rows, Lessons):
-            tokens = rows.frequent_tokens(shape.head_tokens or rows.vocab_size, config.seed)
+            tokens = rows.frequent_tokens(count, config.seed)
         else:
-            tokens = frequent_tokens(rows, shape.head_tokens or rows.vocab_size)
-        runs.write_student(
-            workdir,
-            runs.Student(shape, tokens, rows.vocabulary, rows.counts),
-            _teacher(config, rows),
-        )
+            tokens = frequent_tokens(rows, count)
+        student = runs.Student(shape, tokens, rows.vocabulary, rows.counts)
+        runs.write_student(workdir, student, _teacher(config, rows))
     hosts.wait_for_all("the student's shape is there")
     student = runs.read_student(workdir)
     if student.vocabulary != rows.vocabulary:
         raise UserError(
-            f"{str(workdir)!r} has the student of another teacher than the labels'; choose a new "
-            "--workdir"
+            f"--workdir={workdir}: has the student of another teacher than that of the labels; "
+            "choose a new one"
         )
     return student
 
@@ -180,15 +163,11 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
         if not rows.labelled:
             raise UserError(
                 f"data.train={config.data.train!r}: must have labels, which `label --labels=false` "
-                "leaves out; label again, "
-                "or set online=True"
+                "leaves out; label again, or set online=True"
             )
         return rows
     if not config.teacher:
-        raise UserError(
-            "teacher='': must be the name of a model, which labels text online; give "
-            "--config.teacher"
-        )
+        raise UserError("teacher='': must name the model that labels text; give --config.teacher")
     return Lessons(config, load(config.teacher, config.teacher_dtype), counts)
 
 
@@ -211,22 +190,17 @@ def _heldout(
     for name, others in opened.items():
         if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
             raise UserError(
-                f"data.heldout has {name!r}, labels of another teacher than {config.data.train!r}; "
+                f"data.heldout={name!r}: has labels of another teacher than {config.data.train!r}; "
                 "label them again"
             )
         check_teacher(name, others.teacher, config.data.train, rows.teacher)
     every: dict[str, LabelledRows | Lessons] = {config.data.train: rows, **opened}
     for name, each in every.items():
-        if config.model.features and not each.features:
-            raise UserError(
-                f"labels {name!r} have no features for the student to see; label again with "
-                "--features"
-            )
         if config.model.features not in (0, each.features):
+            fix = "set it, and model.width, to that" if each.features else "label with --features"
             raise UserError(
-                f"model.features={config.model.features} is not the teacher's {each.features}, as "
-                f"labels {name!r} have "
-                "them; give that, as model.width too"
+                f"model.features={config.model.features}: {name!r} has {each.features} features "
+                f"per token; {fix}"
             )
     return heldout
 
@@ -238,33 +212,28 @@ def _scores(
     heldout: Mapping[str, PackedRows],
     params: Any,
 ) -> dict[str, float]:
-    """Returns means over the held-out tokens of each set, by name. Those of the first set are
-    also returned without its name."""
+    """Returns means over the held-out tokens of each set, by name, and the rejection on the first
+    set."""
     scores: dict[str, float] = {}
     size = config.batch_size // config.accumulate
     for name, rows in heldout.items():
         sums: dict[str, Any] = {}
-        for first in range(0, min(len(rows), config.data.heldout_rows), size):
-            taken = rows.take(
-                np.arange(first, min(first + size, len(rows), config.data.heldout_rows))
-            )
+        count = min(len(rows), config.data.heldout_rows)
+        for first in range(0, count, size):
+            taken = rows.take(np.arange(first, min(first + size, count)))
             padded = np.concatenate([taken, np.zeros(size - len(taken), taken.dtype)])
-            mine = padded[hosts.own_share(size)]
-            for key, value in evaluate(params, sharding.put_rows(mesh, batch_of(mine))).items():
+            mine = sharding.put_rows(mesh, batch_of(padded[hosts.own_share(size)]))
+            for key, value in evaluate(params, mine).items():
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
-        means = {
-            key: value / np.maximum(sums["tokens"], 1)
-            for key, value in sums.items()
-            if key != "tokens"
-        }
+        tokens = sums.pop("tokens")
+        means = {key: value / np.maximum(tokens, 1) for key, value in sums.items()}
         if not scores:
-            scores = {runs.REJECTION: 1 - float(means["alpha_1"][0])}
-        for key, value in means.items():
-            scores[f"eval_{key}_{name}"] = float(value[0])
-            there = value[1:][sums["tokens"][1:] > 0]  # No sequence may reach this level.
-            scores |= {
-                f"eval_{key}_{name}_level_{level}": float(v) for level, v in enumerate(there, 2)
-            }
+            scores[runs.REJECTION] = 1 - float(means["alpha_1"][0])
+        for key, values in means.items():
+            scores[f"eval_{key}_{name}"] = float(values[0])
+            for level in range(1, len(values)):
+                if tokens[level]:  # No sequence may reach this level.
+                    scores[f"eval_{key}_{name}_level_{level + 1}"] = float(values[level])
     return scores
 
 
@@ -275,73 +244,60 @@ def _given(
     rows: LabelledRows | Lessons,
 ) -> nnx.State:
     """Returns the initial parameters: those of `config.init`, or random ones with the teacher's
-    embedding."""
+    embedding and, if the student sees features, its head."""
     if config.init:
         return nnx.state(_begun(config, shape, rows), nnx.Param)
-    teacher = load(_teacher(config, rows), "float32")
-    if teacher.tokenizer.vocabulary != rows.vocabulary or shape.features not in (
-        0,
-        features_shown(teacher.model),
-    ):
+    name = _teacher(config, rows)
+    teacher = load(name, "float32")
+    fits = shape.features in (0, features_shown(teacher.model))
+    if teacher.tokenizer.vocabulary != rows.vocabulary or not fits:
         raise UserError(
-            f"teacher={config.teacher!r} is not the one that made the labels in "
-            f"{config.data.train!r}, "
+            f"teacher={name!r} is not the one that made the labels in {config.data.train!r}, "
             f"{rows.teacher.name or 'an older one'!r}; give that, or leave it out"
         )
-    student, embedding = build(shape, tokens, nnx.Rngs(config.seed)), teacher_embedding(teacher)
-    if embedding is None:
-        if hosts.is_first():
-            print(f"{teacher.name!r} has no embedding to begin with: the student's is random")
-        return nnx.state(student, nnx.Param)
-    begin_as_teacher(student, embedding)
-    if shape.features:
-        share_head(student, teacher_head(teacher, embedding))
+    student = build(shape, tokens, nnx.Rngs(config.seed))
+    embed, head = (getattr(teacher.model, part, None) for part in ("embed", "head"))
+    if isinstance(embed, nnx.Embed):
+        table = jnp.asarray(embed.embedding[...], jnp.float32)
+        begin_as_teacher(student, table)
+        if shape.features:
+            own = head.kernel[...].T if isinstance(head, nnx.Linear) else table
+            set_head(student, jnp.asarray(own, jnp.float32))
+    elif hosts.is_first():
+        print(f"{teacher.name!r} has no embedding to start from: the student's is random")
     return nnx.state(student, nnx.Param)
 
 
 def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> str:
     """Returns the teacher's name from the config, or else from the labels."""
-    if not config.teacher and not rows.teacher.name:
+    name = config.teacher or rows.teacher.name
+    if not name:
         raise UserError(
-            f"the labels in {config.data.train!r} do not say who made them; give --config.teacher"
+            f"teacher='': the labels in {config.data.train!r} do not name theirs; give "
+            "--config.teacher"
         )
-    return config.teacher or rows.teacher.name
+    return name
 
 
 def _begun(
     config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons
 ) -> Llama:
-    """Returns the student that `config.init` names, extended to `feature_layers` if it sees only
-    the last hidden state."""
+    """Returns the student that `config.init` names. If it sees only the last hidden state, it is
+    extended to `feature_layers`, with the same outputs: the new projection is zero."""
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(
             f"init={config.init!r} is not an exported student of this vocabulary; give one that is"
         )
     if shape.feature_layers and not model.config.feature_layers and model.config.features:
-        model = widened(
-            model, dataclasses.replace(model.config, feature_layers=shape.feature_layers)
-        )
+        wider = dataclasses.replace(model.config, feature_layers=shape.feature_layers)
+        narrow, model = model, Llama(wider, rngs=nnx.Rngs(0))
+        nnx.update(model, nnx.state(narrow))
     theirs, ours = dataclasses.asdict(model.config), dataclasses.asdict(shape)
     for name in theirs:
         if name != "dtype" and theirs[name] != ours[name]:
             raise UserError(
                 f"init={config.init!r} has {name}={theirs[name]!r}, the config has {ours[name]!r}; "
-                "take the config of its "
-                "size, or leave init out"
+                "take the config of its size, or leave init out"
             )
     return model
-
-
-def teacher_embedding(teacher: Trained) -> jax.Array | None:
-    """Returns the embedding [V, E] of a teacher, or None if it has none."""
-    embed = getattr(teacher.model, "embed", None)
-    return jnp.asarray(embed.embedding[...], jnp.float32) if isinstance(embed, nnx.Embed) else None
-
-
-def teacher_head(teacher: Trained, embedding: jax.Array) -> jax.Array:
-    """Returns the head [V, E] of a teacher, or its embedding if the two are tied."""
-    head = getattr(teacher.model, "head", None)
-    return (
-        jnp.asarray(head.kernel[...], jnp.float32).T if isinstance(head, nnx.Linear) else embedding
-    )

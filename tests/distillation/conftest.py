@@ -16,6 +16,13 @@ WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix",
 LENGTH = 24
 
 
+def about(teacher, /, **more):
+    """Returns what identifies labels of `teacher`, for `claim_folder`."""
+    size = teacher.model.vocab_size
+    found = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": size, "context": 64}
+    return {**found, "length": LENGTH, **more}
+
+
 @pytest.fixture(scope="session")
 def sentences():
     draw = random.Random(0)
@@ -24,7 +31,7 @@ def sentences():
 
 @pytest.fixture(scope="session")
 def teacher(sentences):
-    """What `load("school:teacher")` returns, where `all_labels` is asked for."""
+    """The model of `load("school:teacher")` in tests with `all_labels`."""
     made = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made.train_from_iterator(
@@ -48,6 +55,6 @@ def teacher(sentences):
 
 @pytest.fixture
 def all_labels(monkeypatch, teacher):
-    """Labels of the whole vocabulary, so that what is told of them is exact."""
+    """Labels the whole vocabulary, so that losses and scores are exact."""
     monkeypatch.setattr(labels, "TOP", teacher.model.vocab_size)
     monkeypatch.setitem(LOADERS, "school", lambda name, dtype: teacher)

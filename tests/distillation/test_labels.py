@@ -1,4 +1,4 @@
-"""What a teacher reads and writes, and the labels of it."""
+"""The sequences that a teacher reads and writes, and their labels."""
 
 import json
 
@@ -12,11 +12,11 @@ from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.utils.errors import UserError
 
-from .conftest import LENGTH
+from .conftest import LENGTH, about
 
 
 def log_probabilities(model, tokens):
-    """[N, V] after each of some tokens, alone in a call."""
+    """Returns log-probabilities [N, V] after each token of one sequence."""
     positions, visible = jnp.arange(len(tokens))[None], np.tri(len(tokens), dtype=bool)[None]
     return np.asarray(
         jax.nn.log_softmax(model.extend(jnp.asarray([tokens]), positions, visible)[0])[0]
@@ -29,18 +29,13 @@ def short_shards(monkeypatch):
 
 
 def label(folder, teacher, texts, count):
-    about = {
-        "vocabulary": teacher.tokenizer.vocabulary,
-        "vocab_size": teacher.model.vocab_size,
-        "context": 64,
-    }
-    labels.claim_folder(folder, {**about, "length": LENGTH})
+    labels.claim_folder(folder, about(teacher))
     row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
     return teaching.write_labels(folder, texts, count, teaching.labeller(teacher), row_type)
 
 
 def sequences(rows):
-    """The tokens of each sequence, and the places that they have."""
+    """Yields the tokens of each sequence, its row, and its places in the row."""
     for row in rows:
         for number in range(1, row["segments"].max() + 1):
             where = np.flatnonzero(row["segments"] == number)
@@ -88,12 +83,7 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
     for name in after:
         assert (folder / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes()
     with pytest.raises(UserError, match="has labels of length=24, this command makes length=12"):
-        about = {
-            "vocabulary": teacher.tokenizer.vocabulary,
-            "vocab_size": teacher.model.vocab_size,
-            "context": 64,
-        }
-        labels.claim_folder(folder, {**about, "length": 12})
+        labels.claim_folder(folder, about(teacher, length=12))
     (folder / "labels-00002.npy").write_bytes((folder / "labels-00002.npy").read_bytes()[:-7])
     with pytest.raises(
         UserError, match=r"labels-00002.npy' cannot be read .*; remove it, and label again"
@@ -119,22 +109,17 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
 
 
 def test_whose_labels_they_are(teacher, sentences, tmp_path):
-    """An index without shards does not bind, one of an older version can be read, and teachers are
-    told apart."""
-    about = {
-        "vocabulary": teacher.tokenizer.vocabulary,
-        "vocab_size": teacher.model.vocab_size,
-        "context": 64,
-    }
-    about |= {"length": LENGTH, "teacher": "school:teacher", "dtype": "int8", "weights": "aaa"}
+    """An index without shards is replaced, one of an older version can be read, and labels of two
+    teachers are not mixed."""
+    mine = about(teacher, teacher="school:teacher", dtype="int8", weights="aaa")
     row_type, fill = labels.row_type(teacher.model.vocab_size, LENGTH), teaching.labeller(teacher)
     texts = teaching.read_texts(sentences, teacher.tokenizer)
     folders = [tmp_path / name for name in ("one", "two", "three", "old")]
     for folder, changed in zip(
         folders, ({}, {"weights": "bbb"}, {"dtype": "float32", "weights": "ccc"}, {}), strict=True
     ):
-        labels.claim_folder(folder, {**about, "length": 12})
-        labels.claim_folder(folder, {**about, **changed})
+        labels.claim_folder(folder, {**mine, "length": 12})
+        labels.claim_folder(folder, {**mine, **changed})
         teaching.write_labels(folder, texts, 10, fill, row_type)
     one, two, three, old = map(str, folders)
     with pytest.raises(
@@ -149,7 +134,7 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
         UserError,
         match="has labels of weights='aaa', dtype='int8', this command makes weights='bbb', dtype=",
     ):
-        labels.claim_folder(folders[0], {**about, "weights": "bbb"})
+        labels.claim_folder(folders[0], {**mine, "weights": "bbb"})
     index = json.loads((folders[3] / labels.INDEX).read_text())
     (folders[3] / labels.INDEX).write_text(
         json.dumps({name: index[name] for name in index if name not in labels.OLDER})
@@ -169,7 +154,7 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
 
 
 def test_which_text_they_are_of(tmp_path):
-    """The text itself counts, not the name or the order in which differences are found."""
+    """The digest identifies a corpus; its name may change."""
     about = {
         "teacher": "school:teacher",
         "vocabulary": "abc",
@@ -194,7 +179,7 @@ def test_which_text_they_are_of(tmp_path):
         with pytest.raises(UserError, match=f"has labels of {told}"):
             labels.claim_folder(tmp_path / "labels", {**about, **changed})
     index = json.loads((tmp_path / "labels" / labels.INDEX).read_text())
-    del index["corpus"]  # As before there was one.
+    del index["corpus"]  # As in an older index.
     (tmp_path / "labels" / labels.INDEX).write_text(json.dumps(index))
     labels.claim_folder(tmp_path / "labels", about)
     with pytest.raises(
@@ -206,14 +191,12 @@ def test_which_text_they_are_of(tmp_path):
     )
     labels.claim_folder(tmp_path / "labels", about)  # Killed in its first shard.
     (tmp_path / "labels/text.txt").write_text("A user's own.")
-    with pytest.raises(
-        UserError, match=r"has other files, such as 'text.txt'; give --out a folder of its own"
-    ):
+    with pytest.raises(UserError, match=r"--out=.*labels: has other files, such as 'text.txt'"):
         labels.claim_folder(tmp_path / "labels", about)
 
 
 def test_a_corpus_ends(teacher, sentences):
-    """Its last shard has the texts that are left."""
+    """The last shard has the remaining sequences."""
     texts = teaching.read_texts(sentences[:13], teacher.tokenizer)
     assert len(texts(0, 10)) == 10 and len(texts(10, 20)) == 3
     assert (
@@ -293,9 +276,8 @@ def test_the_teacher_writes_both_sides_of_a_chat(teacher):
     written = teaching.conversations(teacher, longest, Policy(), seed=3)(0, 6)
     assert max(len(text.tokens) for text in written) == longest
     with pytest.raises(
-        UserError,
-        match=f"--length={longest + 1} leaves .* in its context of 64; give at most {longest}",
+        UserError, match=f"--length={longest + 1}: must be at most {longest}, .* 64"
     ):
         teaching.conversations(teacher, longest + 1, Policy(), seed=3)
-    with pytest.raises(UserError, match="the chat template alone takes"):
+    with pytest.raises(UserError, match="--length=12: the chat template alone takes"):
         teaching.conversations(teacher, 12, Policy(), seed=0)

@@ -12,14 +12,14 @@ KNOWN, V = 7, 12
 
 
 def distributions(seed, kept=V):
-    """p and q [V] in float64; the student scores the first `kept` tokens."""
+    """Returns p and q [V] in float64; the student scores the first `kept` tokens."""
     p, q = np.random.default_rng(seed).dirichlet(np.full(V, 0.7), 2)
     p[kept:] = 0
     return p / p.sum(), q
 
 
 def place(p, q, target=0):
-    """What the losses see: labels of the first `KNOWN` tokens."""
+    """Returns a place with labels of the first `KNOWN` tokens."""
     with np.errstate(divide="ignore"):
         return Place(
             *(jnp.asarray(np.log(part), jnp.float32) for part in (p[:KNOWN], q[:KNOWN], p[target]))
@@ -27,8 +27,8 @@ def place(p, q, target=0):
 
 
 def merged(p, q):
-    """p, and q without the labels that the student does not score, of the labels that it does and
-    of the rest as one."""
+    """Returns p, and q without the labels that the student does not score. The last outcome is the
+    rest."""
     labelled = np.arange(V) < KNOWN
     named, lacking = labelled & (p > 0), labelled & (p == 0)
     q = np.where(lacking, 0, q) / q[~lacking].sum()
@@ -72,8 +72,8 @@ def test_the_optimum_of_the_labels_is_no_more_than_that_of_all(seed):
 
 @pytest.mark.parametrize("lacking", [0.9, 0.9997, 0.9999])
 def test_where_a_student_lacks_nearly_all(lacking):
-    """Labels are rounded to float16; a student that is the teacher on what it scores has lost
-    nothing."""
+    """The divergences of a student that equals the teacher on its head are about 0, although labels
+    are rounded to float16."""
     kept = np.array([0.75, 0.25])
     q = np.concatenate([np.array([0.6, 0.4]) * lacking, (1 - lacking) * kept]).astype(np.float64)
     log_p = jnp.asarray([-np.inf, -np.inf, *np.log(kept)], jnp.float32)
@@ -96,7 +96,7 @@ def test_where_a_student_lacks_a_token_or_a_text_ends():
 
 @pytest.mark.parametrize("kept", [V, KNOWN - 2])
 def test_a_vocabulary_smaller_than_the_labels(kept):
-    """Labels that no token has, token 0 with probability 0, change nothing."""
+    """Empty labels, which are token 0 with probability 0, change nothing."""
     p, q = distributions(2, kept)
     seen = place(p, q)
     padded = seen._replace(
@@ -115,8 +115,8 @@ def test_a_vocabulary_smaller_than_the_labels(kept):
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
 def test_each_is_least_where_the_student_is_the_teacher(name):
-    """Gradient steps on a student's logits reach its teacher's distribution, and an acceptance of
-    1."""
+    """Gradient steps on a student's logits reach its teacher's distribution: the acceptance is
+    near 1."""
     _, q = distributions(1)
     q = np.append(q[: KNOWN - 1], q[KNOWN - 1 :].sum())  # All labelled.
     log_q = jnp.asarray(np.log(q), jnp.float32)
@@ -133,7 +133,7 @@ def test_each_is_least_where_the_student_is_the_teacher(name):
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl"])
 def test_divergences_of_a_fully_labelled_head_leave_out_what_it_does_not_score(name):
-    """They are those of q normalised over the head."""
+    """They equal the divergences of q normalised over the head."""
     p, q = distributions(5, KNOWN)
     q_head, p_head = q[:KNOWN] / q[:KNOWN].sum(), p[:KNOWN]
     first, second = (q_head, p_head) if name == "kl" else (p_head, q_head)

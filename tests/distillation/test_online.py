@@ -1,5 +1,5 @@
-"""A student whose teacher labels text in each step: the labels are those of `label`, and a run
-resumes bit-equal."""
+"""Students whose teacher labels text in each step: labels equal those of `label`, and a run resumes
+bit-equal."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.optimizer import learning_rate
 from spectr_jax.utils.errors import Interrupted, UserError
 
-from .conftest import LENGTH
+from .conftest import LENGTH, about
 
 KEPT = 120
 
@@ -33,14 +33,9 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
     (tmp_path / "train.txt").write_text("\n".join(sentences[:150]))
     (tmp_path / "heldout.txt").write_text("\n".join(sentences[150:]))
-    about = {
-        "vocabulary": teacher.tokenizer.vocabulary,
-        "vocab_size": teacher.model.vocab_size,
-        "context": 64,
-    }
-    labels.claim_folder(tmp_path / "chats", {**about, "length": LENGTH})
+    labels.claim_folder(tmp_path / "chats", about(teacher))
     row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
-    texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 100)
+    texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 150)
     monkeypatch.setattr(teaching, "SHARD", 10)
     teaching.write_labels(tmp_path / "chats", texts, 50, teaching.labeller(teacher), row_type)
 
@@ -76,36 +71,29 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
     return make
 
 
-def lessons(config, teacher):
-    return online.Lessons(config, teacher)
-
-
 def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
     config, teacher, sentences
 ):
-    made = lessons(config(), teacher)
-    assert made.streams(8) == 4 and made.counts == (
-        150,
-        len(labels.open_labels(config().data.train.split(",")[1])),
-    )
+    made = online.Lessons(config(), teacher)
+    chat_rows = len(labels.open_labels(config().data.train.split(",")[1]))
+    assert made.streams(8) == 4 and made.counts == (150, chat_rows)
     data = iter(made.batches(0, 4))
     batch = next(data)
     data.close()
-    assert (
-        set(batch) == {"inputs", "segments", "positions", "targets", "drafted"}
-        and len(batch["inputs"]) == 16
+    assert set(batch) == {"inputs", "segments", "positions", "targets", "drafted"}
+    corpus, chats = (
+        {tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]) for sentence in part}
+        for part in (sentences[:150], sentences[150:])
     )
-    known = {
-        tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]): index
-        for index, sentence in enumerate(sentences)
-    }
-    from_chats = np.zeros(16, bool)
-    for row in range(16):
-        for number in range(1, batch["segments"][row].max() + 1):
-            index = known[tuple(batch["inputs"][row][batch["segments"][row] == number].tolist())]
-            from_chats[row] |= index >= 150
+    origins = []  # The sources that have all sequences of a row.
+    for tokens, segments in zip(batch["inputs"], batch["segments"], strict=True):
+        numbers = range(1, segments.max() + 1)
+        row = {tuple(tokens[segments == number].tolist()) for number in numbers}
+        origins.append(
+            [name for name, part in (("corpus", corpus), ("chats", chats)) if row <= part]
+        )
     assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no text"
-    assert from_chats.reshape(4, 4)[:, :3].sum() == 0, "three rows of a stream are of the corpus"
+    assert origins == [["corpus"], ["corpus"], ["corpus"], ["chats"]] * 4
     found = jax.jit(teaching.taught, static_argnums=2)(made.model, batch, (1,))
     rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
     rows["tokens"], rows["segments"] = batch["inputs"], batch["segments"]
@@ -122,8 +110,8 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
 
 
 def test_training_labels_every_token_that_the_head_scores(config, teacher):
-    """The acceptance that a step sees is sum min(p, q) over the whole vocabulary."""
-    made = lessons(config(), teacher)
+    """The acceptance in a training step is sum min(p, q) over the whole vocabulary."""
+    made = online.Lessons(config(), teacher)
     batch = next(iter(made.batches(0, 4)))
     tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
     labelled = teaching.taught(made.model, batch, (1,), jnp.asarray(tokens))
@@ -142,9 +130,9 @@ def test_training_labels_every_token_that_the_head_scores(config, teacher):
 
 
 def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
-    """Levels of a student of several layers' features are those of a student of one layer that is
-    given their sum."""
-    made = lessons(config(), teacher)
+    """A student that sees several layers has the hidden states of a student that sees one, given the
+    projected sum."""
+    made = online.Lessons(config(), teacher)
     batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)
     deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -202,7 +190,7 @@ def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
 def test_a_draft_of_one_layers_features_is_continued_with_more(
     config, teacher, sentences, tmp_path
 ):
-    """It begins exactly where the draft was, learns to use the other layer, and decodes exactly."""
+    """Training starts at the draft, learns to use the other layer, and decoding stays exact."""
     tokens = np.arange(KEPT, dtype=np.int32)
     shape = LlamaConfig(
         1,
@@ -242,18 +230,13 @@ def test_a_draft_of_one_layers_features_is_continued_with_more(
 
 
 def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
-    """`label --labels=false` writes them; without `online` they are refused."""
-    about = {
-        "vocabulary": teacher.tokenizer.vocabulary,
-        "vocab_size": teacher.model.vocab_size,
-        "context": 64,
-    }
+    """`label --labels=false` writes such rows; without `online` they are refused."""
     texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 150)
     for name, labelled, fill in (
         ("bare", False, lambda rows: None),
         ("full", True, teaching.labeller(teacher)),
     ):
-        labels.claim_folder(tmp_path / name, {**about, "length": LENGTH, "labelled": labelled})
+        labels.claim_folder(tmp_path / name, about(teacher, labelled=labelled))
         row_type = labels.row_type(teacher.model.vocab_size, LENGTH, labelled=labelled)
         teaching.write_labels(tmp_path / name, texts, 10, fill, row_type)
     bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
@@ -280,9 +263,9 @@ def test_what_is_refused(config, tmp_path):
             "data.shares": (1, 2)
         },
         "needs 30; label again with the teacher": {"data.length": 30},
-        r"teacher='': must be the name of a model": {"teacher": ""},
+        "teacher='': ": {"teacher": ""},
         "no text file matches": {"data.train": str(tmp_path / "none"), "data.shares": (1,)},
-        "model.features=12 is not the teacher's 24": {"model.features": 12},
+        "model.features=12: .* has 24 features": {"model.features": 12},
     }
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
@@ -290,7 +273,7 @@ def test_what_is_refused(config, tmp_path):
 
 
 def test_a_constant_rate_ends_when_the_run_does():
-    """A lower `steps` moves the decay alone."""
+    """A lower `steps` moves only the decay."""
     options = online_config().optimizer
     options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
     long, short = (learning_rate(options, steps) for steps in (200, 100))

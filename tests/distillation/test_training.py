@@ -1,5 +1,5 @@
-"""A student's run: its scores are what decoding meets, it resumes, and what it leaves is a draft
-for its teacher."""
+"""A student's run: its scores are those of decoding, it resumes, and its result drafts for its
+teacher."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from spectr_jax.training.metrics import read_metrics
 from spectr_jax.transport import otm
 from spectr_jax.utils.errors import Interrupted, UserError
 
-from .conftest import LENGTH
+from .conftest import LENGTH, about
 
 KEPT = 120
 
@@ -49,13 +49,7 @@ def _write_labels(folder, teacher, sentences):
     fill = teaching.labeller(teacher)
     V, F = teacher.model.vocab_size, teacher.model.config.width
     for name, first, count in (("train", 0, 150), ("heldout", 150, 30)):
-        about = {
-            "vocabulary": teacher.tokenizer.vocabulary,
-            "vocab_size": V,
-            "context": 64,
-            "features": F,
-        }
-        labels.claim_folder(folder / name, {**about, "length": LENGTH})
+        labels.claim_folder(folder / name, about(teacher, features=F))
         texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), first)
         teaching.write_labels(folder / name, texts, count, fill, labels.row_type(V, LENGTH, F))
 
@@ -116,8 +110,8 @@ def scores(workdir):
 
 @pytest.mark.slow
 def test_scores_are_those_of_whole_distributions(config, folder, teacher):
-    """alpha_1 and alpha_4 from the labels of held-out rows equal those of the two models' own
-    distributions, where a draft is asked for."""
+    """Scores from the labels of held-out rows equal those from the models' whole distributions, at
+    the tokens where a draft is requested."""
     for path in (folder / "heldout").glob("*.npy"):
         rows = np.load(path)
         likeliest = rows["log_probabilities"][..., 0]
@@ -181,7 +175,7 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
         with pytest.raises(Interrupted, match="stopped and saved at step 15 of 30"):
             training.distil(config(), folder / "run")
     last, more = (labels.shard_path(folder / "train", number) for number in (14, 15))
-    shutil.copy(last, more)  # What was labelled meanwhile is for a new run.
+    shutil.copy(last, more)  # A resumed run ignores new shards.
     resumed = training.distil(config(), folder / "run")
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     with pytest.raises(UserError, match="was made with loss='kl', the config has 'tv'"):
@@ -246,8 +240,8 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
 
 
 def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
-    """On the teacher's features up to where drafts begin, and from there on its own; packed rows,
-    one at a time."""
+    """A student sees the teacher's features up to the first draft, and then its own; checked place
+    by place in packed rows."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -267,13 +261,13 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
             seen[batch["positions"][row] == 0] = 0
             for back in range(level, -1, -1):
                 own = np.asarray(student.hidden(*place, features_BxNxE=seen[None])[0])[0]
-                if back:  # With the token behind comes what the student itself has here.
+                if back:  # The next place sees the student's own features of this one.
                     seen[at - back + 1] = own[at - back]
             np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
 
 
 def test_what_counts_at_each_level(config, folder, teacher):
-    """A token that is drafted from, at which the path from another such token has come so far."""
+    """Both the end and the start of a path must request drafts."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -293,8 +287,8 @@ def test_what_counts_at_each_level(config, folder, teacher):
 
 
 def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
-    """The gradients of a batch in bfloat16 are those in float32, rounded: the cache that `levels`
-    fills passes them on."""
+    """Gradients in bfloat16 are near those in float32, because the cache of `levels` passes them
+    on."""
     batch = labels.batch_of(labels.open_labels(str(folder / "train")).take(np.arange(3)))
 
     def gradient(dtype):
@@ -316,7 +310,7 @@ def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
 def test_a_student_that_sees_features_drafts_for_its_teacher(
     config, folder, teacher, sentences, monkeypatch
 ):
-    """It learns at both levels, and is exported, loaded and decoded with."""
+    """It learns at both levels, and drafts after export and loading."""
     other = teacher._replace(
         model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0))
     )
@@ -325,7 +319,7 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
         UserError, match="teacher='other:teacher' is not the one that made the labels"
     ):
         training.distil(config(teacher="other:teacher", **SEES), folder / "other")
-    with pytest.raises(UserError, match=r"model\.features=16 is not the teacher's 24"):
+    with pytest.raises(UserError, match=r"model\.features=16: .* has 24 features"):
         training.distil(config(**{"model.features": 16}), folder / "narrow")
     training.distil(config(steps=60, **SEES, **{"optimizer.learning_rate": 0.02}), folder / "run")
     found = scores(folder / "run")
@@ -348,18 +342,19 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
 def test_what_is_refused(config, folder, teacher):
     cases = {
         "unknown loss 'sk'": {"loss": "sk"},
-        "cross_entropy=-1.0 is negative": {"cross_entropy": -1.0},
+        "cross_entropy=-1.0: ": {"cross_entropy": -1.0},
+        "model.embed_rank=-1: ": {"model.embed_rank": -1},
         "head_tokens=999 is more than vocab_size": {"model.head_tokens": 999},
         "no labels that can be read": {"data.train": str(folder / "none")},
         "are too few for 64 streams": {"data.streams": 64, "batch_size": 64},
         "no model at 'none'": {"teacher": "none"},
-        "do not say who made them; give --config.teacher": {"teacher": ""},
-        "model.width=18 is not a multiple": {"model.width": 18},
+        "teacher='': the labels in .* do not name theirs": {"teacher": ""},
+        "model.width=18: .* model.heads=2": {"model.width": 18},
     }
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), folder / "refused" / str(len(message)))
-    for mlp in (24, 16):  # What a start left that took no step does not bind the next one.
+    for mlp in (24, 16):  # A start that took no step does not bind.
         with pytest.raises(UserError, match="no model at 'none'"):
             training.distil(config(teacher="none", **{"model.mlp": mlp}), folder / "again")
         assert runs.read_student(folder / "again").shape.mlp == mlp
