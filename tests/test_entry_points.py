@@ -50,11 +50,8 @@ PROGRAMS = {  # The flag of the folder that each writes to, and what else it nee
     "scripts/train_ladder.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
-    "scripts/dev/compare_drafts.py": ("workdir", f"--draft={EAGLE}", "--target=2m"),
 }
-(TRAIN, EVAL, PACK, LABEL, EXPORT, SAMPLE, LM1B, COMPILE, LADDER, OUTPUTS, LLAMA_CPP, DRAFTS) = (
-    PROGRAMS
-)
+(TRAIN, EVAL, PACK, LABEL, EXPORT, SAMPLE, LM1B, COMPILE, LADDER, OUTPUTS, LLAMA_CPP) = PROGRAMS
 EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil", "figures")
 TREES, LATENCY, QUALITY, AUTO, DISTIL, FIGURES = (
     f"--config=configs/{name}.py" for name in EXPERIMENTS
@@ -199,15 +196,6 @@ CASES = [
     (LABEL, "--features --labels=false", "--features --labels=false: "),
     (LABEL, f"--count=9 --teacher={EAGLE}", "can only draft for it; give a model that runs alone"),
     (LABEL, "--out=a,b", "--out=a,b: a comma"),
-    (DRAFTS, "--method=block", "--method=block: must name a tree"),
-    (DRAFTS, "--method=self_speculative:chain:2", "--method=self_speculative:chain:2: "),
-    (DRAFTS, "--temperature=x", "flag --temperature=x"),
-    (
-        DRAFTS,
-        "",
-        "sees 576 features of its target, and 'draft_2m' shows 128; give the target that it was "
-        "trained for",
-    ),
     (
         EVAL,
         f"{LATENCY} --config.models=('2m',) --config.draft={EAGLE}",

@@ -55,15 +55,12 @@ tables() {
 of_smollm2() {
   local auto=(--config.target=smollm2 --config.draft=smollm2-draft --config.dtype=int8 --config.num_prompts=16
     --config.size=4 --config.draft_lengths='(1,2,3)')
-  local drafts=(scripts/dev/compare_drafts.py --draft=smollm2-draft --dtype=int8)
   evaluated smollm2/ladder ladder.py:smollm2
   evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft=smollm2-6m \
     --config.models="('smollm2','smollm2-6m')"
   fastest smollm2/fastest_1 1 "${auto[@]}" --config.methods="('speculative','block','otm_block','otm_layer')" \
     --config.tries=6
   fastest smollm2/fastest_8 8 "${auto[@]}" --config.methods="('speculative','block','otm_block')" --config.tries=4
-  table smollm2/drafts/int8 "${drafts[@]}" --temperature=0 --temperature=0.7 --temperature=1
-  table smollm2/drafts/int8_8 "${drafts[@]}" --temperature=0 --temperature=1 --sequences=8 --rounds=7
 }
 
 tables  # Collects their names.
