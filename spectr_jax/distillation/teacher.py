@@ -212,7 +212,12 @@ def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     """Returns a function that fills the labels, and any features, of packed rows in place. It
     compiles once."""
-    model, label = freeze(teacher), jax.jit(taught, static_argnums=2)
+    model = freeze(teacher)
+
+    # Not `jax.jit(taught)`, whose programs all labellers would share, whatever `labels.TOP` is.
+    @functools.partial(jax.jit, static_argnums=2)
+    def label(model, batch, layers):
+        return taught(model, batch, layers)
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
