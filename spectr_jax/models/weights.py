@@ -122,63 +122,64 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
     Raises:
       UserError: a file is missing, truncated, not ours, or from another export than the others.
     """
-    arrays: dict[str, jax.Array] = {}
-    exports: dict[str | None, pathlib.Path] = {}
     try:
-        for file in _all_files(path):
-            check_fetched(file)
-            with safetensors.safe_open(file, framework="flax") as part:
-                metadata = part.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise UserError(
-                    f"{str(file)!r} is a safetensors file of another program; give one of ours"
-                )
-            exports.setdefault(metadata.get(EXPORT), file)
-            if len(exports) > 1:
-                first, second = (file.name for file in exports.values())
-                raise UserError(
-                    f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; "
-                    "export it again, or fetch all of its parts again"
-                )
-            arrays.update(safetensors.flax.load_file(file))
-        is_llama, fields = metadata.get("family") == LLAMA, json.loads(metadata["model"])
+        metadata, arrays = _read(path)
+        fields, is_llama = json.loads(metadata["model"]), metadata.get("family") == LLAMA
         config: TransformerConfig | LlamaConfig = (
             LlamaConfig(**fields | {"dtype": dtype})
             if is_llama
             else TransformerConfig(**fields | {"dtype": dtype, "dropout": 0.0})
         )
+        tokenizer = metadata["tokenizer_sha256"]
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it "
             "again"
         ) from error
+    graphdef, state = (llama if is_llama else transformer).abstract(config)
+    wanted = named_leaves(state)
+    shapes = {name: leaf.shape for name, leaf in wanted.items()}
+    if {name: array.shape for name, array in arrays.items()} != shapes:
+        raise UserError(
+            f"the parameters in {str(path)!r} do not fit its own model shape {config}; fetch or "
+            "export it again"
+        )
+    for name, leaf in wanted.items():
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            arrays[name] = jnp.asarray(arrays[name], dtype)
+    return nnx.merge(graphdef, with_leaves(state, arrays)), tokenizer
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
+    """Returns the metadata and the dequantized arrays of a model's files."""
+    files = weight_files(path)
+    if not files:
+        raise FileNotFoundError(f"no {path.name}{SUFFIX} and no parts of it")
+    wanted = 1 if files == [_whole(path)] else int(files[0].stem[-5:])
+    if len(files) != wanted:
+        raise FileNotFoundError(f"{len(files)} of {wanted} parts are there")
+    arrays: dict[str, jax.Array] = {}
+    exports: dict[str | None, pathlib.Path] = {}
+    for file in files:
+        check_fetched(file)
+        with safetensors.safe_open(file, framework="flax") as part:
+            metadata = part.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise UserError(
+                f"{str(file)!r} is a safetensors file of another program; give one of ours"
+            )
+        exports.setdefault(metadata.get(EXPORT), file)
+        arrays |= safetensors.flax.load_file(file)
+    if len(exports) > 1:
+        first, second, *_ = (file.name for file in exports.values())
+        raise UserError(
+            f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; export it "
+            "again, or fetch all of its parts again"
+        )
     for name in [name for name in arrays if name.endswith(SCALE)]:
         scale, kernel = arrays.pop(name), name.removesuffix(SCALE)
         arrays[kernel] = arrays[kernel].astype(jnp.float32) * scale
-    return from_arrays(config, arrays, str(path)), metadata["tokenizer_sha256"]
-
-
-def from_arrays(
-    config: TransformerConfig | LlamaConfig, arrays: dict[str, jax.Array], source: str
-) -> Any:
-    """Returns a decoder with the parameters `arrays`, {path: array}; errors name `source`."""
-    module = llama if isinstance(config, LlamaConfig) else transformer
-    graphdef, state = module.abstract(config)
-    wanted = named_leaves(state)
-    if {name: array.shape for name, array in arrays.items()} != {
-        name: leaf.shape for name, leaf in wanted.items()
-    }:
-        raise UserError(
-            f"the parameters in {source!r} do not fit its own model shape {config}; fetch or "
-            "export it again"
-        )
-    typed = {
-        name: array
-        if jnp.issubdtype(wanted[name].dtype, jnp.integer)
-        else jnp.asarray(array, config.dtype)
-        for name, array in arrays.items()
-    }
-    return nnx.merge(graphdef, with_leaves(state, typed))
+    return metadata, arrays
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -233,13 +234,3 @@ def _whole(path: pathlib.Path) -> pathlib.Path:
 
 def _found_parts(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path.parent.glob(f"{glob.escape(path.name)}-?????-of-?????{SUFFIX}"))
-
-
-def _all_files(path: pathlib.Path) -> list[pathlib.Path]:
-    files = weight_files(path)
-    if not files:
-        raise FileNotFoundError(f"no {path.name}{SUFFIX} and no parts of it")
-    wanted = 1 if files == [_whole(path)] else int(files[0].stem[-5:])
-    if len(files) != wanted:
-        raise FileNotFoundError(f"{len(files)} of {wanted} parts are there")
-    return files

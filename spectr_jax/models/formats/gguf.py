@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 
 from spectr_jax.models.formats.folder import KINDS
-from spectr_jax.models.formats.parts import fill
+from spectr_jax.models.formats.parts import fill, llama_arrays
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import check_fetched
@@ -133,7 +133,8 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
             return _in_halves(array, config.head_width)
         return array
 
-    model = fill(config, part, int8=dtype == "int8", source=str(file.path))
+    arrays = llama_arrays(config, part, str(file.path))
+    model = fill(config, arrays, int8=dtype == "int8", source=str(file.path))
     if unread:  # Nothing else in the file says that a model has such parts.
         raise UserError(f"{str(file.path)!r} has {min(unread)}, a part that is not supported")
     return model

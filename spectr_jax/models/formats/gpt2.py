@@ -10,15 +10,13 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from spectr_jax.models.formats.folder import Folder, check_fields, read_json, refuse, save
-from spectr_jax.models.quantized import quantize
+from spectr_jax.models.formats.parts import fill
 from spectr_jax.models.transformer import Transformer, TransformerConfig, sinusoidal_table
-from spectr_jax.models.weights import from_arrays, named_leaves
+from spectr_jax.models.weights import named_leaves
 from spectr_jax.utils.errors import UserError
 
 PREFIX = "transformer."
@@ -88,14 +86,14 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
             learned_positions=True,
         )
         tensors = Folder(folder)
-        arrays = dict(_ours(shape, tensors, tied=config["tie_word_embeddings"]))
+        arrays = _ours(shape, tensors, tied=config["tie_word_embeddings"])
+        model = fill(shape, arrays, int8=dtype == "int8", source=str(folder))
     except KeyError as error:
         raise UserError(
             f"{str(folder)!r} is not a complete GPT-2 checkpoint: it lacks {error}; fetch it again"
         ) from error
     tensors.check_all_read(UNUSED)
-    model = from_arrays(shape, arrays, str(folder))
-    return quantize(model) if dtype == "int8" else model
+    return model
 
 
 def save_gpt2(
@@ -225,20 +223,14 @@ def _with_bias_channel(
 
 def _ours(
     shape: TransformerConfig, tensors: Folder, *, tied: bool
-) -> Iterator[tuple[str, jax.Array]]:
-    """Yields arrays by our names, each in the model's dtype before the next is read.
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields arrays by our names, for `fill`.
 
     A tied head is the embedding, even if the file has another. GPT-2's head has no bias.
     """
     names = {name.removeprefix(PREFIX): name for name in tensors}  # Some files have no prefix.
-
-    def read(ours: str, theirs: str, transposed: bool = False) -> tuple[str, jax.Array]:
-        array = tensors[names[theirs]]
-        made = jnp.asarray(array.T if transposed else array, shape.dtype)
-        # Otherwise arrays stay in memory until they are copied.
-        return f"{ours}/value", jax.block_until_ready(made)
-
-    yield read("head/kernel", "wte.weight" if tied else "lm_head.weight", transposed=True)
-    yield "head/bias/value", jnp.zeros(shape.vocab_size)
+    yield "head/kernel", tensors[names["wte.weight" if tied else "lm_head.weight"]]
+    yield "head/bias", np.zeros(shape.vocab_size)
     for theirs, ours in _names(shape.layers):
-        yield read(ours, theirs)
+        array = tensors[names[theirs]]
+        yield ours, array.T if ours.endswith("kernel") else array

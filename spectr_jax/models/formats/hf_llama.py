@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from spectr_jax.models.formats.folder import Folder, check_fields, read_json, refuse, save
-from spectr_jax.models.formats.parts import fill
+from spectr_jax.models.formats.parts import fill, llama_arrays
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.utils.errors import UserError
@@ -76,7 +76,8 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
         theirs = f"model.layers.{layer}.{NAMES[own]}" if dot else NAMES[own]
         return np.asarray(tensors[theirs], np.float32)
 
-    model = fill(config, part, int8=dtype == "int8", source=str(folder))
+    arrays = llama_arrays(config, part, str(folder))
+    model = fill(config, arrays, int8=dtype == "int8", source=str(folder))
     tensors.check_all_read(UNUSED)
     return model
 

@@ -1,10 +1,10 @@
-"""Fills a Llama part by part, for the readers of its checkpoints.
+"""Fills a decoder with the arrays of a checkpoint, for the readers of all formats.
 
-Parts have Hugging Face's layout: kernels are [outputs, inputs], and channels i and D / 2 + i of a
-head are a rotary pair. Each part is stored in the model's dtype before the next is read.
+Arrays have Hugging Face's layout: kernels are [outputs, inputs], and channels i and D / 2 + i of a
+head are a rotary pair. Each array is stored in the model's dtype before the next is read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,39 +14,45 @@ from flax import nnx
 
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
+from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.utils.errors import UserError
 
 Part = Callable[[str], np.ndarray]
-"""Reads a part by its name in `fill`, or `LAYER.NAME`; raises KeyError if there is none."""
+"""Reads a part by its name in `llama_arrays`; raises KeyError if there is none."""
 
 
-def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
-    """Returns a decoder with the parts of a checkpoint.
+def fill(
+    config: LlamaConfig | TransformerConfig,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    int8: bool,
+    source: str,
+) -> Any:
+    """Returns a decoder with the arrays of a checkpoint.
 
     Args:
       config: its shape and dtype.
-      part: reads `embed` [V, E], `norm` [E], `head` [V, E], and in each layer `q`, `k`, `v`, `out`,
-        `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape has them `q_bias`,
-        `k_bias`, `v_bias`, `norm_q`, `norm_k`.
-      int8: quantize each part as it is read, as `quantize` does; needs a float32 config.
+      arrays: all arrays, as (our name, array).
+      int8: quantize each array as it is read, as `quantize` does; needs a float32 config.
       source: named in errors.
 
     Raises:
-      UserError: a part is missing, or its shape is not the config's.
+      UserError: the shape of an array is not the config's.
     """
 
     def build():
-        model = Llama(config, rngs=nnx.Rngs(0))
+        decoder = Llama if isinstance(config, LlamaConfig) else Transformer
+        model = decoder(config, rngs=nnx.Rngs(0))
         return quantize(model) if int8 else model
 
     graphdef, state = nnx.split(nnx.eval_shape(build))
     wanted, leaves = named_leaves(state), {}
-    for name, array in _named(config, part, source):
+    for name, array in arrays:
         for leaf, value in _leaves(name, array, wanted):
             _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
             made = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
-            # Otherwise parts stay in memory until they are copied.
+            # Otherwise arrays stay in memory until they are copied.
             leaves[leaf] = jax.block_until_ready(made)
     return nnx.merge(graphdef, with_leaves(state, leaves))
 
@@ -72,8 +78,19 @@ def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, A
         yield f"{name}/value", array.T if name.endswith("/kernel") else array
 
 
-def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the arrays of our decoder by their names, one at a time."""
+def llama_arrays(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of a `Llama`, for `fill`.
+
+    Args:
+      config: its shape.
+      part: reads `embed` [V, E], `norm` [E], `head` [V, E], and of each layer `LAYER.q`, `k`, `v`,
+        `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape has them `q_bias`,
+        `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      source: named in errors.
+
+    Raises:
+      UserError: a part is missing, or its shape is not the config's.
+    """
 
     def read(name):
         try:
