@@ -136,8 +136,8 @@ def test_a_loader_of_ones_own(monkeypatch):
     ):
         load("mein:x")
     for prefix, message in (
-        ("mine", "prefix 'mine' is there already"),
-        ("a:b", "prefix 'a:b' is not of letters"),
+        ("mine", "prefix='mine': is taken"),
+        ("a:b", "prefix='a:b': must be of letters"),
     ):
         with pytest.raises(UserError, match=message):
             register_loader(prefix, _mine)

@@ -193,9 +193,9 @@ def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
-        ({"head_width": 7}, "head_width=7 is odd"),
-        ({"rope_divisors": (1.0,)}, "1 rope_divisors for 4 pairs of channels"),
+        ({"kv_heads": 4}, "heads=6: must be a multiple of kv_heads=4"),
+        ({"head_width": 7}, "head_width=7: must be even"),
+        ({"rope_divisors": (1.0,)}, r"rope_divisors=\(1.0,\): must be 4 numbers"),
     ],
 )
 def test_shapes_that_cannot_be(change, message):

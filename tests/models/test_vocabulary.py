@@ -97,7 +97,7 @@ def test_outputs_are_the_targets_whatever_the_draft_cannot_say():
 
 
 def test_what_shapes_are_refused():
-    with pytest.raises(UserError, match="tied=True makes the embedding the head"):
+    with pytest.raises(UserError, match="tied=True: must be False"):
         dataclasses.replace(SHAPE, tied=True)
     with pytest.raises(UserError, match="head_tokens=32 is more than vocab_size=31"):
         dataclasses.replace(SHAPE, head_tokens=32)

@@ -205,53 +205,60 @@ def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(tmp_path
 )
 def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
     write(tmp_path / "model.gguf", models["llama"], "llama", more={name: np.ones(32, np.float32)})
-    with pytest.raises(
-        UserError, match=rf"has {name}, a part that is not read; give another model"
-    ):
+    with pytest.raises(UserError, match=rf"has {name}, a part that is not supported"):
         load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "gemma"}, "is of architecture 'gemma'; read are llama, qwen2, qwen3"),
+        ({"arch": "gemma"}, "is of architecture 'gemma'; supported are llama, qwen2, qwen3"),
         ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
-        ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not read"),
+        ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not supported"),
         (
             {"llama.attention.sliding_window": 32},
-            "has llama.attention.sliding_window=32, which is not read",
+            "has llama.attention.sliding_window=32, which is not supported",
         ),
         (
             {"llama.attention.sliding_window": [8, 9]},
-            "has llama.attention.sliding_window=[8, 9], which is not read",
+            "has llama.attention.sliding_window=[8, 9], which is not supported",
         ),
         (
             {"llama.attention.head_count_kv": [2, 2]},
-            "has llama.attention.head_count_kv=[2, 2], not one positive integer",
+            "has llama.attention.head_count_kv=[2, 2], which is not a positive integer",
         ),
         (
             {"llama.feed_forward_length": [64, 64]},
-            "has llama.feed_forward_length=[64, 64], not one positive integer",
+            "has llama.feed_forward_length=[64, 64], which is not a positive integer",
         ),
         (
             {"llama.attention.head_count": 0},
-            "has llama.attention.head_count=0, not one positive integer",
+            "has llama.attention.head_count=0, which is not a positive integer",
         ),
-        ({"llama.context_length": "x"}, "has llama.context_length='x', not one positive integer"),
+        (
+            {"llama.context_length": "x"},
+            "has llama.context_length='x', which is not a positive integer",
+        ),
         (
             {"llama.rope.scaling.type": "yarn"},
-            "has llama.rope.scaling.type='yarn', which is not read",
+            "has llama.rope.scaling.type='yarn', which is not supported",
         ),
-        ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels of a head"),
+        (
+            {"llama.rope.dimension_count": 4},
+            "has llama.rope.dimension_count=4, which is not supported",
+        ),
         ({"llama.attention.key_length": 6}, "0.q is"),
-        ({"llama.rope.freq_base": -1.0}, "has llama.rope.freq_base=-1.0, not a number from 1 on"),
+        (
+            {"llama.rope.freq_base": -1.0},
+            "has llama.rope.freq_base=-1.0, which is not a positive number",
+        ),
         (
             {"llama.attention.layer_norm_rms_epsilon": float("nan")},
-            "layer_norm_rms_epsilon=nan, not a number from 0 on",
+            "layer_norm_rms_epsilon=nan, which is not a number from 0 on",
         ),
         (
             {"llama.rope.scaling.factor": -2.0},
-            "has llama.rope.scaling.factor=-2.0, not a number from 0 on",
+            "has llama.rope.scaling.factor=-2.0, which is not a number from 0 on",
         ),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
         ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
