@@ -132,8 +132,8 @@ class Decoder(nnx.Module):
 
     config: Any
     norm: Any
-    hidden: Any
     scored: Any
+    _run: Any
 
     @property
     def vocab_size(self) -> int:
@@ -170,6 +170,28 @@ class Decoder(nnx.Module):
         )
         return self.scored(hidden_BxNxE), cache
 
+    def hidden(
+        self,
+        tokens_BxN,
+        positions_BxN,
+        visible_BxNxM,
+        cache=None,
+        pending=0,
+        *,
+        layers=None,
+        also=(),
+        **inputs,
+    ):
+        """See `ShowsFeatures.hidden`; with `layers`, of the first layers only.
+
+        `inputs` are further arguments of the decoder's `_run`.
+        """
+        outputs, cache = self._run(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, **inputs
+        )
+        lower = [outputs[layer - 1] for layer in also]
+        return jnp.concatenate([self.norm(outputs[-1]), *lower], axis=-1), cache
+
     def _run_blocks(self, run: Callable, x_BxNxE, visible_BxNxM, cache, pending, layers):
         """Runs the first `layers` blocks; None for all.
 
@@ -188,9 +210,3 @@ class Decoder(nnx.Module):
             x_BxNxE, rows[index] = run(index, x_BxNxE, mask_BxNxT, rows[index], starts_B)
             outputs.append(x_BxNxE)
         return outputs, None if cache is None else Cache(tuple(rows), cache.lengths)
-
-    def _shown(self, outputs, also: tuple[int, ...]) -> jax.Array:
-        """Returns the normed last output, and those of the layers `also` (see `hidden`)."""
-        return jnp.concatenate(
-            [self.norm(outputs[-1]), *(outputs[layer - 1] for layer in also)], axis=-1
-        )

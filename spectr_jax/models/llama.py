@@ -228,19 +228,10 @@ class Llama(Decoder):
         """Target layers that the draft sees besides the last hidden state."""
         return self.config.feature_layers
 
-    def hidden(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxM,
-        cache=None,
-        pending=0,
-        *,
-        layers=None,
-        features_BxNxE=None,
-        also=(),
+    def _run(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, features_BxNxE=None
     ):
-        """See `ShowsFeatures.hidden`; with `layers`, of the first layers only.
+        """Returns the outputs [B, N, E] of the first `layers` blocks, and the cache.
 
         `features_BxNxE` is for a draft with `LlamaConfig.features`: zeros at the first token of a
         sequence. A target's `hidden` returns them with `also=feature_layers`; the draft's own
@@ -259,10 +250,9 @@ class Llama(Decoder):
         turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
 
         def run(index, x_BxNxE, *given):
-            return _run(*nnx.split(self.blocks[index]), x_BxNxE, turns_BxNxR, *given)
+            return _run_block(*nnx.split(self.blocks[index]), x_BxNxE, turns_BxNxR, *given)
 
-        outputs, cache = self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers)
-        return self._shown(outputs, also), cache
+        return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers)
 
     def _fused(self, features_BxNxF):
         """Returns features as one hidden state [B, N, E]. The draft's own are unchanged."""
@@ -281,8 +271,8 @@ class Llama(Decoder):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(graphdef, state, *arguments):
-    """Runs a block. Tracing it once for all layers saves most of the time to the first token."""
+def _run_block(graphdef, state, *arguments):
+    """Runs a block. One trace for all layers saves most of the time to the first token."""
     return nnx.merge(graphdef, state)(*arguments)
 
 

@@ -132,34 +132,12 @@ class Transformer(Decoder):
         self.head = dense_layer(E, V, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def hidden(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxM,
-        cache=None,
-        pending=0,
-        *,
-        layers=None,
-        also=(),
-    ):
-        """See `ShowsFeatures.hidden`; with `layers`, of the first layers only."""
-        outputs, cache = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
-        return self._shown(outputs, also), cache
-
     def scored(self, hidden_BxNxE):
         """Returns logits [B, N, V] float32 of what `hidden` returns."""
         return self.head(hidden_BxNxE).astype(jnp.float32)
 
     def exits(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxN,
-        after: tuple[int, ...],
-        *,
-        dropout_key=None,
-        remat=False,
+        self, tokens_BxN, positions_BxN, visible_BxNxN, after, *, dropout_key=None, remat=False
     ) -> list[jax.Array]:
         """Returns logits [B, N, V] after each of the layers `after`, on whole sequences.
 
@@ -179,14 +157,14 @@ class Transformer(Decoder):
         cache,
         pending,
         layers,
-        dropout_key=None,
+        key=None,
         remat=False,
     ):
         """Returns the outputs [B, N, E] of the first `layers` blocks, and the cache."""
         config = self.config
         keys: Any = [None] * (config.layers + 1)
-        if dropout_key is not None:
-            keys = list(jax.random.split(dropout_key, config.layers + 1))
+        if key is not None:
+            keys = list(jax.random.split(key, config.layers + 1))
         table_TxE = (
             self.positions[...]
             if config.learned_positions

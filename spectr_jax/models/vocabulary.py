@@ -66,17 +66,10 @@ class SharedTokens(nnx.Module):
     def __init__(self, model: Any, shared: ArrayLike):
         self.model, self.shared = model, Kept(jnp.asarray(shared))
         self.vocab_size = len(self.shared[...])
-
-    @property
-    def context(self) -> int:
-        return self.model.context
-
-    @property
-    def layers(self) -> int:
-        return self.model.layers
+        self.context, self.layers = model.context, model.layers
 
     def init_cache(self, batch, capacity):
-        """Returns the cache of the model."""
+        """See `Model.init_cache`."""
         return self.model.init_cache(batch, capacity)
 
     def extend(
