@@ -25,7 +25,7 @@ NAMES = {
     **{f"norm_{name}": f"attn_{name}_norm.weight" for name in "qk"},
     **{name: f"ffn_{name}.weight" for name in ("gate", "up", "down")},
 }
-"""llama.cpp's names of the parts of a model; those of a layer begin with `blk.LAYER.`."""
+"""llama.cpp's names of the parts of a model; `blk.LAYER.` is before those of a layer."""
 ROPE_DIVISORS = "rope_freqs.weight"
 FIELDS = {
     "a positive integer": (
@@ -123,17 +123,15 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
     interleaved = file.need("general.architecture") == "llama"
     unread = set(file.tensors) - {ROPE_DIVISORS}
 
-    def part(name: str) -> np.ndarray:
-        layer, dot, own = name.rpartition(".")
-        theirs = f"blk.{layer}.{NAMES[own]}" if dot else NAMES[own]
-        array = file.tensor(theirs)
-        unread.discard(theirs)
-        rotary = interleaved and own in ("q", "k", "q_bias", "k_bias")
+    def tensor(name: str) -> np.ndarray:
+        array = file.tensor(name)
+        unread.discard(name)
+        rotary = interleaved and name.split(".")[-2] in ("attn_q", "attn_k")
         if rotary and len(array) % config.head_width == 0:  # Otherwise `fill` refuses it.
             return _in_halves(array, config.head_width)
         return array
 
-    arrays = llama_arrays(config, part, str(file.path))
+    arrays = llama_arrays(config, tensor, NAMES, "blk.{}.", str(file.path))
     model = fill(config, arrays, int8=dtype == "int8", source=str(file.path))
     if unread:  # Nothing else in the file says that a model has such parts.
         raise UserError(f"{str(file.path)!r} has {min(unread)}, a part that is not supported")

@@ -53,7 +53,8 @@ NAMES = {
     **{f"norm_{name}": f"self_attn.{name}_norm.weight" for name in "qk"},
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
-"""Hugging Face's names of the parts; those of a layer begin with `model.layers.LAYER.`."""
+"""Hugging Face's names of the parts of a model; `LAYER` is before those of a layer."""
+LAYER = "model.layers.{}."
 UNUSED = r"lm_head\.weight|.*\.rotary_emb\.inv_freq"
 """Tensors that are ignored: a head that is tied, and buffers of older versions of transformers."""
 
@@ -71,12 +72,10 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
     config = llama_config(folder, "float32" if dtype == "int8" else dtype)
     tensors = Folder(folder)
 
-    def part(name: str) -> np.ndarray:
-        layer, dot, own = name.rpartition(".")
-        theirs = f"model.layers.{layer}.{NAMES[own]}" if dot else NAMES[own]
-        return np.asarray(tensors[theirs], np.float32)
+    def tensor(name: str) -> np.ndarray:
+        return np.asarray(tensors[name], np.float32)
 
-    arrays = llama_arrays(config, part, str(folder))
+    arrays = llama_arrays(config, tensor, NAMES, LAYER, str(folder))
     model = fill(config, arrays, int8=dtype == "int8", source=str(folder))
     tensors.check_all_read(UNUSED)
     return model
@@ -128,7 +127,7 @@ def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
     def put(layer: int | None, name: str, leaf: Any) -> None:
         """Adds a tensor. Kernels, the matrices besides the embedding, are [outputs, inputs]."""
         array = np.asarray(leaf, np.float32)
-        prefix = "" if layer is None else f"model.layers.{layer}."
+        prefix = "" if layer is None else LAYER.format(layer)
         transposed = array.ndim == 2 and name != "embed"
         tensors[prefix + NAMES[name]] = np.ascontiguousarray(array.T if transposed else array)
 

@@ -18,9 +18,6 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.utils.errors import UserError
 
-Part = Callable[[str], np.ndarray]
-"""Reads a part by its name in `llama_arrays`; raises KeyError if there is none."""
-
 
 def fill(
     config: LlamaConfig | TransformerConfig,
@@ -78,23 +75,31 @@ def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, A
         yield f"{name}/value", array.T if name.endswith("/kernel") else array
 
 
-def llama_arrays(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, np.ndarray]]:
+def llama_arrays(
+    config: LlamaConfig,
+    tensor: Callable[[str], np.ndarray],
+    names: dict[str, str],
+    prefix: str,
+    source: str,
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a `Llama`, for `fill`.
 
     Args:
       config: its shape.
-      part: reads `embed` [V, E], `norm` [E], `head` [V, E], and of each layer `LAYER.q`, `k`, `v`,
-        `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape has them `q_bias`,
-        `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      tensor: reads a tensor of the checkpoint by its name; raises KeyError if there is none.
+      names: the checkpoint's names of `embed` [V, E], `norm` [E], `head` [V, E], and in each layer
+        of `q`, `k`, `v`, `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape
+        has them of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      prefix: before names of a layer, with `{}` for its index.
       source: named in errors.
 
     Raises:
-      UserError: a part is missing, or its shape is not the config's.
+      UserError: a tensor is missing, or its shape is not the config's.
     """
 
-    def read(name):
+    def read(part, layer=None):
         try:
-            return part(name)
+            return tensor(("" if layer is None else prefix.format(layer)) + names[part])
         except KeyError as error:
             raise UserError(f"{source!r} lacks {error}, a part of its model") from error
 
@@ -103,26 +108,26 @@ def llama_arrays(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple
     rows |= {f"{name}_bias": count for name, count in rows.items()}
     rows |= {"gate": config.mlp, "up": config.mlp}
 
-    def joined(layer, *names):
+    def joined(layer, *parts):
         """Returns parts that are one array here, after a check of their shapes."""
-        arrays = [read(f"{layer}.{name}") for name in names]
-        for name, array in zip(names, arrays, strict=True):
-            expected = (rows[name],) if name.endswith("_bias") else (rows[name], config.width)
-            _check(source, f"{layer}.{name}", array, expected)
+        arrays = [read(part, layer) for part in parts]
+        for part, array in zip(parts, arrays, strict=True):
+            expected = (rows[part],) if part.endswith("_bias") else (rows[part], config.width)
+            _check(source, f"{layer}.{part}", array, expected)
         return np.concatenate(arrays)
 
     norms = ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ()))
     yield "embed/embedding", read("embed")
     for layer in range(config.layers):
-        prefix = f"blocks/{layer}"
+        block = f"blocks/{layer}"
         for norm in norms:
-            yield f"{prefix}/{norm}/scale", read(f"{layer}.{norm}")
-        yield f"{prefix}/qkv/kernel", joined(layer, *"qkv")
+            yield f"{block}/{norm}/scale", read(norm, layer)
+        yield f"{block}/qkv/kernel", joined(layer, *"qkv")
         if config.qkv_bias:
-            yield f"{prefix}/qkv/bias", joined(layer, "q_bias", "k_bias", "v_bias")
-        yield f"{prefix}/out/kernel", read(f"{layer}.out")
-        yield f"{prefix}/gate_up/kernel", joined(layer, "gate", "up")
-        yield f"{prefix}/down/kernel", read(f"{layer}.down")
+            yield f"{block}/qkv/bias", joined(layer, "q_bias", "k_bias", "v_bias")
+        yield f"{block}/out/kernel", read("out", layer)
+        yield f"{block}/gate_up/kernel", joined(layer, "gate", "up")
+        yield f"{block}/down/kernel", read("down", layer)
     yield "norm/scale", read("norm")
     if not config.tied:
         yield "head/kernel", read("head")
