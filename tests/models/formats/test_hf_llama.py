@@ -1,5 +1,4 @@
-"""Folders of the Llama family: read as they were written, whatever the parts and dtype, and refused
-with one line."""
+"""Hugging Face folders of the Llama family: round trips, parts, dtypes, and refused folders."""
 
 import dataclasses
 import json
@@ -221,8 +220,7 @@ def test_what_is_not_understood_is_refused(folder, fields, message):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
-    """Absent, or null, which is not the same; the sizes of attention as transformers' own classes
-    have them."""
+    """Fields that are absent or null, which differ, have the values of transformers' classes."""
     fields = {
         "model_type": kind,
         "num_attention_heads": 32,
@@ -249,7 +247,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
 
 
 def test_one_file_comes_before_an_index(llamas, folder):
-    """As in transformers; and an index that names a file that is not there says which."""
+    """As in transformers. The error for a missing file of an index names the file."""
     index = folder / INDEX
     index.write_text("{")
     assert hf_llama.load_llama(folder).config == llamas["llama"].config
