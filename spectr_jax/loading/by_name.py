@@ -12,14 +12,15 @@ import pathlib
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
+from spectr_jax.data.tokenizer import Tokenizer, VocabularyOf
 from spectr_jax.models import llama, transformer
+from spectr_jax.models.frozen import Trained
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.dense import with_halved_kernels
 from spectr_jax.models.llama import Llama
@@ -47,20 +48,6 @@ PART = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)?$")
 """The suffix of one file of a model in several parts."""
 HEAD_SCALE = 1.5
 """Scale of the head of random weights, with which two random models agree on 0.7 of drafts."""
-
-
-class Trained(NamedTuple):
-    """A model with its tokenizer: what `load` returns and `generate` takes.
-
-    Attributes:
-      name: a name for display.
-      model: follows `models.base.Model`; the library's own are transformers.
-      tokenizer: the tokenizer of its vocabulary.
-    """
-
-    name: str
-    model: Any
-    tokenizer: AnyTokenizer
 
 
 Loader = Callable[[str, str], Trained]

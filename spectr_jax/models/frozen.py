@@ -5,7 +5,7 @@
 
 import dataclasses
 import hashlib
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,18 +50,24 @@ class Frozen:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.leaves))
 
 
-@runtime_checkable
-class Loaded(Protocol):
-    """A model with its tokenizer, as `spectr_jax.load` returns it."""
+class Trained(NamedTuple):
+    """A model with its tokenizer: what `spectr_jax.load` returns and `generate` takes.
 
-    @property
-    def model(self) -> Model: ...
+    Attributes:
+      name: a name for display.
+      model: follows `models.base.Model`.
+      tokenizer: the tokenizer of its vocabulary (`data.tokenizer.AnyTokenizer`).
+    """
 
-    @property
-    def tokenizer(self) -> Any: ...
+    name: str
+    model: Any
+    tokenizer: Any
 
 
-def freeze(model: Model | Frozen | Loaded) -> Frozen:
+Loaded = Trained
+
+
+def freeze(model: Model | Frozen | Trained) -> Frozen:
     """Returns a model in its frozen form, which later changes of its weights do not affect.
 
     Raises:
@@ -69,14 +75,14 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
     """
     if isinstance(model, Frozen):
         return model
+    given: Any = model
     if not isinstance(model, nnx.Module):
-        if isinstance(model, Loaded):
-            return freeze(model.model)
+        if hasattr(model, "tokenizer"):
+            return freeze(given.model)
         raise UserError(
             f"a {type(model).__name__} is not a model; give an nnx.Module, `freeze` of one, or "
             "what `load` returns"
         )
-    given: Any = model
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     return Frozen(
@@ -92,7 +98,7 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
     )
 
 
-def digest(model: Model | Frozen | Loaded) -> str:
+def digest(model: Model | Frozen | Trained) -> str:
     """Returns twelve hexadecimal digits of a hash of a model's arrays, shapes and dtypes.
 
     Raises:
