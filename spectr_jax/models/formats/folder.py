@@ -5,7 +5,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,13 +27,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 """Checks of metadata, by the words for them in errors."""
 
 
-class Place(NamedTuple):
-    """Location of a tensor: its file, its first byte there, its dtype and shape."""
-
-    file: pathlib.Path
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
+Place = tuple[pathlib.Path, int, str, tuple[int, ...]]
+"""Location of a tensor: its file, its first byte there, its dtype and shape."""
 
 
 class Folder:
@@ -115,7 +110,7 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
         header = json.loads(opened.read(start - 8))
     header.pop("__metadata__", None)
     return {
-        name: Place(file, start + given["data_offsets"][0], given["dtype"], tuple(given["shape"]))
+        name: (file, start + given["data_offsets"][0], given["dtype"], tuple(given["shape"]))
         for name, given in header.items()
     }
 
