@@ -33,6 +33,7 @@ SWITCH = "SPECTR_JAX_KERNELS"
 FOLDER = pathlib.Path(__file__).parent
 TARGETS = ("int8_rows", "float_rows", "float_columns", "attention", "norm")
 _PREFIX = "spectr_jax_"
+Function = Callable[..., jax.Array]
 
 
 def on_cpu() -> bool:
@@ -84,17 +85,14 @@ def _call(
 ) -> jax.Array:
     library()  # The first call registers the targets.
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(
-        *arguments, **attributes
-    )
+    kernel = jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")
+    return kernel(*arguments, **attributes)
 
 
-def _as(
-    plain: Callable[..., jax.Array],
-) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
+def _as(plain: Function) -> Callable[[Function], Function]:
     """Decorates a kernel with the shape errors and the gradients of `plain`, the same function."""
 
-    def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def decorate(kernel: Function) -> Function:
         @jax.custom_vjp
         def function(*given):
             jax.eval_shape(plain, *given)  # Raises for shapes that do not fit.
@@ -128,7 +126,7 @@ def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
 
 
-def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def attention(plain: Function) -> Function:
     """Returns the kernel of attention for a few new tokens, with the gradients of `plain`."""
 
     @_as(plain)
@@ -141,9 +139,7 @@ def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return attend
 
 
-def norm(
-    plain: Callable[..., jax.Array], *, centered: bool, epsilon: float
-) -> Callable[..., jax.Array]:
+def norm(plain: Function, *, centered: bool, epsilon: float) -> Function:
     """Returns the kernel of a norm (x [..., E], scale [E], bias [E]), with `plain`'s gradients."""
 
     @_as(plain)
