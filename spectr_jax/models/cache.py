@@ -81,7 +81,7 @@ def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
-def append(rows: Any, new: tuple, starts_B: jax.Array | None) -> tuple[tuple, Any]:
+def append(rows: Any, new: tuple, starts_B: Any) -> tuple[tuple, Any]:
     """Appends new rows to the buffers of a layer.
 
     Args:

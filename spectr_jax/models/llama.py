@@ -242,7 +242,7 @@ class Llama(Decoder):
         """
         config = self.config
         if config.features and features_BxNxE is None:
-            raise UserError("features_BxNxE=None: this draft needs those of its target")
+            raise UserError("features_BxNxE=None: this draft needs the features of a target")
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
         if config.features:
             joined_BxNxE = self.join(self.norm_features(self._fused(features_BxNxE)))

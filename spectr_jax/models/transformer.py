@@ -174,7 +174,7 @@ class Transformer(Decoder):
         positions_BxNxE = jnp.asarray(table_TxE).at[positions_BxN].get(mode="clip")
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32) + positions_BxNxE.astype(jnp.float32)
         x_BxNxE = _dropped(self.dropout, x_BxNxE, keys[-1])
-        call = nnx.remat(Block.__call__) if remat else Block.__call__
+        call: Any = nnx.remat(Block.__call__) if remat else Block.__call__
 
         def run(index, *given):
             return call(self.blocks[index], *given, keys[index])

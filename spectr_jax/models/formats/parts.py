@@ -39,7 +39,7 @@ def fill(
     """
 
     def build():
-        decoder = Llama if isinstance(config, LlamaConfig) else Transformer
+        decoder: Any = Llama if isinstance(config, LlamaConfig) else Transformer
         model = decoder(config, rngs=nnx.Rngs(0))
         return quantize(model) if int8 else model
 
