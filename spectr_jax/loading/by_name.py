@@ -176,9 +176,7 @@ def _from_path(spec: str, dtype: str) -> Trained:
     path = PUBLISHED.get(spec) or named(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
-            raise UserError(
-                f"{spec!r} is a model file; leave {BEST} out, which is for training workdirs"
-            )
+            raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
         return _from_file(path, dtype)
     if spec in PUBLISHED:
         raise UserError(f"model {spec!r} is part of a clone of the repository, which is not here")
@@ -233,8 +231,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     if not folder.is_dir():
         if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
             raise UserError(
-                f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging "
-                "Face's hub"
+                f"no folder {source!r}; give hf: and the folder of a model, or its name on the hub"
             )
         folder = _fetched(source)
     is_gpt2 = read_json(folder).get("model_type") == "gpt2"
@@ -243,13 +240,10 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
     first_added = hugging_face.first_added(read)
     bos, ends = hugging_face.controls(folder, config, vocab_size, first_added)
+    adds_bos = is_gpt2 or hugging_face.puts_bos(folder, read, bos)
+    template, names = hugging_face.read_template(folder), hugging_face.read_names(folder)
     tokenizer = hugging_face.HuggingFaceTokenizer(
-        read,
-        bos,
-        ends,
-        adds_bos=is_gpt2 or hugging_face.puts_bos(folder, read, bos),
-        template=hugging_face.read_template(folder),
-        names=hugging_face.read_names(folder),
+        read, bos, ends, adds_bos=adds_bos, template=template, names=names
     )
     # `tokens` ends with the highest id, because there may be gaps.
     if (size := len(tokenizer.tokens)) > vocab_size:
