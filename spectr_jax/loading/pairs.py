@@ -9,8 +9,7 @@ from spectr_jax.models.vocabulary import SharedTokens
 from spectr_jax.utils.errors import UserError
 
 SHARED = 0.95
-"""Least share of the smaller vocabulary that two models must have in common. Unrelated
-vocabularies share almost nothing at the same ids."""
+"""Least share of the smaller vocabulary that a pair has in common. Unrelated ones share ~0."""
 
 
 def load_pair(
@@ -33,10 +32,7 @@ def load_alone(spec: str, dtype: str | None = None) -> Trained:
     """
     trained = load_callable(spec, dtype)
     if isinstance(trained.tokenizer, VocabularyOf):
-        raise UserError(
-            f"{spec!r} is a draft without a tokenizer, and drafts for its target only; give one "
-            "that runs alone"
-        )
+        raise UserError(f"{spec!r} drafts for its target only; give a model with a tokenizer")
     return trained
 
 
@@ -58,7 +54,7 @@ def load_callable(spec: str, dtype: str | None = None) -> Trained:
 def fitted(draft: Trained, target: Trained) -> Trained:
     """Returns `draft` adapted to draft for `target`.
 
-    With equal vocabularies it is returned unchanged. If they differ only by added or padded tokens,
+    With equal vocabularies it is returned unchanged. If they differ by added or padded tokens only,
     as in a family of models, it drafts the tokens that both have (token-level intersection: Timor
     et al., 2025, arXiv 2502.05202).
 
@@ -66,12 +62,12 @@ def fitted(draft: Trained, target: Trained) -> Trained:
       UserError: the vocabularies share less than 95 % of their tokens, or the draft sees features
         that the target does not show.
     """
-    if features_seen(draft.model) not in (0, features_shown(target.model)):
+    seen, shown = features_seen(draft.model), features_shown(target.model)
+    remedy = "give the target that it was trained for, or another draft"
+    if seen not in (0, shown):
         raise UserError(
-            f"draft {draft.name!r} sees {features_seen(draft.model)} features of its target, and "
-            f"{target.name!r} shows "
-            f"{features_shown(target.model)}; give the target that it was trained for, or another "
-            "draft"
+            f"draft {draft.name!r} sees {seen} features of its target, and {target.name!r} shows "
+            f"{shown}; {remedy}"
         )
     sizes = draft.model.vocab_size, target.model.vocab_size
     if draft.tokenizer.vocabulary == target.tokenizer.vocabulary:
@@ -82,11 +78,10 @@ def fitted(draft: Trained, target: Trained) -> Trained:
         shared = np.zeros(sizes[1], bool)
         same = _same_tokens(draft, target)[: min(sizes)]
         shared[: len(same)] = same
-    if features_seen(draft.model):
+    if seen:
         raise UserError(
-            f"draft {draft.name!r} sees the features of the target that it was trained for, and "
-            f"{target.name!r} is another; "
-            "give that target, or another draft"
+            f"draft {draft.name!r} sees the features of another target than {target.name!r}; "
+            f"{remedy}"
         )
     return draft._replace(model=SharedTokens(draft.model, shared))
 
@@ -94,7 +89,7 @@ def fitted(draft: Trained, target: Trained) -> Trained:
 def _same_tokens(draft: Trained, target: Trained) -> np.ndarray:
     """Returns, for each id in both vocabularies, whether it is the same token."""
     pair = f"draft {draft.name!r} and target {target.name!r} have different vocabularies"
-    remedy = "give models that share one, such as two of a family, or two that were trained with one data.tokenizer"
+    remedy = "give models that share one, such as two of a family or of one data.tokenizer"
     first, second = draft.tokenizer.tokens, target.tokenizer.tokens
     if first is None or second is None:
         raise UserError(f"{pair}; {remedy}")

@@ -1,10 +1,14 @@
-"""The protocol that every model follows, with additions for targets and drafts that share
-features."""
+"""The protocol that every model follows, its additions for features, and what our decoders share."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
+from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
 
 
@@ -50,8 +54,8 @@ class Model(Protocol):
           cache: the KV cache of earlier calls; None for a call on whole sequences (M = N), as in
             training.
           pending: static number of pending tokens already in the cache.
-          layers: static; run only this number of first layers, and the head; None for all. Cache
-            rows of the others are passed on as they are.
+          layers: static; run only this number of first layers, and the head; None for all. The
+            cache rows of the other layers stay as they are.
 
         Returns:
           logits [B, N, V] float32 of the token after each new token, and the cache with the new
@@ -61,8 +65,7 @@ class Model(Protocol):
 
 
 class ShowsFeatures(Model, Protocol):
-    """A target whose last hidden states drafts can see (EAGLE: Li et al., 2024, arXiv
-    2401.15077)."""
+    """A target whose last hidden states drafts can see (EAGLE: Li et al., 2024, 2401.15077)."""
 
     @property
     def features_shown(self) -> int:
@@ -92,9 +95,11 @@ class ShowsFeatures(Model, Protocol):
 
 
 class SeesFeatures(Model, Protocol):
-    """A draft that sees its target's features. It has `scored` and `hidden` as `ShowsFeatures`,
-    where `hidden` also takes `features_BxNxE`: the target's hidden state at the token before
-    each."""
+    """A draft that sees its target's features.
+
+    It has `scored` and `hidden` as `ShowsFeatures`, where `hidden` also takes `features_BxNxE`: the
+    target's hidden state at the token before each new token.
+    """
 
     @property
     def features_seen(self) -> int:
@@ -103,8 +108,7 @@ class SeesFeatures(Model, Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target, from 1, whose outputs the draft sees besides the last hidden
-        state."""
+        """Target layers, from 1, that the draft sees besides the last hidden state."""
         ...
 
 
@@ -121,3 +125,88 @@ def feature_layers(model: Any) -> tuple[int, ...]:
 def features_shown(model: Any) -> int:
     """Returns the width of the features that a target can show to drafts; 0 if none."""
     return getattr(model, "features_shown", 0)
+
+
+class Decoder(nnx.Module):
+    """What `Transformer` and `Llama` share. Cache rows are the keys and values of each layer."""
+
+    config: Any
+    norm: Any
+    scored: Any
+    _run: Any
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.config.context
+
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
+    @property
+    def features_shown(self) -> int:
+        """Width of a hidden state."""
+        return self.config.width
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """Returns an empty cache: rows (keys, values) of each layer, each [B, T, K, D]."""
+        config = self.config
+        # One array a layer: stacked layers would be sliced, that is copied, in every call.
+        shape = (batch, capacity, config.kv_heads, config.head_width)
+        empty = functools.partial(cache_lib.zeros, shape, config.dtype)
+        rows = tuple((empty(), empty()) for _ in range(config.layers))
+        return Cache(rows, jnp.zeros(batch, jnp.int32))
+
+    def extend(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    ):
+        """See `Model.extend`."""
+        hidden_BxNxE, cache = self.hidden(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
+        )
+        return self.scored(hidden_BxNxE), cache
+
+    def hidden(
+        self,
+        tokens_BxN,
+        positions_BxN,
+        visible_BxNxM,
+        cache=None,
+        pending=0,
+        *,
+        layers=None,
+        also=(),
+        **inputs,
+    ):
+        """See `ShowsFeatures.hidden`; with `layers`, of the first layers only.
+
+        `inputs` are further arguments of the decoder's `_run`.
+        """
+        outputs, cache = self._run(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, **inputs
+        )
+        lower = [outputs[layer - 1] for layer in also]
+        return jnp.concatenate([self.norm(outputs[-1]), *lower], axis=-1), cache
+
+    def _run_blocks(self, run: Callable, x_BxNxE, visible_BxNxM, cache, pending, layers):
+        """Runs the first `layers` blocks; None for all.
+
+        Args:
+          run: (index of a block, x, mask [B, N, T], rows, starts [B]) -> (x, new rows).
+          x_BxNxE: the input of the first block.
+          visible_BxNxM: see `Model.extend`, as the others.
+
+        Returns:
+          The output of each block, [B, N, E], and the cache with the new rows.
+        """
+        mask_BxNxT, starts_B = cache_lib.mask_and_starts(cache, visible_BxNxM, pending)
+        rows = [None] * self.layers if cache is None else list(cache.rows)
+        outputs = []
+        for index in range(self.layers if layers is None else layers):
+            x_BxNxE, rows[index] = run(index, x_BxNxE, mask_BxNxT, rows[index], starts_B)
+            outputs.append(x_BxNxE)
+        return outputs, None if cache is None else Cache(tuple(rows), cache.lengths)

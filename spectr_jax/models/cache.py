@@ -23,7 +23,7 @@ class Cache:
     """The rows of a model's earlier tokens.
 
     Attributes:
-      rows: pytree of arrays [B, T, ...], one row per slot; only the model knows their meaning.
+      rows: pytree of arrays [B, T, ...], one row per slot; each model defines their content.
       lengths: [B] int32, number of committed slots of each sequence.
     """
 
@@ -34,9 +34,9 @@ class Cache:
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns an empty buffer [B, T, ...] for rows of `dtype`, to be used with `write` and `read`.
 
-    A CPU stores bfloat16 rows of a batch as the integers of their bits. It has no scattered writes
-    of bfloat16, and would convert the whole buffer to float32 and back at each one. No gradients
-    flow through those (`differentiable`).
+    On a CPU, bfloat16 rows of a batch are stored as the integers of their bits: XLA has no
+    scattered writes of bfloat16 there, and would convert the whole buffer to float32 and back at
+    each write. No gradients flow through integers (`differentiable`).
     """
     bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and cpu.on_cpu()
     return jnp.zeros(shape, jnp.uint16 if bits else dtype)
@@ -44,11 +44,9 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def read(buffer_BT: jax.Array) -> jax.Array:
     """Returns the rows of a buffer of `zeros` in their dtype."""
-    return (
-        jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16)
-        if buffer_BT.dtype == jnp.uint16
-        else buffer_BT
-    )
+    if buffer_BT.dtype != jnp.uint16:
+        return buffer_BT
+    return jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16)
 
 
 def differentiable(cache: Cache) -> Cache:
@@ -57,17 +55,15 @@ def differentiable(cache: Cache) -> Cache:
 
 
 def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.Array:
-    """Writes `rows_BN` [B, N, ...] into slots [start, start + N) of each sequence of `buffer_BT`
-    [B, T, ...].
+    """Returns `buffer_BT` [B, T, ...] with `rows_BN` [B, N, ...] in slots [start, start + N) of
+    each sequence.
 
-    Floats that go into uint16 go there as the bits of bfloat16 (`zeros`).
+    Floats are written into a uint16 buffer as the bits of bfloat16 (`zeros`).
     """
     if buffer_BT.dtype == jnp.uint16 and jnp.issubdtype(rows_BN.dtype, jnp.floating):
         rows_BN = jax.lax.bitcast_convert_type(rows_BN.astype(jnp.bfloat16), jnp.uint16)
-    return _written(buffer_BT, rows_BN.astype(buffer_BT.dtype), starts_B)
+    rows_BN = rows_BN.astype(buffer_BT.dtype)
 
-
-def _written(buffer_BT, rows_BN, starts_B):
     def write_one(buffer, rows, start):
         return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, axis=0)
 
@@ -76,27 +72,51 @@ def _written(buffer_BT, rows_BN, starts_B):
         two = jax.lax.dynamic_slice_in_dim(buffer, first, 2, axis=0)
         return write_one(buffer, write_one(two, rows, start - first), first)
 
-    if (
-        len(buffer_BT) == 1 and not cpu.on_cpu()
-    ):  # Under `vmap` it is a scatter, which takes two kernels on a GPU.
+    if len(buffer_BT) == 1 and not cpu.on_cpu():
+        # `vmap` makes it a scatter, which takes two kernels on a GPU.
         return jax.lax.dynamic_update_slice_in_dim(buffer_BT, rows_BN, starts_B[0], axis=1)
-    # On a CPU XLA moves the write of one row after a reshape of the buffer, and keeps two copies,
-    # one of each shape.
+    # On a CPU, XLA moves the write of a single row after a reshape of the buffer, and keeps a copy
+    # of each shape; a write of two rows stays in place.
     alone = cpu.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
+def append(rows: Any, new: tuple, starts_B: Any) -> tuple[tuple, Any]:
+    """Appends new rows to the buffers of a layer.
+
+    Args:
+      rows: tuple of buffers of `zeros`; None for a call without a cache.
+      new: tuple of new rows [B, N, ...], one for each buffer.
+      starts_B: the first slot of the new rows in each sequence.
+
+    Returns:
+      The contents of the buffers (`new` without a cache), and the written buffers.
+    """
+    if rows is None:
+        return new, None
+    rows = tuple(write(buffer, part, starts_B) for buffer, part in zip(rows, new, strict=True))
+    return tuple(map(read, rows)), rows
+
+
+def mask_and_starts(cache: Cache | None, visible_BxNxM: jax.Array, pending: int):
+    """Returns the mask over slots [B, N, T] and the first slot of new tokens [B].
+
+    Without a cache, that is `visible_BxNxM` and None.
+    """
+    if cache is None:
+        return visible_BxNxM, None
+    capacity = jax.tree.leaves(cache.rows)[0].shape[1]
+    return visible_slots(visible_BxNxM, cache.lengths, capacity), cache.lengths + pending
+
+
 def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int) -> jax.Array:
-    """Returns a mask over slots from the visibility among pending and new tokens.
+    """Returns a mask over slots, bool [B, N, T], of the visibility among pending and new tokens.
 
     Args:
       visible_BxNxM: bool; entry (i, j) says that new token i sees token j, where j counts pending
         tokens first, then new ones.
       lengths_B: number of committed slots, which are always visible.
       capacity: T.
-
-    Returns:
-      bool [B, N, T].
     """
     M = visible_BxNxM.shape[-1]
     offset_BxT = jnp.arange(capacity) - lengths_B[:, None]
@@ -114,12 +134,11 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
       path_BxD: int32, the pending index of each row to keep, in order; entries past the new length
         are ignored.
       lengths_B: the new lengths, at most `settled + D` above the old ones.
-      settled: static number of pending rows that come first and are kept where they are.
+      settled: static number of first pending rows that stay where they are.
 
     Returns:
-      The cache with those rows moved to the slots right after the old lengths and the settled rows.
+      The cache with these rows in the slots right after the old lengths and the settled rows.
     """
-
     if not path_BxD.shape[1]:
         return dataclasses.replace(cache, lengths=lengths_B)
 

@@ -1,5 +1,4 @@
-"""The first layers of a model as a model, for self-speculation (Zhang et al., 2024; LayerSkip,
-2024)."""
+"""A model's first layers as a model, for self-speculation (Zhang et al., 2024; LayerSkip, 2024)."""
 
 import dataclasses
 
@@ -10,7 +9,7 @@ from spectr_jax.models.base import Model
 class EarlyExit:
     """The first `layers` of `model`, with its final norm and head.
 
-    It uses the model's own cache and writes the model's rows of these layers.
+    It uses the model's own cache, and writes its rows of these layers.
     """
 
     model: Model

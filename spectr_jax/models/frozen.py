@@ -1,10 +1,11 @@
-"""A model split once into arrays and structure, for many decodings. `nnx.split` of the 97M and
-its draft takes 10 ms of Python."""
+"""A model split once into arrays and structure, for many calls of `generate`.
+
+`nnx.split` of the 97M and its draft takes 10 ms of Python.
+"""
 
 import dataclasses
-import functools
 import hashlib
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,10 @@ from flax import nnx
 from spectr_jax.models.base import Model, feature_layers, features_seen, features_shown
 from spectr_jax.utils.errors import UserError
 
+_STATIC = {"static": True}
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["leaves"],
-    meta_fields=[
-        *("graphdef", "structure", "vocab_size", "context", "layers"),
-        *("features_seen", "features_shown", "feature_layers"),
-    ],
-)
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     """The arrays and the structure of a model: a pytree that passes through `jax.jit`.
@@ -40,48 +36,53 @@ class Frozen:
     """
 
     leaves: list[jax.Array]
-    graphdef: Any
-    structure: Any
-    vocab_size: int
-    context: int
-    layers: int
-    features_seen: int = 0
-    features_shown: int = 0
-    feature_layers: tuple[int, ...] = ()
+    graphdef: Any = dataclasses.field(metadata=_STATIC)
+    structure: Any = dataclasses.field(metadata=_STATIC)
+    vocab_size: int = dataclasses.field(metadata=_STATIC)
+    context: int = dataclasses.field(metadata=_STATIC)
+    layers: int = dataclasses.field(metadata=_STATIC)
+    features_seen: int = dataclasses.field(default=0, metadata=_STATIC)
+    features_shown: int = dataclasses.field(default=0, metadata=_STATIC)
+    feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def merge(self) -> Any:
         """Returns the model. Its arrays are traced inside jit."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.leaves))
 
 
-@runtime_checkable
-class Loaded(Protocol):
-    """A model with its tokenizer, as `spectr_jax.load` returns it."""
+class Trained(NamedTuple):
+    """A model with its tokenizer: what `spectr_jax.load` returns and `generate` takes.
 
-    @property
-    def model(self) -> Model: ...
+    Attributes:
+      name: a name for display.
+      model: follows `models.base.Model`.
+      tokenizer: the tokenizer of its vocabulary (`data.tokenizer.AnyTokenizer`).
+    """
 
-    @property
-    def tokenizer(self) -> Any: ...
+    name: str
+    model: Any
+    tokenizer: Any
 
 
-def freeze(model: Model | Frozen | Loaded) -> Frozen:
-    """Returns the frozen form of an `nnx.Module` that follows `Model`. Later changes of its weights
-    have no effect on it.
+Loaded = Trained
+
+
+def freeze(model: Model | Frozen | Trained) -> Frozen:
+    """Returns a model in its frozen form, which later changes of its weights do not affect.
 
     Raises:
-      UserError: `model` is not a model.
+      UserError: `model` is not an `nnx.Module`, frozen, or with its tokenizer.
     """
     if isinstance(model, Frozen):
         return model
     given: Any = model
     if not isinstance(model, nnx.Module):
-        if not hasattr(model, "tokenizer"):
-            raise UserError(
-                f"a {type(model).__name__} is not a model; give an nnx.Module, `freeze` of one, or "
-                "what `load` returns"
-            )
-        return freeze(given.model)
+        if hasattr(model, "tokenizer"):
+            return freeze(given.model)
+        raise UserError(
+            f"a {type(model).__name__} is not a model; give an nnx.Module, `freeze` of one, or "
+            "what `load` returns"
+        )
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     return Frozen(
@@ -97,20 +98,16 @@ def freeze(model: Model | Frozen | Loaded) -> Frozen:
     )
 
 
-def digest(model: Model | Frozen | Loaded) -> str:
-    """Returns twelve hexadecimal digits that identify a model's weights: a hash of its arrays,
-    shapes and dtypes.
+def digest(model: Model | Frozen | Trained) -> str:
+    """Returns twelve hexadecimal digits of a hash of a model's arrays, shapes and dtypes.
 
     Raises:
       UserError: as `freeze`.
     """
     content = hashlib.sha256()
     for leaf in map(jnp.asarray, freeze(model).leaves):
-        array = np.asarray(
-            jax.random.key_data(leaf)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        )
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         content.update(f"{array.shape} {array.dtype}".encode())
         content.update(array.tobytes())
     return content.hexdigest()[:12]

@@ -1,9 +1,8 @@
-"""The decoder of the Llama family in Flax NNX: Llama 2 and 3, SmolLM, TinyLlama, Mistral, Qwen 2
-and 3.
+"""The decoder of Llama 2 and 3, SmolLM, TinyLlama, Mistral, and Qwen 2 and 3, in Flax NNX.
 
-RMS norms before each part, rotary positions, grouped-query attention, SwiGLU (Touvron et al., 2023,
-arXiv 2302.13971 and 2307.09288). What the members differ in are fields of `LlamaConfig`. Weights
-are read from Hugging Face folders and GGUF files by `models.formats`.
+RMS norms before each part, rotary positions, grouped-query attention and SwiGLU (Touvron et al.,
+2023, arXiv 2302.13971 and 2307.09288). The differences between members are fields of `LlamaConfig`.
+`models.formats` reads weights from Hugging Face folders and GGUF files.
 
 Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width,
 H query heads, K key and value heads, D head width, R half of it, V vocabulary.
@@ -20,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
-from spectr_jax.models.cache import Cache
+from spectr_jax.models.base import Decoder
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import Embed, dense_layer
@@ -31,8 +30,10 @@ from spectr_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a decoder of the family. `dtype` is that of matrix products and the cache; sums,
-    norms and residuals are float32.
+    """The shape of a decoder of the family.
+
+    `dtype` is that of the factors of matrix products and of the cache; sums, norms and residuals
+    are float32.
 
     Attributes:
       kv_heads: number of key and value heads; each serves `heads / kv_heads` query heads.
@@ -53,8 +54,7 @@ class LlamaConfig:
         to it; empty for none.
 
     Raises:
-      UserError: the key and value heads do not divide the heads, the width of a head is odd, or
-        a tied head has `head_tokens`.
+      UserError: a field has a value that does not fit the others.
     """
 
     layers: int
@@ -81,39 +81,28 @@ class LlamaConfig:
         for name in ("rope_divisors", "feature_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists.
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise UserError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one"
-            )
+            raise UserError(f"heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
         if self.head_width % 2 or self.head_width < 2:
-            raise UserError(
-                f"head_width={self.head_width} is odd, and rotary positions turn pairs; change it "
-                "by one"
-            )
+            raise UserError(f"head_width={self.head_width}: must be even for rotary positions")
         if self.tied and (self.embed_rank or self.head_tokens):
-            raise UserError(
-                "tied=True makes the embedding the head, which embed_rank and head_tokens divide; "
-                "leave it False"
-            )
+            raise UserError("tied=True: must be False with embed_rank or head_tokens")
         if self.head_tokens > self.vocab_size:
             raise UserError(
-                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}; give "
-                "at most that"
+                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}"
             )
         if self.features not in (0, self.width):
             raise UserError(
-                f"features={self.features} is not width={self.width}; give a draft that sees "
-                "features its target's width"
+                f"features={self.features}: must equal width={self.width}, and the target's width"
             )
         if self.feature_layers and (not self.features or min(self.feature_layers) < 1):
             raise UserError(
-                f"feature_layers={self.feature_layers}: must be layers of the target, from 1, of a "
-                "draft with features; set "
-                "features to the target's width, or leave feature_layers empty"
+                f"feature_layers={self.feature_layers}: must be target layers, from 1, of a draft "
+                "with features; set features, or leave feature_layers empty"
             )
         if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
             raise UserError(
-                f"{len(self.rope_divisors)} rope_divisors for {self.head_width // 2} pairs of "
-                "channels; give one each"
+                f"rope_divisors={self.rope_divisors}: must be {self.head_width // 2} numbers, one "
+                "for each pair of channels"
             )
 
 
@@ -126,11 +115,10 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 def llama3_divisors(
     theta: float, head_width: int, *, factor: float, low: float, high: float, context: int
 ) -> tuple[float, ...]:
-    """Returns the divisors by which Llama 3.1 stretches rotary positions beyond its first training
-    `context`.
+    """Returns the divisors with which Llama 3.1 extends rotary positions.
 
-    Frequencies with fewer than `low` turns in that context are divided by `factor`; those with
-    more than `high` turns are kept.
+    Frequencies with fewer than `low` turns in the original training `context` are divided by
+    `factor`; those with more than `high` turns are kept.
     """
     plain = theta ** (-np.arange(0, head_width, 2) / head_width)
     kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
@@ -144,9 +132,7 @@ class Block(nnx.Module):
         linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.config = config
         self.norm_attention = RMSNorm(config.width, config.norm_epsilon)
-        # One product for queries, keys and values, and one for gate and up: launch overhead
-        # dominates a
-        # call on few tokens.
+        # One product for q, k and v, and one for gate and up: launch overhead dominates small calls.
         parts = (config.heads + 2 * config.kv_heads) * config.head_width
         self.qkv = linear(config.width, parts, use_bias=config.qkv_bias)
         self.out = linear(config.heads * config.head_width, config.width, use_bias=False)
@@ -157,8 +143,7 @@ class Block(nnx.Module):
         self.down = linear(config.mlp, config.width, use_bias=False)
 
     def __call__(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
-        """Runs the block. `rows` are this layer's cached (keys, values), each [B, T, K, D], or
-        None."""
+        """Runs the block. `rows` are its cached (keys, values), each [B, T, K, D], or None."""
         attended_BxNxE, rows = self._attend(
             self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B
         )
@@ -176,17 +161,8 @@ class Block(nnx.Module):
         if self.norm_q is not None and self.norm_k is not None:
             q_BxNxHxD, k_BxNxKxD = self.norm_q(q_BxNxHxD), self.norm_k(k_BxNxKxD)
         q_BxNxHxD, k_BxNxKxD = rotated(q_BxNxHxD, turns_BxNxR), rotated(k_BxNxKxD, turns_BxNxR)
-        q_BxNxHxD, k_BxTxKxD, v_BxTxKxD = (
-            part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD)
-        )
-        if rows is not None:
-            keys = cache_lib.write(rows[0], k_BxTxKxD, starts_B)
-            values = cache_lib.write(rows[1], v_BxTxKxD, starts_B)
-            k_BxTxKxD, v_BxTxKxD, rows = (
-                cache_lib.read(keys),
-                cache_lib.read(values),
-                (keys, values),
-            )
+        q_BxNxHxD, *new = (part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD))
+        (k_BxTxKxD, v_BxTxKxD), rows = cache_lib.append(rows, tuple(new), starts_B)
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
         return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
@@ -200,17 +176,14 @@ def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Arra
 
     if not cpu.on_cpu():
         return of(positions_BxN)
-    # In a loop over tokens or sequences: XLA would otherwise fuse them into every reader and
-    # recompute
-    # them for each head.
+    # A loop, because XLA would fuse the cosines into every reader and recompute them for each head.
     axis = 1 if positions_BxN.shape[1] > 1 else 0
     found = jax.lax.map(of, jnp.moveaxis(positions_BxN, axis, 0))
     return jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), found)
 
 
 def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns heads rotated by their positions. A pair is a channel of the first half and the
-    same one of the second."""
+    """Returns heads rotated by their positions; channels i and D / 2 + i are a pair."""
     cosines, sines = (part[:, :, None] for part in turns_BxNxR)
     first, second = jnp.split(x_BxNxHxD, 2, axis=-1)
     return jnp.concatenate(
@@ -218,51 +191,32 @@ def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> j
     )
 
 
-class Llama(nnx.Module):
-    """A decoder that follows the `Model` protocol. Its cache rows are the keys and values of
-    each layer."""
+class Llama(Decoder):
+    """A decoder of the Llama family, or a draft of its form. It follows the `Model` protocol."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        V, E, dtype = config.vocab_size, config.width, jnp.dtype(config.dtype)
+        linear = functools.partial(dense_layer, use_bias=False, dtype=dtype, rngs=rngs)
         self.config = config
-        dtype = jnp.dtype(config.dtype)
-        V, E = config.vocab_size, config.width
-        initial = nnx.initializers.normal(0.02 if config.tied else 1.0)
         if config.embed_rank:
             self.embed: Any = NarrowEmbed(V, config.embed_rank, E, dtype=dtype, rngs=rngs)
         else:
+            initial = nnx.initializers.normal(0.02 if config.tied else 1.0)
             self.embed = Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
         if config.features:
             self.norm_features = RMSNorm(config.features, config.norm_epsilon)
-            self.join = dense_layer(config.features, E, use_bias=False, dtype=dtype, rngs=rngs)
+            self.join = linear(config.features, E)
         if count := len(config.feature_layers):
             self.norms_fuse = nnx.List([RMSNorm(E, config.norm_epsilon) for _ in range(count)])
-            # Zeros: a new draft, or one that saw only the last hidden state, starts as if there
-            # were no other
-            # layers.
+            # Zeros: at first the draft sees only the last hidden state.
             zeros = nnx.initializers.zeros_init()
-            self.fuse = dense_layer(
-                count * E, E, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs
-            )
+            self.fuse = linear(count * E, E, kernel_init=zeros)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        self.norm = RMSNorm(E, config.norm_epsilon)
         if config.head_tokens:
             self.head: Any = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
         else:
-            self.head = (
-                None if config.tied else dense_layer(E, V, use_bias=False, dtype=dtype, rngs=rngs)
-            )
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def context(self) -> int:
-        return self.config.context
-
-    @property
-    def layers(self) -> int:
-        return self.config.layers
+            self.head = None if config.tied else linear(E, V)
 
     @property
     def features_seen(self) -> int:
@@ -271,92 +225,37 @@ class Llama(nnx.Module):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs the draft sees besides the last hidden state."""
+        """Target layers that the draft sees besides the last hidden state."""
         return self.config.feature_layers
 
-    @property
-    def features_shown(self) -> int:
-        """Width of a hidden state."""
-        return self.config.width
-
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache. Rows are a tuple over layers of (keys, values), each [B, T, K,
-        D]."""
-        config = self.config
-        shape = (batch, capacity, config.kv_heads, config.head_width)
-        empty = functools.partial(cache_lib.zeros, shape, config.dtype)
-        rows = tuple((empty(), empty()) for _ in range(config.layers))
-        return Cache(rows, jnp.zeros(batch, jnp.int32))
-
-    def extend(
-        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
+    def _run(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, features_BxNxE=None
     ):
-        """See `Model.extend`."""
-        x_BxNxE, cache = self.hidden(
-            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
-        )
-        return self.scored(x_BxNxE), cache
+        """Returns the outputs [B, N, E] of the first `layers` blocks, and the cache.
 
-    def hidden(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxM,
-        cache=None,
-        pending=0,
-        *,
-        layers=None,
-        features_BxNxE=None,
-        also=(),
-    ):
-        """Returns the input of the head [B, N, E] float32, after the last norm.
-
-        Args:
-          features_BxNxE: see `LlamaConfig.features`; zeros at the first token of a sequence. A
-            target's `hidden` returns them with `also=feature_layers`; the draft's own have no other
-            layers.
-          also: layers, from 1, whose outputs follow the last hidden state: [B, N, (1 + len(also)) *
-            E].
+        `features_BxNxE` is for a draft with `LlamaConfig.features`: zeros at the first token of a
+        sequence. A target's `hidden` returns them with `also=feature_layers`; the draft's own
+        states, of width E, have no other layers.
 
         Raises:
           UserError: the model needs features and none are given.
         """
         config = self.config
         if config.features and features_BxNxE is None:
-            raise UserError(
-                "this model sees the features of a target, and here are none; it can only draft "
-                "for that target"
-            )
-        count = config.layers if layers is None else layers
-        if cache is None:
-            layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
-        else:
-            layer_rows, starts_B = cache.rows, cache.lengths + pending
-            mask_BxNxT = cache_lib.visible_slots(
-                visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1]
-            )
-        turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
+            raise UserError("features_BxNxE=None: this draft needs the features of a target")
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
         if config.features:
-            x_BxNxE += self.join(self.norm_features(self._fused(features_BxNxE))).astype(
-                jnp.float32
-            )
-        new_rows, outputs = [], []
-        for block, rows in zip(self.blocks[:count], layer_rows[:count], strict=True):
-            x_BxNxE, rows = _run(
-                *nnx.split(block), x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B
-            )
-            new_rows.append(rows)
-            outputs.append(x_BxNxE)
-        rows = (*new_rows, *layer_rows[count:])
-        shown = jnp.concatenate(
-            [self.norm(x_BxNxE), *(outputs[layer - 1] for layer in also)], axis=-1
-        )
-        return shown, None if cache is None else Cache(rows, cache.lengths)
+            joined_BxNxE = self.join(self.norm_features(self._fused(features_BxNxE)))
+            x_BxNxE += joined_BxNxE.astype(jnp.float32)
+        turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
+
+        def run(index, x_BxNxE, *given):
+            return _run_block(*nnx.split(self.blocks[index]), x_BxNxE, turns_BxNxR, *given)
+
+        return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers)
 
     def _fused(self, features_BxNxF):
-        """Returns the features of several target layers as one hidden state [B, N, E]. The
-        draft's own features are unchanged."""
+        """Returns features as one hidden state [B, N, E]. The draft's own are unchanged."""
         parts = jnp.split(features_BxNxF, features_BxNxF.shape[-1] // self.config.width, axis=-1)
         if len(parts) == 1:
             return features_BxNxF
@@ -372,12 +271,11 @@ class Llama(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(graphdef, state, *arguments):
-    """Runs a block. Tracing it once for all layers saves most of the time to the first token."""
+def _run_block(graphdef, state, *arguments):
+    """Runs a block. One trace for all layers saves most of the time to the first token."""
     return nnx.merge(graphdef, state)(*arguments)
 
 
 def abstract(config: LlamaConfig) -> tuple[Any, Any]:
-    """Returns `nnx.split` of an abstract decoder of this shape: (graphdef, state of abstract
-    arrays)."""
+    """Returns (graphdef, state of abstract arrays) of a decoder of this shape."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))

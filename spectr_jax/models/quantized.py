@@ -1,9 +1,8 @@
 """Eight-bit weights for decoding: a call reads a quarter of the bytes.
 
-Weights have a scale for each output; activations and sums are float32, in calls of any size (on a
-CPU, activations have 16 bits: `layers.cpu`). The output follows the distribution of the quantized
-model exactly, whatever the method; `configs/quality.py` measures how far that is from the original
-model.
+Weights have a scale for each output; activations and sums are float32 (the CPU kernels round
+activations to 16 bits: `layers.cpu`). The output of every method follows the distribution of the
+quantized model exactly; `configs/quality.py` measures its distance from the original model.
 """
 
 from typing import Any, TypeVar
@@ -12,29 +11,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spectr_jax.models.base import Decoder
 from spectr_jax.models.layers import cpu
-from spectr_jax.models.llama import Llama
-from spectr_jax.models.transformer import Transformer
-from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 127
-Decoder = TypeVar("Decoder", Transformer, Llama)
+AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
 class Int8Linear(nnx.Module):
-    """A linear layer with an int8 kernel [outputs, inputs] and a scale for each output.
+    """A linear layer with an int8 kernel [outputs, inputs] and a scale for each output."""
 
-    Raises `UserError` if `linear` is one already.
-    """
-
-    def __init__(self, linear: Any):
-        if isinstance(linear, Int8Linear):
-            raise UserError("this model is quantized already; give a model in float32 or bfloat16")
+    def __init__(self, linear: nnx.Linear):
+        bias = linear.bias
         self.kernel, self.scale = _parameters(linear.kernel[...].T)
-        self.bias = (
-            None if linear.bias is None else nnx.Param(jnp.asarray(linear.bias[...], jnp.float32))
-        )
+        self.bias = None if bias is None else nnx.Param(jnp.asarray(bias[...], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns float32 [..., outputs] of float32 [..., inputs]."""
@@ -58,16 +49,15 @@ class Int8Embed(nnx.Module):
 
 
 def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
-    """Returns whole numbers and scales; a CPU without kernels stores the numbers as float32: XLA
-    would widen int8 in each call."""
+    """Returns integers and scales. Without kernels a CPU stores the integers as float32."""
     whole, scale = quantized(jnp.asarray(rows, jnp.float32))
+    # XLA on a CPU would convert int8 in every call.
     stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
     return nnx.Param(whole.astype(stored)), nnx.Param(scale[:, 0])
 
 
 def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns float32 [..., outputs] of float32 `x` [..., inputs], an int8 kernel [outputs, inputs]
-    and its scales [outputs]."""
+    """Returns x @ (kernel * scale[:, None]).T, float32 [..., outputs]."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     if kernel.dtype == jnp.int8 and cpu.kernels():
         result = cpu.int8_rows(rows, kernel, scale)
@@ -77,31 +67,28 @@ def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns whole numbers [R, C] of one byte and float32 scales [R, 1], whose product is nearest
-    to `rows` [R, C]."""
-    scale = (
-        jnp.maximum(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        / LARGEST
-    )
+    """Returns int8 [R, C] and float32 scales [R, 1] whose product is nearest to `rows` [R, C]."""
+    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
+    scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / LARGEST
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
 
-def quantize(model: Decoder) -> Decoder:
-    """Returns a copy of a float32 model with int8 products; norms, the cache, and an embedding that
-    is not the head stay float32.
+def quantize(model: AnyDecoder) -> AnyDecoder:
+    """Returns a copy of a model with int8 products.
+
+    Norms, the cache, and an embedding that is not the head stay float32.
 
     Raises:
-      UserError: the model is quantized already, or no decoder of ours.
+      UserError: the model is quantized already, or is not a `Transformer` or `Llama`.
     """
-    if not isinstance(model, (Transformer, Llama)):
+    if not isinstance(model, Decoder):
         raise UserError(f"a {type(model).__name__} has no int8 products; give float32 or bfloat16")
     copy: Any = nnx.clone(model)
-    ends: list[Any] = [
-        end for end in (copy.embed, copy.head) if isinstance(end, NarrowEmbed | PartialHead)
-    ]
-    for module in (copy, *copy.blocks, *ends):
+    for _, module in list(nnx.iter_modules(copy)):
         for name, part in list(vars(module).items()):
-            if isinstance(part, (nnx.Linear, Int8Linear)):
+            if isinstance(part, Int8Linear):
+                raise UserError("this model is quantized already; give one in float32 or bfloat16")
+            if isinstance(part, nnx.Linear):
                 setattr(module, name, Int8Linear(part))
     if copy.head is None:
         copy.embed = Int8Embed(copy.embed)

@@ -1,8 +1,7 @@
-"""A second-order Markov model given by a table: exact distributions for theory and tests, in the
-`Model` protocol.
+"""A second-order Markov model given by a table: exact distributions for theory and tests.
 
-Second order on purpose: the next token depends on a token that only the cache remembers, so a wrong
-ancestor mask, a wrong position or a wrongly gathered row changes the distribution.
+Its next token depends on one that only the cache holds, so that a wrong ancestor mask, a wrong
+position or a wrongly gathered row changes the distribution.
 """
 
 import itertools
@@ -17,19 +16,17 @@ from spectr_jax.models.cache import Cache
 
 
 class TableModel(nnx.Module):
-    """logits of the next token = log table[token before the last, last token]; cache rows are
-    (token, position).
+    """A model whose next-token logits are log table[token before the last, last token].
 
-    The first token of a sequence has no token before it; token 0 stands in.
+    Before the first token of a sequence stands token 0. Cache rows are (token, position).
     """
 
     def __init__(
         self, table_VxVxV: jax.Array, context: int = 128, exits: tuple[jax.Array, ...] = ()
     ):
-        """`exits` are tables that stand for earlier layers, for early exit."""
-        self.tables = nnx.List(
-            [nnx.Param(jnp.asarray(table, jnp.float32)) for table in (*exits, table_VxVxV)]
-        )
+        """`exits` are tables of earlier layers, for early exit."""
+        tables = [jnp.asarray(table, jnp.float32) for table in (*exits, table_VxVxV)]
+        self.tables = nnx.List(map(nnx.Param, tables))
         self.context = context
 
     @property
@@ -49,26 +46,17 @@ class TableModel(nnx.Module):
         self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
     ):
         """See `Model.extend`."""
-        if cache is None:
-            rows, mask_BxNxT = (tokens_BxN, positions_BxN), visible_BxNxM
-        else:
-            starts_B = cache.lengths + pending
-            new = (tokens_BxN, positions_BxN)
-            cache = Cache(
-                tuple(
-                    cache_lib.write(old, row, starts_B)
-                    for old, row in zip(cache.rows, new, strict=True)
-                ),
-                cache.lengths,
-            )
-            rows = cache.rows
-            mask_BxNxT = cache_lib.visible_slots(visible_BxNxM, cache.lengths, rows[0].shape[1])
-        all_tokens_BxT, all_positions_BxT = rows
+        mask_BxNxT, starts_B = cache_lib.mask_and_starts(cache, visible_BxNxM, pending)
+        rows = None if cache is None else cache.rows
+        (all_tokens_BxT, all_positions_BxT), rows = cache_lib.append(
+            rows, (tokens_BxN, positions_BxN), starts_B
+        )
         is_parent_BxNxT = mask_BxNxT & (
             all_positions_BxT[:, None, :] == positions_BxN[:, :, None] - 1
         )
         before_BxN = jnp.sum(jnp.where(is_parent_BxNxT, all_tokens_BxT[:, None, :], 0), axis=-1)
-        return jnp.log(self.tables[(layers or self.layers) - 1][...])[before_BxN, tokens_BxN], cache
+        logits = jnp.log(self.tables[(layers or self.layers) - 1][...])[before_BxN, tokens_BxN]
+        return logits, None if cache is None else Cache(rows, cache.lengths)
 
 
 def random_table(seed: int, vocab_size: int, concentration: float = 1.0) -> np.ndarray:
@@ -78,8 +66,7 @@ def random_table(seed: int, vocab_size: int, concentration: float = 1.0) -> np.n
 
 
 def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
-    """Returns the table with log-normal noise on every entry, rows normalised again: a draft of the
-    given table."""
+    """Returns the table with log-normal noise and rows that sum to one: a draft of `table`."""
     noisy = table * np.exp(noise * np.random.default_rng(seed).standard_normal(table.shape))
     return noisy / noisy.sum(-1, keepdims=True)
 
@@ -87,13 +74,12 @@ def perturbed(table: np.ndarray, seed: int, noise: float) -> np.ndarray:
 def exact_pmf(
     table: np.ndarray, prompt: tuple[int, ...], length: int, eos: int | None = None
 ) -> dict:
-    """Returns the distribution of continuations of `prompt`: {continuation: probability}, each
-    `length` tokens or ended by `eos` (kept)."""
+    """Returns {continuation of `prompt`: probability}, of `length` tokens or up to `eos`."""
     pmf = {}
     for tokens in itertools.product(range(table.shape[0]), repeat=length):
         ended = tokens.index(eos) + 1 if eos in tokens else length
         if any(tokens[ended:]):
-            continue  # One representative (zeros behind EOS) of all continuations that share this prefix.
+            continue  # Zeros after EOS represent all continuations with this prefix.
         sequence, probability = (0, *prompt), 1.0
         for token in tokens[:ended]:
             probability *= table[sequence[-2], sequence[-1], token]

@@ -1,7 +1,8 @@
 """The decoder-only transformer of the LM1B ladder, in Flax NNX.
 
-Pre-LN, GELU, sinusoidal positions, untied output, as in Flax's LM1B example; the 97M and 6M shapes
-are those of Leviathan et al. (2023), the 2M and 20M halve and double the 6M's (SpecTr, appendix F).
+Pre-LN, GELU, sinusoidal positions and an untied head, as in Flax's LM1B example. The 97M and 6M
+shapes are those of Leviathan et al. (2023); the 2M and 20M halve and double the 6M (SpecTr,
+appendix F).
 
 Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width,
 H heads, D head width, V vocabulary.
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
-from spectr_jax.models.cache import Cache
+from spectr_jax.models.base import Decoder
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
 from spectr_jax.models.layers.norms import LayerNorm
@@ -27,9 +28,10 @@ from spectr_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a decoder. `dtype` is that of the factors of its matrix products and of its
-    cache; sums, norms and residuals are float32, and so are parameters in training. The last three
-    fields are for GPT-2's family (`gpt2.py`).
+    """The shape of a decoder.
+
+    `dtype` is that of the factors of matrix products and of the cache; sums, norms and residuals
+    are float32, as are parameters in training. The last three fields are for GPT-2 (`gpt2.py`).
 
     Raises:
       UserError: the heads do not divide the width, or it is odd and positions are sinusoidal.
@@ -49,14 +51,17 @@ class TransformerConfig:
 
     def __post_init__(self):
         if self.heads < 1 or self.width % self.heads:
-            raise UserError(
-                f"width={self.width} is not a multiple of heads={self.heads}; change one"
-            )
+            raise UserError(f"width={self.width}: must be a multiple of heads={self.heads}")
         if self.width % 2 and not self.learned_positions:
-            raise UserError(
-                f"width={self.width} is odd, and sinusoidal positions are of an even width; change "
-                "it by one"
-            )
+            raise UserError(f"width={self.width}: must be even for sinusoidal positions")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
 
 
 LADDER = {
@@ -68,8 +73,7 @@ LADDER = {
 
 
 def sinusoidal_table(length: int, width: int) -> np.ndarray:
-    """Positions [length, width] of Vaswani et al. (2017): sines in the first half, cosines in the
-    second."""
+    """Returns the positions [length, width] of Vaswani et al. (2017): sines, then cosines."""
     half = width // 2
     scale = np.exp(-math.log(10_000.0) * np.arange(half) / max(half - 1, 1))
     angles = np.arange(length)[:, None] * scale
@@ -80,162 +84,70 @@ class Block(nnx.Module):
     """Self-attention and MLP, each after a layer norm and with a residual connection."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        dtype = jnp.dtype(config.dtype)
-        linear = functools.partial(dense_layer, dtype=dtype, rngs=rngs)
-        self.heads = config.heads
-        self.dtype = dtype
-        self.norm_attention = LayerNorm(config.width, config.norm_epsilon)
-        self.qkv = linear(
-            config.width,
-            3 * config.width,
-            use_bias=config.attention_bias,
-            kernel_init=_split_init(3),
-        )
-        self.out = linear(config.width, config.width, use_bias=config.attention_bias)
-        self.norm_mlp = LayerNorm(config.width, config.norm_epsilon)
-        self.up = linear(config.width, config.mlp)
-        self.down = linear(config.mlp, config.width)
+        E, F, bias = config.width, config.mlp, config.attention_bias
+        linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.config = config
+        self.norm_attention = LayerNorm(E, config.norm_epsilon)
+        self.qkv = linear(E, 3 * E, use_bias=bias, kernel_init=_split_init(3))
+        self.out = linear(E, E, use_bias=bias)
+        self.norm_mlp = LayerNorm(E, config.norm_epsilon)
+        self.up = linear(E, F)
+        self.down = linear(F, E)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BxNxE, mask_BxNxT, rows, starts_B, dropout_key):
-        """Runs the block; `rows` are this layer's cached (keys, values), each [B, T, H, D], or
-        None."""
+        """Runs the block. `rows` are its cached (keys, values), each [B, T, H, D], or None."""
         keys = [None, None] if dropout_key is None else list(jax.random.split(dropout_key))
         attended_BxNxE, rows = self._attend(
             self.norm_attention(x_BxNxE), mask_BxNxT, rows, starts_B
         )
-        x_BxNxE = x_BxNxE + self._drop(attended_BxNxE, keys[0])
+        x_BxNxE = x_BxNxE + _dropped(self.dropout, attended_BxNxE, keys[0])
         hidden_BxNxF = jax.nn.gelu(self.up(self.norm_mlp(x_BxNxE)))
-        return x_BxNxE + self._drop(self.down(hidden_BxNxF), keys[1]), rows
+        return x_BxNxE + _dropped(self.dropout, self.down(hidden_BxNxF), keys[1]), rows
 
     def _attend(self, x_BxNxE, mask_BxNxT, rows, starts_B):
-        B, N, E = x_BxNxE.shape
-        q_BxNxHxD, k_BxNxHxD, v_BxNxHxD = (
-            part.reshape(B, N, self.heads, E // self.heads).astype(self.dtype)
+        B, N, _ = x_BxNxE.shape
+        q_BxNxHxD, *new = (
+            part.reshape(B, N, self.config.heads, -1).astype(self.config.dtype)
             for part in jnp.split(self.qkv(x_BxNxE), 3, axis=-1)
         )
-        if rows is None:
-            k_BxTxHxD, v_BxTxHxD = k_BxNxHxD, v_BxNxHxD
-        else:
-            keys = cache_lib.write(rows[0], k_BxNxHxD, starts_B)
-            values = cache_lib.write(rows[1], v_BxNxHxD, starts_B)
-            k_BxTxHxD, v_BxTxHxD, rows = (
-                cache_lib.read(keys),
-                cache_lib.read(values),
-                (keys, values),
-            )
+        (k_BxTxHxD, v_BxTxHxD), rows = cache_lib.append(rows, tuple(new), starts_B)
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask_BxNxT)
-        return self.out(mixed_BxNxHxD.reshape(B, N, E)), rows
-
-    def _drop(self, x, key):
-        return self.dropout(x, deterministic=key is None, rngs=key)
+        return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
 
-class Transformer(nnx.Module):
-    """A decoder that follows the `Model` protocol; its cache rows are the keys and values of each
-    layer."""
+class Transformer(Decoder):
+    """A decoder of the ladder, or of GPT-2's family. It follows the `Model` protocol."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        V, E, dtype = config.vocab_size, config.width, jnp.dtype(config.dtype)
+        initial = nnx.initializers.normal(1.0)
         self.config = config
-        dtype = jnp.dtype(config.dtype)
-        self.embed = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            dtype=dtype,
-            embedding_init=nnx.initializers.normal(1.0),
-            rngs=rngs,
-        )
+        self.embed = nnx.Embed(V, E, dtype=dtype, embedding_init=initial, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         if config.learned_positions:
-            self.positions = nnx.Param(
-                0.02 * jax.random.normal(rngs.params(), (config.context, config.width))
-            )
-        self.norm = LayerNorm(config.width, config.norm_epsilon)
-        self.head = dense_layer(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
+            table_TxE = 0.02 * jax.random.normal(rngs.params(), (config.context, E))
+            self.positions = nnx.Param(table_TxE)
+        self.norm = LayerNorm(E, config.norm_epsilon)
+        self.head = dense_layer(E, V, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def context(self) -> int:
-        return self.config.context
-
-    @property
-    def layers(self) -> int:
-        return self.config.layers
-
-    @property
-    def features_shown(self) -> int:
-        """The width of a hidden state."""
-        return self.config.width
-
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache; rows are a tuple over layers of (keys, values), each [B, T, H,
-        D]."""
-        config = self.config
-        shape = (batch, capacity, config.heads, config.width // config.heads)
-        # One array a layer: stacked layers would be sliced, that is copied, at every call.
-        empty = functools.partial(cache_lib.zeros, shape, config.dtype)
-        rows = tuple((empty(), empty()) for _ in range(config.layers))
-        return Cache(rows, jnp.zeros(batch, jnp.int32))
-
-    def extend(
-        self, tokens_BxN, positions_BxN, visible_BxNxM, cache=None, pending=0, *, layers=None
-    ):
-        """See `Model.extend`."""
-        hidden, cache = self.hidden(
-            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
-        )
-        return self.scored(hidden), cache
-
-    def hidden(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxM,
-        cache=None,
-        pending=0,
-        *,
-        layers=None,
-        also=(),
-    ):
-        """Returns what the head scores, [B, N, E] float32, after the last norm, instead of
-        `extend`'s logits.
-
-        `also` has numbers, from 1, of layers whose outputs follow it: [B, N, (1 + len(also)) * E].
-        """
-        outputs, rows = self._run(tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers)
-        shown = jnp.concatenate(
-            [self.norm(outputs[-1]), *(outputs[layer - 1] for layer in also)], axis=-1
-        )
-        return shown, None if cache is None else Cache(rows, cache.lengths)
 
     def scored(self, hidden_BxNxE):
         """Returns logits [B, N, V] float32 of what `hidden` returns."""
         return self.head(hidden_BxNxE).astype(jnp.float32)
 
     def exits(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxN,
-        after: tuple[int, ...],
-        *,
-        dropout_key=None,
-        remat=False,
+        self, tokens_BxN, positions_BxN, visible_BxNxN, after, *, dropout_key=None, remat=False
     ) -> list[jax.Array]:
-        """Returns logits [B, N, V] after each of the layers in `after`, in one run on whole
-        sequences: what training asks for.
+        """Returns logits [B, N, V] after each of the layers `after`, on whole sequences.
 
-        Consumes `dropout_key`; None for no dropout, which decoding never has. With `remat` the
-        backward pass computes what is inside each block anew, instead of keeping it.
+        Training calls this. `dropout_key` is consumed; None for no dropout. With `remat` the
+        backward pass recomputes the activations inside each block instead of storing them.
         """
-        hidden, _ = self._run(
+        outputs, _ = self._run(
             tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat
         )
-        return [self.scored(self.norm(hidden[layer - 1])) for layer in after]
+        return [self.scored(self.norm(outputs[layer - 1])) for layer in after]
 
     def _run(
         self,
@@ -245,60 +157,47 @@ class Transformer(nnx.Module):
         cache,
         pending,
         layers,
-        dropout_key=None,
+        key=None,
         remat=False,
     ):
-        """Returns the output of each of the first `layers` blocks, [B, N, E], and the rows of the
-        cache."""
+        """Returns the outputs [B, N, E] of the first `layers` blocks, and the cache."""
         config = self.config
-        count = config.layers if layers is None else layers
-        if cache is None:
-            layer_rows, starts_B, mask_BxNxT = (None,) * config.layers, None, visible_BxNxM
-        else:
-            layer_rows, starts_B = cache.rows, cache.lengths + pending
-            mask_BxNxT = cache_lib.visible_slots(
-                visible_BxNxM, cache.lengths, layer_rows[0][0].shape[1]
-            )
-        keys = (
-            [None] * (config.layers + 1)
-            if dropout_key is None
-            else list(jax.random.split(dropout_key, config.layers + 1))
-        )
-
+        keys: Any = [None] * (config.layers + 1)
+        if key is not None:
+            keys = list(jax.random.split(key, config.layers + 1))
         table_TxE = (
             self.positions[...]
             if config.learned_positions
             else sinusoidal_table(config.context, config.width)
         )
-        # Nodes drafted past the context are never emitted: any position will do for them.
+        # Nodes drafted past the context are never emitted, so any position will do for them.
         positions_BxNxE = jnp.asarray(table_TxE).at[positions_BxN].get(mode="clip")
         x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32) + positions_BxNxE.astype(jnp.float32)
-        x_BxNxE = self.dropout(x_BxNxE, deterministic=keys[-1] is None, rngs=keys[-1])
-        hidden, new_rows = [], []
-        for block, rows, key in zip(
-            self.blocks[:count], layer_rows[:count], keys[:count], strict=True
-        ):
-            run = nnx.remat(Block.__call__) if remat else Block.__call__
-            x_BxNxE, rows = run(block, x_BxNxE, mask_BxNxT, rows, starts_B, key)
-            hidden.append(x_BxNxE)
-            new_rows.append(rows)
-        return hidden, (*new_rows, *layer_rows[count:])
+        x_BxNxE = _dropped(self.dropout, x_BxNxE, keys[-1])
+        call: Any = nnx.remat(Block.__call__) if remat else Block.__call__
+
+        def run(index, *given):
+            return call(self.blocks[index], *given, keys[index])
+
+        return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers)
 
 
 def abstract(config: TransformerConfig) -> tuple[Any, Any]:
-    """Returns `nnx.split` of a decoder of this shape, without building it: (graphdef, state of
-    abstract arrays)."""
+    """Returns (graphdef, state of abstract arrays) of a decoder of this shape."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 
 def parameter_count(config: TransformerConfig) -> int:
     """Returns the number of parameters of a decoder of this shape."""
-    _, state = abstract(config)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract(config)[1]))
 
 
-def _split_init(parts):
-    """Initialises `parts` square matrices side by side, each with its own fan-out."""
+def _dropped(dropout: nnx.Dropout, x: jax.Array, key) -> jax.Array:
+    return dropout(x, deterministic=key is None, rngs=key)
+
+
+def _split_init(parts: int):
+    """Returns an initializer of `parts` square matrices side by side, each with its own fan-out."""
     init = nnx.initializers.xavier_uniform()
 
     def init_parts(key, shape, dtype, out_sharding=None):

@@ -1,11 +1,9 @@
-"""What makes a draft for a large vocabulary small: a narrow embedding, and a head over a part of
-the tokens.
+"""Small drafts for large vocabularies: a narrow embedding, and a head over a part of the tokens.
 
-Most parameters of a small decoder with a vocabulary of 50,000 tokens or more are its embedding and
-its head. Here the embedding has few numbers a token (Lan et al., 2019, arXiv 1909.11942, section
-3.1), and the head scores the tokens that are frequent (FR-Spec: Zhao et al., 2025, arXiv
-2502.14856). All others have probability 0 as drafts; the output still follows the target's
-distribution exactly, on all tokens.
+With 50,000 tokens or more, most parameters of a small decoder are in its embedding and its head.
+Here the embedding is of low rank (Lan et al., 2019, arXiv 1909.11942, section 3.1), and the head
+scores frequent tokens only (FR-Spec: Zhao et al., 2025, arXiv 2502.14856). The other tokens have
+probability 0 as drafts; the output still follows the target's distribution exactly.
 """
 
 from typing import Any
@@ -19,18 +17,18 @@ from spectr_jax.models.layers.dense import dense_layer
 
 
 class Kept(nnx.Variable):
-    """Token ids, int32, which are not trained."""
+    """Token ids or masks, which are not trained."""
 
 
 class NarrowEmbed(nnx.Module):
-    """An embedding of `rank` numbers a token, and a linear layer from them to the width."""
+    """An embedding of width `rank`, and a linear layer from it to `width`."""
 
     def __init__(self, vocab_size: int, rank: int, width: int, *, dtype, rngs: nnx.Rngs):
         self.table = nnx.Embed(vocab_size, rank, dtype=dtype, rngs=rngs)
         self.widen = dense_layer(rank, width, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns [..., E] of tokens [...]."""
+        """Returns embeddings [..., E] of tokens [...]."""
         return self.widen(self.table(tokens))
 
 
@@ -56,30 +54,22 @@ class PartialHead(nnx.Module):
 
 
 class SharedTokens(nnx.Module):
-    """A model as a draft for another vocabulary [V]: tokens that are not `shared` have probability
-    0.
+    """A model as a draft for another vocabulary, of V tokens.
 
-    Where it reads one of those, token 0 stands for it.
+    Tokens that are not `shared` have probability 0; the model reads token 0 instead of them.
 
     Attributes:
-      model: the draft; its ids of shared tokens are those of the other vocabulary.
+      model: the draft; shared tokens have the same ids in both vocabularies.
       shared: bool [V].
     """
 
     def __init__(self, model: Any, shared: ArrayLike):
         self.model, self.shared = model, Kept(jnp.asarray(shared))
-        self.vocab_size = len(jnp.asarray(shared))
-
-    @property
-    def context(self) -> int:
-        return self.model.context
-
-    @property
-    def layers(self) -> int:
-        return self.model.layers
+        self.vocab_size = len(self.shared[...])
+        self.context, self.layers = model.context, model.layers
 
     def init_cache(self, batch, capacity):
-        """Returns the cache of the model."""
+        """See `Model.init_cache`."""
         return self.model.init_cache(batch, capacity)
 
     def extend(

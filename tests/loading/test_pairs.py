@@ -1,5 +1,4 @@
-"""Targets and drafts whose vocabularies differ by added or padded tokens decode together; others
-are refused."""
+"""Pairs whose vocabularies differ by added or padded tokens decode; other pairs are refused."""
 
 import dataclasses
 
@@ -26,8 +25,7 @@ SHAPE = TransformerConfig(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """GPT-2s: `plain`, `added` with two more tokens, `padded` with more rows than tokens, and
-    `another` vocabulary."""
+    """GPT-2s: `plain`, `added` (two more tokens), `padded` (more rows) and `another` vocabulary."""
     folder = tmp_path_factory.mktemp("pairs")
     for seed, (name, size, added) in enumerate(
         [

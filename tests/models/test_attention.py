@@ -1,4 +1,4 @@
-"""Attention in the forms that are fast on a CPU, against JAX's own."""
+"""Attention in the forms that are fast on a CPU, compared with JAX's."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The cache's writes: where the rows go, and what they cost."""
+"""Writes into the cache: where the rows go, and what they cost."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from spectr_jax.models.llama import Llama, LlamaConfig
 
 
 def test_integers_of_a_model_of_its_own_are_written_as_they_are():
-    """Only floats become bits."""
+    """`write` stores only floats as bits."""
     written = write(jnp.zeros((2, 3), jnp.uint16), jnp.array([[7], [9]]), jnp.array([0, 2]))
     np.testing.assert_array_equal(written, [[7, 0, 0], [0, 0, 9]])
 
@@ -25,7 +25,7 @@ def test_integers_of_a_model_of_its_own_are_written_as_they_are():
     not cpu.kernels(), reason="XLA's products by head copy keys and values on a CPU"
 )
 def test_a_call_on_one_token_copies_no_cache():
-    """All that it needs beside its arguments is smaller than one layer's keys."""
+    """Its temporary memory is smaller than one layer's keys."""
     shape = LlamaConfig(
         layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=4096
     )
@@ -47,7 +47,7 @@ def test_a_call_on_one_token_copies_no_cache():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("new", [1, 2])
 def test_each_sequence_of_a_batch_is_written_in_its_own_place(dtype, new):
-    """The last one begins where its rows do not fit, and ends in the last slot."""
+    """The last sequence's start is too late for its rows, which then end in the last slot."""
     buffer = np.arange(30.0).reshape(3, 5, 2)
     rows, starts = -1.5 - np.arange(3.0 * new * 2).reshape(3, new, 2), np.array([0, 2, 9])
     expected = buffer.copy()
@@ -61,7 +61,7 @@ def test_each_sequence_of_a_batch_is_written_in_its_own_place(dtype, new):
 
 @pytest.mark.parametrize("start", [0, 3, 4, 9])
 def test_one_row_is_written_in_its_place(start):
-    """In the last slot, if it does not fit."""
+    """A row whose slot does not exist is written into the last one."""
     buffer, row = np.arange(10.0, dtype=np.float32).reshape(1, 5, 2), np.array([[[-1.0, -2.0]]])
     expected = buffer.copy()
     expected[0, min(start, 4)] = row[0, 0]
@@ -73,7 +73,7 @@ def test_one_row_is_written_in_its_place(start):
 @pytest.mark.optimized
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA converts on a CPU")
 def test_a_narrow_cache_of_a_batch_stays_narrow():
-    """Kept as it is written: neither converted nor copied."""
+    """A write neither converts nor copies the buffer."""
     buffer, rows = zeros((3, 512, 2), "bfloat16"), jnp.ones((3, 2, 2), "bfloat16")
     program = jax.jit(write, donate_argnums=0).lower(buffer, rows, jnp.arange(3)).compile()
     assert "f32[3,512" not in program.as_text()
@@ -83,8 +83,7 @@ def test_a_narrow_cache_of_a_batch_stays_narrow():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_is_written_has_gradients(dtype, batch):
-    """Students that see features learn through rows that they wrote; what was overwritten has
-    none."""
+    """Students that see features learn through written rows. Overwritten rows have no gradient."""
     starts, weights = jnp.arange(batch), jnp.arange(1.0, 1 + batch * 10).reshape(batch, 5, 2)
 
     def loss(buffer, rows):

@@ -1,5 +1,4 @@
-"""The CPU kernels: their values, that rows do not influence each other, and what happens where they
-cannot be used."""
+"""The CPU kernels: their values, independence of rows, and what happens without them."""
 
 import os
 import subprocess
@@ -20,13 +19,12 @@ from spectr_jax.models.layers.norms import LayerNorm, RMSNorm
 
 pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
-"""Inputs and outputs: of our models, odd ones whose rows are not aligned, and one that fills
-several segments."""
+"""Inputs and outputs of our models, odd ones with unaligned rows, and one of several segments."""
 
 
 @pytest.fixture(params=range(cpu.library().spectr_jax_levels() if cpu.kernels() else 1))
 def level(request):
-    """Each instruction set that the kernels were compiled for and this CPU has."""
+    """Each instruction set that both the kernels and this CPU have."""
     cpu.library().spectr_jax_choose_level(request.param)
     yield request.param
     cpu.library().spectr_jax_choose_level(cpu.library().spectr_jax_levels() - 1)
@@ -59,9 +57,8 @@ def test_int8_products_equal_float64(level, inputs, outputs, rows):
         * scale
     )
     assert np.max(np.abs(made - unrounded) / size) < 2e-4  # Activations have 16 bits.
-    assert np.max(np.abs(made - exact) / size) < 2e-6 + 4e-5 * (
-        inputs < 50
-    )  # Ties round either way.
+    tolerance = 2e-6 + 4e-5 * (inputs < 50)  # Ties round either way.
+    assert np.max(np.abs(made - exact) / size) < tolerance
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,9 +118,8 @@ def test_norms_equal_float64(level, norm, width, rows):
     exact = exact + layer.bias[...] if norm is LayerNorm else exact
     made = np.asarray(layer(x))
     np.testing.assert_allclose(made, exact, atol=3e-6)
-    np.testing.assert_array_equal(
-        layer(x[1, -1:]), made[1, -1:]
-    )  # The bits of a row do not depend on the others.
+    # The bits of a row do not depend on the others.
+    np.testing.assert_array_equal(layer(x[1, -1:]), made[1, -1:])
 
 
 def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(level):
@@ -269,7 +265,7 @@ BUILT = cpu.FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 @pytest.fixture
 def _library_of(monkeypatch, tmp_path):
-    """Looks for the kernels in an empty folder."""
+    """An empty folder where the kernels are searched."""
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     cpu.library.cache_clear()
     yield tmp_path

@@ -1,4 +1,4 @@
-"""The product of all linear layers, for few rows and for many."""
+"""The products of linear layers, for few rows and for many."""
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,7 @@ def test_products_and_gradients(rows):
 
 @pytest.mark.skipif(not kernels(), reason="the CPU kernels are not in use")
 def test_few_tokens_have_the_bits_of_each_alone():
-    """A greedy draft that ties in all but rounding is then accepted where the baseline would have
-    chosen it."""
+    """So ties between tokens are broken as in the baseline, whatever the width of a call."""
     linear = jax.jit(_linear(512, 1024))
     x = jax.random.normal(jax.random.key(1), (FEW, 512))
     assert jnp.array_equal(linear(x), jnp.concatenate([linear(row[None]) for row in x]))
@@ -46,7 +45,7 @@ def test_few_tokens_have_the_bits_of_each_alone():
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is fast on a CPU")
 def test_gradients_of_many_rows_are_one_product():
-    """Also where the batch is small: its rows are not the sequences."""
+    """The rows of a product are tokens, so this holds for few sequences too."""
     graphdef, state = nnx.split(_linear(512, 1024))
     gradient = jax.grad(lambda x: jnp.sum(nnx.merge(graphdef, state)(x)))
     assert str(jax.make_jaxpr(gradient)(jnp.zeros((FEW, 64, 512)))).count("dot_general[") == 3

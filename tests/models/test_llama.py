@@ -1,4 +1,4 @@
-"""The Llama family: against an independent forward in NumPy, and as a model of the protocol."""
+"""The Llama family, compared with an independent NumPy implementation, and its protocol."""
 
 import dataclasses
 
@@ -27,8 +27,7 @@ SHAPES = {
 
 
 def random_model(config: LlamaConfig, seed: int = 0) -> Llama:
-    """A model whose biases and scales are random too, and whose head is sharp enough to tell tokens
-    apart."""
+    """Returns a model with random biases and scales, and a head that separates tokens."""
     model = Llama(config, rngs=nnx.Rngs(seed))
     rng = np.random.default_rng(seed)
 
@@ -53,8 +52,7 @@ def logits(model, tokens) -> np.ndarray:
 
 
 def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
-    """Logits [N, V] of one sequence in float64, head by head and token by token, from the
-    papers."""
+    """Returns float64 logits [N, V] of a sequence, head by head and token by token."""
     config = model.config
 
     def array(leaf):
@@ -108,7 +106,7 @@ def test_logits_are_those_of_the_reference(kind):
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3"])
 def test_it_follows_the_protocol(kind):
-    """Cached = whole, trees = paths, rows alone; also the first layer on its own."""
+    """Also with the first layer only."""
     model = random_model(SHAPES[kind])
     check_model(model)
     check_model(model, layers=1)
@@ -143,7 +141,7 @@ def test_bfloat16_products_leave_float32_sums():
 
 
 def test_int8_of_the_family_keeps_what_a_large_channel_hides():
-    """Sixteen bits of activations: beside a channel of 1,000 those of 0.1 are not lost."""
+    """With 16 bits of activations, a channel of 1,000 does not hide those of 0.1."""
     linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32) * 0.1
     x[:, 5] = 1_000.0
@@ -156,7 +154,7 @@ def test_int8_of_the_family_keeps_what_a_large_channel_hides():
 
 
 def test_int8_of_zeros_and_of_tiny_numbers():
-    """A token of zeros gives zeros; the second row is of the size of the first."""
+    """Zeros give zeros, and tiny rows have the relative precision of others."""
     linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     x = (
         jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32)
@@ -171,7 +169,7 @@ def test_int8_of_zeros_and_of_tiny_numbers():
 
 
 def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
-    """Against the rule as the model's authors state it, by wavelength."""
+    """Compares with the rule of the model's authors, which is by wavelength."""
     theta, width, context = 500_000.0, 64, 8192
     plain = theta ** (-np.arange(0, width, 2) / width)
     wavelength = 2 * np.pi / plain
@@ -193,9 +191,9 @@ def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
-        ({"head_width": 7}, "head_width=7 is odd"),
-        ({"rope_divisors": (1.0,)}, "1 rope_divisors for 4 pairs of channels"),
+        ({"kv_heads": 4}, "heads=6: must be a multiple of kv_heads=4"),
+        ({"head_width": 7}, "head_width=7: must be even"),
+        ({"rope_divisors": (1.0,)}, r"rope_divisors=\(1.0,\): must be 4 numbers"),
     ],
 )
 def test_shapes_that_cannot_be(change, message):

@@ -1,5 +1,6 @@
-"""An int8 model is one model in every call shape: its logits do not depend on the width of a call,
-so greedy decoding equals the baseline, token for token. With the CPU kernels, the bits are equal.
+"""The logits of an int8 model do not depend on the width of a call.
+
+So greedy decoding equals the baseline, token for token. With the CPU kernels the bits are equal.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ METHODS = {
     "traversal": {"tree": "2,2"},
     "ersd": {"tree": "3,1"},
 }
-"""One of each way to verify, in calls on four to nine tokens of four or eight sequences."""
+"""A method of each kind of verifier, with calls on four to nine tokens."""
 
 
 def _installed(package: str) -> bool:
@@ -67,7 +68,7 @@ def _load(name):
     ],
 )
 def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch):
-    """A text in one call, in calls on nine tokens and token by token, alone and beside another."""
+    """Compares one call, calls on nine tokens and on one, for one sequence and for two."""
     if kernels and not cpu.kernels():
         pytest.skip("the CPU kernels are not in use")
     if not kernels:
@@ -84,9 +85,8 @@ def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch)
             same = whole[-len(found) :]
             if kernels:
                 np.testing.assert_array_equal(found, same)
-            assert (
-                np.max(np.abs(jax.nn.softmax(found) - jax.nn.softmax(same)).sum(-1) / 2) < 1e-4
-            )  # In total variation.
+            distances = np.abs(jax.nn.softmax(found) - jax.nn.softmax(same)).sum(-1) / 2
+            assert np.max(distances) < 1e-4  # In total variation.
     jax.clear_caches()
 
 
@@ -134,8 +134,7 @@ for width in (9, 36):
 
 @pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 def test_nor_in_a_process_whose_programs_are_optimized():
-    """XLA's norms differ between widths only with its own options, which tests/conftest.py
-    replaces."""
+    """XLA's norms depend on the width with its default options, which tests/conftest.py replaces."""
     theirs = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC")
     environment = {name: value for name, value in os.environ.items() if name not in theirs}
     program = [sys.executable, "-c", PROGRAM, str(pathlib.Path(__file__).parent)]

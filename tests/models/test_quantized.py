@@ -1,5 +1,4 @@
-"""Eight-bit products: what they compute, and that decoding with them is as exact as with any
-model."""
+"""Eight-bit products: their values, and exact decoding with them."""
 
 import dataclasses
 
@@ -36,7 +35,7 @@ def _logits(frozen, tokens):
 
 @pytest.fixture(params=[True, False], ids=["kernels", "xla"])
 def kernels(request, monkeypatch):
-    """With the CPU kernels, and as where they were not built."""
+    """Runs a test with the CPU kernels and without."""
     if request.param and not cpu.kernels():
         pytest.skip("the CPU kernels are not in use")
     if not request.param:
@@ -57,9 +56,8 @@ def test_a_layer_rounds_weights_by_output(kernels):
     scale = np.abs(kernel).max(0) / 127
     expected = x @ (np.round(kernel / scale) * scale) + np.arange(8)
     layer = Int8Linear(linear)
-    assert layer.kernel[...].dtype == (
-        jnp.int8 if kernels else jnp.float32
-    )  # XLA would widen int8 at every call.
+    # XLA would convert int8 in every call.
+    assert layer.kernel[...].dtype == (jnp.int8 if kernels else jnp.float32)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=2e-3)
     np.testing.assert_allclose(layer(jnp.asarray(x[0, :1])), expected[0, :1], rtol=1e-4, atol=2e-3)
 

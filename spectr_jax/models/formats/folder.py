@@ -1,10 +1,11 @@
-"""A model folder as Hugging Face's libraries write it: config.json, and safetensors in one file or
-in parts."""
+"""Hugging Face model folders: config.json, and safetensors in one file or in parts."""
 
 import json
+import math
 import pathlib
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,50 +18,49 @@ from spectr_jax.utils.files import check_fetched, write_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 """Dtypes that are read, by safetensors' names."""
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a positive integer": lambda value: type(value) is int and value >= 1,
+    "a positive number": lambda value: type(value) in (int, float) and 0 < value < math.inf,
+    "a number from 0 on": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+    "true or false": lambda value: type(value) is bool,
+}
+"""Checks of metadata, by the words for them in errors."""
 
 
-class Place(NamedTuple):
-    """Where a tensor is: its file, its first byte there, its dtype and shape."""
-
-    file: pathlib.Path
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
+Place = tuple[pathlib.Path, int, str, tuple[int, ...]]
+"""Location of a tensor: its file, its first byte there, its dtype and shape."""
 
 
 class Folder:
-    """The tensors of a folder by name, each read when it is asked for, without the library's map of
-    the whole file."""
+    """The tensors of a folder by name. Each access reads one, and maps no file into memory."""
 
     def __init__(self, path: pathlib.Path):
-        """Finds the files; raises `UserError` if they are not there, or cannot be read."""
+        """Finds the tensors; raises `UserError` if a file is missing or cannot be read."""
         self.path = path
-        self._unread: set[str] = set()
+        self._places: dict[str, Place] = {}
         try:
-            self._places = {
-                name: place
-                for file in self._files()
-                for name, place in _places(path / file).items()
-            }
+            for file in self._files():
+                self._places |= _places(path / file)
         except UserError:
             raise
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise self._damaged(error) from error
-        self._unread.update(self._places)
+        self._unread = set(self._places)
 
     def check_all_read(self, unused: str) -> None:
-        """Raises `UserError` for a tensor that was not read and whose name does not match the
-        pattern `unused`: a model that has it is another than config.json says."""
+        """Raises `UserError` for a tensor that was not read and does not match `unused`.
+
+        A model with such a tensor differs from its config.json.
+        """
         left = sorted(name for name in self._unread if not re.fullmatch(unused, name))
         if left:
             raise UserError(
                 f"{str(self.path)!r} has {left[0]}, which its config.json does not mention "
-                f"({len(left)} such tensors); fix "
-                "its config.json, or give another model"
+                f"({len(left)} such tensors); fix config.json, or give another model"
             )
 
     def _files(self) -> list[str]:
-        if (self.path / WEIGHTS).exists():  # As transformers, whatever index is beside it.
+        if (self.path / WEIGHTS).exists():  # As in transformers, even if there is an index.
             return [WEIGHTS]
         if not (self.path / INDEX).exists():
             raise UserError(
@@ -71,14 +71,13 @@ class Folder:
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise UserError(
-                f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; save or fetch "
-                "it again"
+                f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; fetch it again"
             )
         return sorted(set(names.values()))
 
     def _damaged(self, error: Exception) -> UserError:
         return UserError(
-            f"{str(self.path)!r} has weights that cannot be read ({error}); save or fetch it again"
+            f"{str(self.path)!r} has weights that cannot be read ({error}); fetch it again"
         )
 
     def __iter__(self):
@@ -94,38 +93,34 @@ class Folder:
         file, start, dtype, shape = self._places[name]
         self._unread.discard(name)
         if dtype not in DTYPES:
-            raise UserError(
-                f"{str(file)!r} has {name} in {dtype}, which is not read; give another model"
-            )
+            raise UserError(f"{str(file)!r} has {name} in {dtype}, which is not supported")
+        size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         try:
-            count = int(np.prod(shape))
-            values = np.fromfile(
-                file, np.uint8, count * np.dtype(DTYPES[dtype]).itemsize, offset=start
-            )
+            values = np.fromfile(file, np.uint8, size, offset=start)
             return values.view(DTYPES[dtype]).reshape(shape)
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
 
 
 def _places(file: pathlib.Path) -> dict[str, Place]:
-    """Returns where each tensor of a safetensors file is; raises what the library raises for one
-    that is damaged."""
+    """Returns the tensors of a safetensors file; raises the library's errors if it is damaged."""
     check_fetched(file)
     with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
+        start = 8 + int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(start - 8))
+    header.pop("__metadata__", None)
     return {
-        name: Place(
-            file, 8 + length + given["data_offsets"][0], given["dtype"], tuple(given["shape"])
-        )
+        name: (file, start + given["data_offsets"][0], given["dtype"], tuple(given["shape"]))
         for name, given in header.items()
-        if name != "__metadata__"
     }
 
 
 def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
-    """Returns what config.json gives, with or without what is null; raises `UserError` if it is not
-    there or damaged."""
+    """Returns the fields of config.json, without those that are null unless `nulls`.
+
+    Raises:
+      UserError: the file is missing or damaged.
+    """
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -134,28 +129,30 @@ def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
         ) from error
     if not isinstance(given, dict):
         raise UserError(
-            f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; save or "
-            "fetch it again"
+            f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; fetch it again"
         )
     return {name: value for name, value in given.items() if nulls or value is not None}
 
 
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Writes config.json and model.safetensors, each whole or not at all; `folder` is made if it is
-    not there."""
+    """Writes config.json and model.safetensors, each atomically; makes `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(
-        folder / WEIGHTS, tensors, {"format": "pt"}
-    )  # transformers reads no other format.
+    # transformers reads no other format than "pt".
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     write_json(folder / "config.json", config)
 
 
-def check_sizes(folder: pathlib.Path, config: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raises `UserError` for a size that is not a positive integer; what is missing is found when it
-    is read."""
-    for name in names:
-        if (size := config.get(name)) is not None and (type(size) is not int or size < 1):
-            refuse(folder, config, name, "a positive integer")
+def check_fields(
+    folder: pathlib.Path, config: dict[str, Any], kinds: dict[str, tuple[str, ...]]
+) -> None:
+    """Raises `UserError` for a field that is not of its kind, {key of `KINDS`: fields}.
+
+    Missing fields are found when they are read.
+    """
+    for kind, names in kinds.items():
+        for name in names:
+            if config.get(name) is not None and not KINDS[kind](config[name]):
+                refuse(folder, config, name, kind)
 
 
 def refuse(folder: pathlib.Path, config: dict[str, Any], name: str, wanted: str):

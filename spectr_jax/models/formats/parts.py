@@ -1,11 +1,11 @@
-"""A Llama filled part by part: what the readers of its checkpoints share.
+"""Fills a decoder with the arrays of a checkpoint, for the readers of all formats.
 
-Parts have Hugging Face's order: kernels are [outputs, inputs], and rotary pairs are a channel of
-the first half of a head and the same one of the second. Each goes into its place, in the model's
-dtype, before the next is read.
+Arrays have Hugging Face's layout: kernels are [outputs, inputs], and channels i and D / 2 + i of a
+head are a rotary pair. Each array is stored in the model's dtype before the next is read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,49 +14,48 @@ from flax import nnx
 
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
+from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.utils.errors import UserError
 
-Part = Callable[[str], np.ndarray]
-"""Reads a part by its name below, a part of a layer as `LAYER.NAME`; raises KeyError where there is
-none."""
 
-
-def fill(config: LlamaConfig, part: Part, *, int8: bool, source: str) -> Llama:
-    """Returns a decoder of this shape with the parts of a checkpoint.
+def fill(
+    config: LlamaConfig | TransformerConfig,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    int8: bool,
+    source: str,
+) -> Any:
+    """Returns a decoder with the arrays of a checkpoint.
 
     Args:
       config: its shape and dtype.
-      part: reads `embed` [V, E], `norm` [E], `head` [V, E] and in each layer `q`, `k`, `v`, `out`,
-        `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; where the shape has them `q_bias`,
-        `k_bias`, `v_bias`, `norm_q`, `norm_k`.
-      int8: with int8 products, as by `quantize`, without a float32 model in memory first; needs a
-        config of float32.
+      arrays: all arrays, as (our name, array).
+      int8: quantize each array as it is read, as `quantize` does; needs a float32 config.
       source: named in errors.
 
     Raises:
-      UserError: a part is missing, or of another shape than the config's.
+      UserError: the shape of an array is not the config's.
     """
 
     def build():
-        model = Llama(config, rngs=nnx.Rngs(0))
+        decoder: Any = Llama if isinstance(config, LlamaConfig) else Transformer
+        model = decoder(config, rngs=nnx.Rngs(0))
         return quantize(model) if int8 else model
 
     graphdef, state = nnx.split(nnx.eval_shape(build))
     wanted, leaves = named_leaves(state), {}
-    for name, array in _named(config, part, source):
+    for name, array in arrays:
         for leaf, value in _leaves(name, array, wanted):
             _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
             made = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
-            leaves[leaf] = jax.block_until_ready(
-                made
-            )  # Else copies are made later, and parts wait for them in memory.
+            # Otherwise arrays stay in memory until they are copied.
+            leaves[leaf] = jax.block_until_ready(made)
     return nnx.merge(graphdef, with_leaves(state, leaves))
 
 
 def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> None:
-    """Raises `UserError` for an array of another shape than the configuration's, which may have no
-    such part."""
+    """Raises `UserError` unless `array` has the `expected` shape; None if there is no such part."""
     if array.shape != expected:
         given = "none" if expected is None else list(expected)
         raise UserError(
@@ -65,66 +64,70 @@ def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> N
         )
 
 
-def _leaves(
-    name: str, array: np.ndarray, wanted: dict
-) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
-    """The leaves of the model that an array is: itself, or an int8 kernel and its scales."""
+def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of the model for an array: itself, or an int8 kernel and its scales."""
     module = name.rpartition("/")[0]
-    kernel = f"{module}/kernel/value"
     if array.ndim == 2 and f"{module}/scale/value" in wanted:
         whole, scale = jax.jit(quantized)(jnp.asarray(array, jnp.float32))
-        yield kernel, whole
+        yield f"{module}/kernel/value", whole
         yield f"{module}/scale/value", scale[:, 0]
-    elif name.endswith("/kernel"):
-        yield f"{name}/value", array.T
     else:
-        yield f"{name}/value", array
+        yield f"{name}/value", array.T if name.endswith("/kernel") else array
 
 
-def _named(config: LlamaConfig, part: Part, source: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of our decoder by their names, one at a time."""
+def llama_arrays(
+    config: LlamaConfig,
+    tensor: Callable[[str], np.ndarray],
+    names: dict[str, str],
+    prefix: str,
+    source: str,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of a `Llama`, for `fill`.
 
-    def read(name):
+    Args:
+      config: its shape.
+      tensor: reads a tensor of the checkpoint by its name; raises KeyError if there is none.
+      names: the checkpoint's names of `embed` [V, E], `norm` [E], `head` [V, E], and in each layer
+        of `q`, `k`, `v`, `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape
+        has them of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      prefix: before names of a layer, with `{}` for its index.
+      source: named in errors.
+
+    Raises:
+      UserError: a tensor is missing, or its shape is not the config's.
+    """
+
+    def read(part, layer=None):
         try:
-            return part(name)
+            return tensor(("" if layer is None else prefix.format(layer)) + names[part])
         except KeyError as error:
-            raise UserError(
-                f"{source!r} lacks {error}, a part of its model; fetch it again"
-            ) from error
+            raise UserError(f"{source!r} lacks {error}, a part of its model") from error
 
-    rows = {
-        "q": config.heads * config.head_width,
-        **dict.fromkeys("kv", config.kv_heads * config.head_width),
-    }
-    rows |= {
-        **{f"{name}_bias": count for name, count in rows.items()},
-        "gate": config.mlp,
-        "up": config.mlp,
-    }
+    keys = config.kv_heads * config.head_width
+    rows = {"q": config.heads * config.head_width, "k": keys, "v": keys}
+    rows |= {f"{name}_bias": count for name, count in rows.items()}
+    rows |= {"gate": config.mlp, "up": config.mlp}
 
-    def joined(layer, *names):
-        """Parts that are one array here, each of its own shape."""
-        arrays = [read(f"{layer}.{name}") for name in names]
-        for name, array in zip(names, arrays, strict=True):
-            expected = (rows[name],) if name.endswith("_bias") else (rows[name], config.width)
-            _check(source, f"{layer}.{name}", array, expected)
+    def joined(layer, *parts):
+        """Returns parts that are one array here, after a check of their shapes."""
+        arrays = [read(part, layer) for part in parts]
+        for part, array in zip(parts, arrays, strict=True):
+            expected = (rows[part],) if part.endswith("_bias") else (rows[part], config.width)
+            _check(source, f"{layer}.{part}", array, expected)
         return np.concatenate(arrays)
 
+    norms = ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ()))
     yield "embed/embedding", read("embed")
     for layer in range(config.layers):
-        prefix = f"blocks/{layer}"
-        for norm in (
-            "norm_attention",
-            "norm_mlp",
-            *(("norm_q", "norm_k") if config.qk_norm else ()),
-        ):
-            yield f"{prefix}/{norm}/scale", read(f"{layer}.{norm}")
-        yield f"{prefix}/qkv/kernel", joined(layer, *"qkv")
+        block = f"blocks/{layer}"
+        for norm in norms:
+            yield f"{block}/{norm}/scale", read(norm, layer)
+        yield f"{block}/qkv/kernel", joined(layer, *"qkv")
         if config.qkv_bias:
-            yield f"{prefix}/qkv/bias", joined(layer, "q_bias", "k_bias", "v_bias")
-        yield f"{prefix}/out/kernel", read(f"{layer}.out")
-        yield f"{prefix}/gate_up/kernel", joined(layer, "gate", "up")
-        yield f"{prefix}/down/kernel", read(f"{layer}.down")
+            yield f"{block}/qkv/bias", joined(layer, "q_bias", "k_bias", "v_bias")
+        yield f"{block}/out/kernel", read("out", layer)
+        yield f"{block}/gate_up/kernel", joined(layer, "gate", "up")
+        yield f"{block}/down/kernel", read("down", layer)
     yield "norm/scale", read("norm")
     if not config.tied:
         yield "head/kernel", read("head")

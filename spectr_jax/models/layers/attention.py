@@ -18,18 +18,16 @@ from spectr_jax.models.layers import cpu
 def attention(
     q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array
 ) -> jax.Array:
-    """Returns float32 or narrower [B, N, H, D]; each key and value head serves `H / K` query heads,
-    in order.
+    """Returns attention [B, N, H, D] in the dtype of the queries.
 
-    Every new token sees at least one slot.
+    Each key and value head serves H / K query heads, in order. Every new token must see a slot.
     """
     few = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES
     if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.multiplied(q_BxNxHxD, k_BxTxKxD):
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if cpu.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    # One kernel of cuDNN for three of XLA, where it takes these shapes; not the default, since no
-    # GPU has run it yet.
+    # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
     attend: Any = jax.nn.dot_product_attention
     if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
         attend = functools.partial(attend, implementation="cudnn")
@@ -37,19 +35,19 @@ def attention(
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
-    """Returns the mask of packed sequences: [B, N, N], a token sees itself and the tokens before it
-    in its own segment."""
+    """Returns the mask [B, N, N] by which tokens see their own segment up to themselves."""
     N = segments_BxN.shape[-1]
     return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
 
 
 def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
-    """Heads before tokens in memory: XLA's products by head then take half as long, in both
-    directions."""
+    """Returns `attention`, with heads before tokens in memory.
+
+    XLA's products by head then take half as long on a CPU, forward and backward.
+    """
     (B, N, H, D), K = q_BxNxHxD.shape, k_BxTxKxD.shape[2]
-    q_BxKxGNxD = cpu.in_memory(
-        q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)
-    ).reshape(B, K, -1, D)
+    q_BxKxGxNxD = q_BxNxHxD.reshape(B, N, K, H // K, D).transpose(0, 2, 3, 1, 4)
+    q_BxKxGNxD = cpu.in_memory(q_BxKxGxNxD).reshape(B, K, -1, D)
     k_BxKxTxD, v_BxKxTxD = (
         cpu.in_memory(jnp.moveaxis(part, 2, 1)) for part in (k_BxTxKxD, v_BxTxKxD)
     )
@@ -58,9 +56,7 @@ def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
     )
     hidden = jnp.finfo(jnp.float32).min / 2
     visible = jnp.tile(mask_BxNxT[:, None], (1, 1, H // K, 1))
-    weights = jax.nn.softmax(jnp.where(visible, scores / np.sqrt(D), hidden), axis=-1).astype(
-        v_BxTxKxD.dtype
-    )
+    weights = jax.nn.softmax(jnp.where(visible, scores / np.sqrt(D), hidden), axis=-1)
+    weights = weights.astype(v_BxTxKxD.dtype)
     mixed = jnp.einsum("bknt,bktd->bknd", weights, v_BxKxTxD, preferred_element_type=jnp.float32)
-    mixed_BxNxHxD = mixed.reshape(B, H, N, D).swapaxes(1, 2)
-    return mixed_BxNxHxD.astype(q_BxNxHxD.dtype)
+    return mixed.reshape(B, H, N, D).swapaxes(1, 2).astype(q_BxNxHxD.dtype)

@@ -1,4 +1,4 @@
-"""Linear layers of all decoders: factors in the model's dtype, sums in float32."""
+"""Linear layers of all decoders, with factors in the model's dtype and sums in float32."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from spectr_jax.models.layers import cpu
 
 
 class Linear(nnx.Linear):
-    """A linear layer: factors in `dtype`, sums in float32. A bfloat16 kernel of a float32 layer is
-    widened in products."""
+    """A linear layer with factors in `dtype` and sums in float32.
+
+    A float32 layer may have a bfloat16 kernel (`with_halved_kernels`), which products widen.
+    """
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Returns float32 [..., outputs] of `inputs` [..., I]."""
-        product = _dense(inputs.astype(self.dtype), _narrower(self.kernel[...], self.dtype))
+        kernel = self.kernel[...]
+        if kernel.dtype.itemsize >= jnp.dtype(self.dtype).itemsize:
+            kernel = kernel.astype(self.dtype)
+        product = _dense(inputs.astype(self.dtype), kernel)
         return product if self.bias is None else product + self.bias[...].astype(self.dtype)
-
-
-def _narrower(kernel: jax.Array, dtype: Any) -> jax.Array:
-    """Returns `kernel` in `dtype`, or as it is if that has fewer bytes."""
-    return kernel if kernel.dtype.itemsize < jnp.dtype(dtype).itemsize else kernel.astype(dtype)
 
 
 @jax.custom_vjp
@@ -42,14 +42,10 @@ def _matmul(x, kernel):
 def _dense_backward(residuals, g):
     x, kernel = residuals
     g = g.astype(x.dtype)
-    x_transposed, kernel_transposed = (
-        cpu.in_memory(x.reshape(-1, x.shape[-1]).T),
-        cpu.in_memory(kernel.astype(x.dtype).T),
-    )
-    x_gradient, kernel_gradient = (
-        _matmul(g, kernel_transposed),
-        _matmul(x_transposed, g.reshape(-1, g.shape[-1])),
-    )
+    x_transposed = cpu.in_memory(x.reshape(-1, x.shape[-1]).T)
+    kernel_transposed = cpu.in_memory(kernel.astype(x.dtype).T)
+    x_gradient = _matmul(g, kernel_transposed)
+    kernel_gradient = _matmul(x_transposed, g.reshape(-1, g.shape[-1]))
     return x_gradient.astype(x.dtype), kernel_gradient.astype(kernel.dtype)
 
 
@@ -65,16 +61,14 @@ def dense_layer(
 
 
 def with_halved_kernels(model: nnx.Module) -> nnx.Module:
-    """Returns a copy that stores the float32 kernels of linear layers in bfloat16 where that
-    changes no weight."""
+    """Returns a copy with float32 kernels of linear layers in bfloat16 where that is lossless."""
     copy = nnx.clone(model)
     for _, module in nnx.iter_modules(copy):
         if isinstance(module, Linear) and module.kernel[...].dtype == jnp.float32:
             bits = np.asarray(module.kernel[...]).view(np.uint32)
             if not np.any(bits & 0xFFFF):  # The half that bfloat16 lacks.
-                module.kernel = nnx.Param(
-                    jax.block_until_ready(module.kernel[...].astype(jnp.bfloat16))
-                )
+                halved = module.kernel[...].astype(jnp.bfloat16)
+                module.kernel = nnx.Param(jax.block_until_ready(halved))
     return copy
 
 

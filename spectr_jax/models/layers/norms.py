@@ -1,5 +1,4 @@
-"""Norms over the last axis, in float32: RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et
-al., 2016)."""
+"""RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016), in float32."""
 
 import functools
 
@@ -18,9 +17,8 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _normalized(
-            x, self.scale[...], jnp.zeros(self.scale.shape), centered=False, epsilon=self.epsilon
-        )
+        bias = jnp.zeros(self.scale.shape)
+        return _normalized(x, self.scale[...], bias, centered=False, epsilon=self.epsilon)
 
 
 class LayerNorm(nnx.Module):

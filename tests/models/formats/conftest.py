@@ -1,4 +1,4 @@
-"""Small models of the Llama family, each kind of them."""
+"""Small models of each kind of the Llama family."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ SHAPES = {
 
 @pytest.fixture(scope="session")
 def llamas():
-    """Models by kind; biases and scales are random too."""
+    """Models by kind, with random biases and scales."""
     rng = np.random.default_rng(0)
 
     def noisy(leaf):

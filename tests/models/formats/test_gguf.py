@@ -1,4 +1,4 @@
-"""GGUF files of the Llama family: weights, metadata, tokenizers, and what is refused."""
+"""GGUF files of the Llama family: weights, metadata, tokenizers, and refused files."""
 
 import dataclasses
 import json
@@ -47,8 +47,7 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
 
 
 def write(path, model: Llama, kind: str, quantization=None, more=None, **changes) -> None:
-    """A GGUF as llama.cpp's converter writes it: with a byte-pair tokenizer, and rotary pairs side
-    by side for `llama`."""
+    """Writes a GGUF as llama.cpp's converter does, with adjacent rotary pairs for `llama`."""
     config, arch = model.config, "llama" if kind == "tied" else kind
     tokenizer = json.loads(byte_pairs().to_str())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
@@ -165,7 +164,7 @@ def test_a_file_is_a_model_by_name(models, tmp_path):
 
 
 def test_frequencies_of_their_own(models, tmp_path):
-    """Llama 3.1's come as a tensor; a linear stretch as a factor."""
+    """Llama 3.1 has a tensor of divisors, and a linear stretch has a factor."""
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     write(tmp_path / "linear.gguf", models["llama"], "llama", **scaling)
     assert load_gguf(GGUF(tmp_path / "linear.gguf")).config.rope_divisors == (4.0,) * 4
@@ -205,53 +204,60 @@ def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(tmp_path
 )
 def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
     write(tmp_path / "model.gguf", models["llama"], "llama", more={name: np.ones(32, np.float32)})
-    with pytest.raises(
-        UserError, match=rf"has {name}, a part that is not read; give another model"
-    ):
+    with pytest.raises(UserError, match=rf"has {name}, a part that is not supported"):
         load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "gemma"}, "is of architecture 'gemma'; read are llama, qwen2, qwen3"),
+        ({"arch": "gemma"}, "is of architecture 'gemma'; supported are llama, qwen2, qwen3"),
         ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
-        ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not read"),
+        ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not supported"),
         (
             {"llama.attention.sliding_window": 32},
-            "has llama.attention.sliding_window=32, which is not read",
+            "has llama.attention.sliding_window=32, which is not supported",
         ),
         (
             {"llama.attention.sliding_window": [8, 9]},
-            "has llama.attention.sliding_window=[8, 9], which is not read",
+            "has llama.attention.sliding_window=[8, 9], which is not supported",
         ),
         (
             {"llama.attention.head_count_kv": [2, 2]},
-            "has llama.attention.head_count_kv=[2, 2], not one positive integer",
+            "has llama.attention.head_count_kv=[2, 2], which is not a positive integer",
         ),
         (
             {"llama.feed_forward_length": [64, 64]},
-            "has llama.feed_forward_length=[64, 64], not one positive integer",
+            "has llama.feed_forward_length=[64, 64], which is not a positive integer",
         ),
         (
             {"llama.attention.head_count": 0},
-            "has llama.attention.head_count=0, not one positive integer",
+            "has llama.attention.head_count=0, which is not a positive integer",
         ),
-        ({"llama.context_length": "x"}, "has llama.context_length='x', not one positive integer"),
+        (
+            {"llama.context_length": "x"},
+            "has llama.context_length='x', which is not a positive integer",
+        ),
         (
             {"llama.rope.scaling.type": "yarn"},
-            "has llama.rope.scaling.type='yarn', which is not read",
+            "has llama.rope.scaling.type='yarn', which is not supported",
         ),
-        ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels of a head"),
+        (
+            {"llama.rope.dimension_count": 4},
+            "has llama.rope.dimension_count=4, which is not supported",
+        ),
         ({"llama.attention.key_length": 6}, "0.q is"),
-        ({"llama.rope.freq_base": -1.0}, "has llama.rope.freq_base=-1.0, not a number from 1 on"),
+        (
+            {"llama.rope.freq_base": -1.0},
+            "has llama.rope.freq_base=-1.0, which is not a positive number",
+        ),
         (
             {"llama.attention.layer_norm_rms_epsilon": float("nan")},
-            "layer_norm_rms_epsilon=nan, not a number from 0 on",
+            "layer_norm_rms_epsilon=nan, which is not a number from 0 on",
         ),
         (
             {"llama.rope.scaling.factor": -2.0},
-            "has llama.rope.scaling.factor=-2.0, not a number from 0 on",
+            "has llama.rope.scaling.factor=-2.0, which is not a number from 0 on",
         ),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
         ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
@@ -302,8 +308,7 @@ def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "llama3", "qwen2"])
 def test_texts_are_split_as_the_name_says(pre):
-    """Digits: one at a time, all of a number, or up to three; the rest of a split is checked by
-    joining it again."""
+    """Digits are split singly, in threes or not at all; other text is checked by decoding."""
     read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
     split = read._tokenizer.pre_tokenizer.pre_tokenize_str
     numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
@@ -318,8 +323,7 @@ def test_texts_are_split_as_the_name_says(pre):
 
 
 def test_what_a_tokenizer_may_leave_out():
-    """BOS, and whether it is added, which Llama 3's files do not say although it is; as in
-    llama.cpp."""
+    """As in llama.cpp, BOS may be missing, and Llama 3 adds BOS even if its file does not say so."""
     for pre, given, adds in (
         ("llama-bpe", None, True),
         ("llama-bpe", False, False),
@@ -343,13 +347,13 @@ def test_every_token_that_ends_a_sequence(end):
     metadata = _metadata(byte_pairs(), "gpt-2")
     metadata["tokenizer.ggml.tokens"][1] = end
     assert gguf_tokenizer(metadata, "file").eos == (2, 0, 1)
-    metadata["tokenizer.ggml.token_type"][1] = 1  # Whatever it says, as in llama.cpp.
+    metadata["tokenizer.ggml.token_type"][1] = 1  # It is ignored, as in llama.cpp.
     read = gguf_tokenizer(metadata, "file")
     assert read.eos == (2, 0, 1) and read.encode(f"again{end}")[-1] == 1
 
 
 def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
-    """One made with Hugging Face's library, digits apart."""
+    """Compares with a tokenizer of Hugging Face's library that splits digits."""
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
     splitter = tokenizers.pre_tokenizers.Sequence(
         [digits, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]

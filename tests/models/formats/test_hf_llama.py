@@ -1,5 +1,4 @@
-"""Folders of the Llama family: read as they were written, whatever the parts and dtype, and refused
-with one line."""
+"""Hugging Face folders of the Llama family: round trips, parts, dtypes, and refused folders."""
 
 import dataclasses
 import json
@@ -133,11 +132,11 @@ def test_what_a_config_may_leave_out(folder):
         ),
         ({"model_type": "gone"}, "has model_type=None; read are llama"),
         ({"hidden_act": "gelu"}, "has hidden_act='gelu'; read are silu"),
-        ({"attention_bias": True}, "has attention_bias=True, which is not read"),
-        ({"mlp_bias": True}, "has mlp_bias=True, which is not read"),
+        ({"attention_bias": True}, "has attention_bias=True, which is not supported"),
+        ({"mlp_bias": True}, "has mlp_bias=True, which is not supported"),
         (
             {"model_type": "mistral", "sliding_window": 32},
-            "has sliding_window=32, which is not read",
+            "has sliding_window=32, which is not supported",
         ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4},
@@ -145,7 +144,7 @@ def test_what_a_config_may_leave_out(folder):
         ),
         (
             {"quantization_config": {"bits": 4}},
-            "has quantization_config={'bits': 4}, which is not read",
+            "has quantization_config={'bits': 4}, which is not supported",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -158,7 +157,7 @@ def test_what_a_config_may_leave_out(folder):
         ),
         (
             {"model_type": "mistral", "max_position_embeddings": 8192},
-            "has sliding_window=4096, which is not read",
+            "has sliding_window=4096, which is not supported",
         ),
         (
             {"model_type": "mistral", "sliding_window": 4, "use_sliding_window": False},
@@ -202,7 +201,7 @@ def test_what_a_config_may_leave_out(folder):
         ({"vocab_size": 2.5}, "has vocab_size=2.5, which is not a positive integer"),
         ({"num_hidden_layers": "gone"}, "has a config.json without 'num_hidden_layers'"),
         ({"tie_word_embeddings": 1}, "has tie_word_embeddings=1, which is not true or false"),
-        ({"num_key_value_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
+        ({"num_key_value_heads": 4}, "heads=6: must be a multiple of kv_heads=4"),
         (
             {"hidden_size": 32},
             "embed/embedding is [290, 24] where its configuration gives [290, 32]",
@@ -221,8 +220,7 @@ def test_what_is_not_understood_is_refused(folder, fields, message):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
-    """Absent, or null, which is not the same; the sizes of attention as transformers' own classes
-    have them."""
+    """Fields that are absent or null, which differ, have the values of transformers' classes."""
     fields = {
         "model_type": kind,
         "num_attention_heads": 32,
@@ -249,7 +247,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
 
 
 def test_one_file_comes_before_an_index(llamas, folder):
-    """As in transformers; and an index that names a file that is not there says which."""
+    """As in transformers. The error for a missing file of an index names the file."""
     index = folder / INDEX
     index.write_text("{")
     assert hf_llama.load_llama(folder).config == llamas["llama"].config
@@ -275,9 +273,7 @@ def test_tensors_of_several_dtypes_in_one_file(llamas, folder):
         np.testing.assert_array_equal(array, mixed[name].astype(np.float32))
     tensors["model.norm.weight"] = np.ones(24, np.int8)
     safetensors.numpy.save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(
-        UserError, match=r"has model\.norm\.weight in I8, which is not read; give another model"
-    ):
+    with pytest.raises(UserError, match=r"has model\.norm\.weight in I8, which is not supported"):
         hf_llama.load_llama(folder)
 
 

@@ -1,4 +1,4 @@
-"""What reading a model takes in memory: little more than the model itself."""
+"""Reading a model takes little more memory than the model itself."""
 
 import json
 import os
@@ -21,8 +21,7 @@ from spectr_jax.models.llama import LlamaConfig, abstract
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 MOST = 1.3
-"""Times the model's own size: it, a layer's parts on their way there, and what the allocator keeps.
-"""
+"""Largest ratio of peak memory to the model's size: a layer's parts and the allocator add to it."""
 WIDTH, MLP, VOCABULARY = 256, 768, 300
 MEASURE = """
 import os, pathlib, sys
@@ -36,7 +35,7 @@ def memory(name):
     return 1024 * int(pathlib.Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 
 for small, large in zip(sys.argv[1::2], sys.argv[2::2]):
-    if os.fork():  # A process for each: what another left free would not count. Its peak begins at what it has.
+    if os.fork():  # Each in its own process, since freed memory of another would not count.
         os.wait()
         continue
     load(small, "float32")
@@ -66,7 +65,7 @@ def _tokenizer() -> tokenizers.Tokenizer:
 
 
 def _write_gguf(path: pathlib.Path, layers: int, tensors: dict[str, np.ndarray]) -> None:
-    """A file of architecture qwen2, whose rotary pairs are as in a folder."""
+    """Writes a file of architecture qwen2, whose rotary pairs are as in a folder."""
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(32)
     writer.add_embedding_length(WIDTH)
@@ -95,7 +94,7 @@ def _write_gguf(path: pathlib.Path, layers: int, tensors: dict[str, np.ndarray])
 
 
 def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
-    """A Llama in a folder and in a file, and a GPT-2 of the same widths; their names."""
+    """Writes a Llama as a folder and as a GGUF file, and a GPT-2; returns their names."""
     llama, tokenizer = _llama(layers), HuggingFaceTokenizer(_tokenizer(), 0, 0)
     hf_llama.save_llama(folder / "llama", llama, 0, 0)
     tokenizer.save(folder / "llama", 32)
@@ -114,7 +113,7 @@ def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
     not pathlib.Path("/proc/self/status").exists(), reason="Linux tells a process its peak"
 )
 def test_reading_a_model_takes_little_more_than_the_model(tmp_path):
-    """Of 40 MB, in a process that has read a small one. Files count where they are mapped."""
+    """Reads 40 MB in a process that has read a small model. Mapped files count."""
     names = [_write_all(tmp_path / size, layers) for size, layers in (("small", 1), ("large", 12))]
     pairs = [name for pair in zip(*names, strict=True) for name in pair]
     flags = {

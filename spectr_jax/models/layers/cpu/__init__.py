@@ -1,10 +1,9 @@
-"""Everything that only a CPU needs: kernels for calls on a few tokens, and memory layouts that XLA
-multiplies fast.
+"""What only a CPU needs: kernels for calls on a few tokens, and memory layouts that are fast in XLA.
 
-Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them at every call;
-the kernels of `products.cc` read each weight once, as it lies in the model. They are an optional
-extension that `pip install` builds where there is a C++ compiler (`setup.py`). Without them, or
-with SPECTR_JAX_KERNELS=0 in the environment, XLA multiplies.
+Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them in every call;
+the kernels of `products.cc` read each weight once, in the layout of the model. They are an optional
+extension that `pip install` builds if there is a C++ compiler (`setup.py`). Without them, or with
+SPECTR_JAX_KERNELS=0 in the environment, XLA multiplies.
 """
 
 import ctypes
@@ -22,17 +21,19 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 FEW = 16
-"""The largest number of rows that kernels multiply with float weights; XLA's products are faster
-for more."""
+"""Most rows that kernels multiply with float weights; XLA is faster for more."""
 MOST_QUERIES = 512
-"""The largest number of new tokens of a sequence whose attention is the kernel's, so that int8
-models have the same bits in prompts and in calls on a few tokens. For float models XLA's is as fast
-or faster from some dozens of tokens on."""
+"""Most new tokens of a sequence whose attention the kernel computes.
+
+It covers prompts, so that int8 models have the same bits in prompts and in calls on a few tokens.
+For float models XLA is as fast or faster from some dozens of tokens on.
+"""
 FLOATS = (jnp.float32, jnp.bfloat16)
 SWITCH = "SPECTR_JAX_KERNELS"
 FOLDER = pathlib.Path(__file__).parent
 TARGETS = ("int8_rows", "float_rows", "float_columns", "attention", "norm")
 _PREFIX = "spectr_jax_"
+Function = Callable[..., jax.Array]
 
 
 def on_cpu() -> bool:
@@ -41,10 +42,9 @@ def on_cpu() -> bool:
 
 
 def kernels() -> bool:
-    """Returns whether the kernels are in use: JAX computes on one CPU device, and they were built
-    for it.
+    """Returns whether the kernels are in use: they were built, and JAX computes on one CPU device.
 
-    Among several devices, XLA would gather what is sharded before each call of a kernel.
+    With several devices, XLA would gather sharded arguments before each call of a kernel.
     """
     return on_cpu() and jax.device_count() == 1 and library() is not None
 
@@ -56,8 +56,10 @@ def multiplied(*factors: jax.Array) -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the kernels, registered with XLA; None if they are switched off or cannot be loaded
-    (one line on stderr)."""
+    """Returns the kernels, registered with XLA; None if they are off or cannot be loaded.
+
+    In the latter case it prints one line on stderr.
+    """
     if os.environ.get(SWITCH) == "0":
         return None
     built = FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -71,8 +73,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         print(
-            f"note: decoding without CPU kernels, which is slower ({reason}); {SWITCH}=0 hides "
-            "this note",
+            f"note: decoding is slower without CPU kernels ({reason}); {SWITCH}=0 hides this note",
             file=sys.stderr,
         )
         return None
@@ -84,18 +85,14 @@ def _call(
 ) -> jax.Array:
     library()  # The first call registers the targets.
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")(
-        *arguments, **attributes
-    )
+    kernel = jax.ffi.ffi_call(_PREFIX + target, result, vmap_method="sequential")
+    return kernel(*arguments, **attributes)
 
 
-def _as(
-    plain: Callable[..., jax.Array],
-) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
-    """Gives a kernel the shape errors of the function `plain` of the same arguments, and its
-    derivatives in reverse mode."""
+def _as(plain: Function) -> Callable[[Function], Function]:
+    """Decorates a kernel with the shape errors and the gradients of `plain`, the same function."""
 
-    def decorate(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def decorate(kernel: Function) -> Function:
         @jax.custom_vjp
         def function(*given):
             jax.eval_shape(plain, *given)  # Raises for shapes that do not fit.
@@ -109,71 +106,56 @@ def _as(
 
 @_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
 def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns float32 [R, outputs] of float32 `x` [R, inputs], an int8 kernel [outputs, inputs] and
-    its scales [outputs].
+    """Returns the product [R, outputs] of `x` [R, inputs] and int8 weights, in float32.
 
-    Activations are rounded to 16 bits, with a scale for each row. The bits of a row do not depend
-    on the other rows.
+    The kernel is [outputs, inputs], with scales [outputs]. Activations are rounded to 16 bits, with
+    a scale for each row. The bits of a row do not depend on the other rows.
     """
     return _call("int8_rows", (len(x), len(kernel)), x, kernel, scale)
 
 
 @_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
 def float_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel
-    [outputs, inputs]."""
+    """Returns float32 [R, outputs] of `x` [R, inputs] and a float kernel [outputs, inputs]."""
     return _call("float_rows", (len(x), len(kernel)), x, kernel)
 
 
 @_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
 def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns float32 [R, outputs] of float32 `x` [R, inputs] and a float32 or bfloat16 kernel
-    [inputs, outputs]."""
+    """Returns float32 [R, outputs] of `x` [R, inputs] and a float kernel [inputs, outputs]."""
     return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
 
 
-def attention(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns the kernel of attention for a few new tokens, with the arguments, the result and the
-    derivatives of `plain`."""
+def attention(plain: Function) -> Function:
+    """Returns the kernel of attention for a few new tokens, with the gradients of `plain`."""
 
     @_as(plain)
     def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
         mask_BxNxT = jnp.broadcast_to(mask_BxNxT, (*q_BxNxHxD.shape[:2], k_BxTxKxD.shape[1]))
-        mixed = _call(
-            "attention",
-            q_BxNxHxD.shape,
-            q_BxNxHxD.astype(jnp.float32),
-            k_BxTxKxD,
-            v_BxTxKxD,
-            mask_BxNxT,
-        )
+        queries = q_BxNxHxD.astype(jnp.float32)
+        mixed = _call("attention", queries.shape, queries, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
         return mixed.astype(q_BxNxHxD.dtype)
 
     return attend
 
 
-def norm(
-    plain: Callable[..., jax.Array], *, centered: bool, epsilon: float
-) -> Callable[..., jax.Array]:
-    """Returns the kernel of a norm of float32 `x` [..., E], scales [E] and biases [E], with the
-    derivatives of `plain`."""
+def norm(plain: Function, *, centered: bool, epsilon: float) -> Function:
+    """Returns the kernel of a norm (x [..., E], scale [E], bias [E]), with `plain`'s gradients."""
 
     @_as(plain)
     def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        made = _call(
-            "norm", rows.shape, rows, scale, bias, epsilon=np.float32(epsilon), centered=centered
-        )
-        return made.reshape(x.shape)
+        options = {"epsilon": np.float32(epsilon), "centered": centered}
+        return _call("norm", rows.shape, rows, scale, bias, **options).reshape(x.shape)
 
     return normalized
 
 
 def in_memory(x: jax.Array) -> jax.Array:
-    """Returns `x` with its axes in memory in their order; on other devices, `x` as it is.
+    """Returns `x` with its axes in memory in their order on a CPU, and unchanged elsewhere.
 
-    XLA leaves a transpose to the product that reads it, and multiplies transposed factors at half
-    the speed on a CPU.
+    XLA fuses a transpose into the product that reads it, and a CPU multiplies transposed factors at
+    half the speed.
     """
     if not on_cpu():
         return x
