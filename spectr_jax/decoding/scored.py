@@ -47,8 +47,7 @@ class ScoredTree:
 
     def q(self, node: IntScalar | int) -> Probs:
         """Returns the target distribution [V] of the token after `node`."""
-        pmf: Array = probabilities(self.logits[node], self.policy)
-        return pmf
+        return probabilities(self.logits[node], self.policy)
 
     def p_and_q(self, node: IntScalar, child: IntScalar) -> tuple[Probs, Probs]:
         """Returns the draft distribution [V] that `child` was drawn from, and q [V] at `node`.

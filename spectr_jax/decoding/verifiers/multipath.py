@@ -48,9 +48,8 @@ class MultiPath(Verifier):
     def check(self, tree: Tree) -> None:
         """Raises `UserError` unless the tree is K chains of one length."""
         if tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
-            raise UserError(
-                f"parents={tree.parents!r:.60}: must be K chains of one length; give num_drafts"
-            )
+            wanted = "must be K chains of one length; give num_drafts"
+            raise UserError(f"parents={tree.parents!r:.60}: {wanted}")
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
@@ -75,19 +74,12 @@ class MultiPath(Verifier):
 
 
 class Ranked(NamedTuple):
-    """The order of tokens by q / p, ties by index. All fields are [V], by token.
-
-    Attributes:
-      rank: int32.
-      p: draft distribution.
-      below: mass of p that ranks below the token.
-      upto: the same, including the token.
-    """
+    """The order of tokens by q / p, ties by index. All fields are [V], by token."""
 
     rank: Int[Array, " vocab"]
     p: Probs
-    below: Probs
-    upto: Probs
+    below: Probs  # The mass of p that ranks below the token.
+    upto: Probs  # The same, including the token.
 
 
 def ranked_by_ratio(p: Probs, q: Probs) -> Ranked:
