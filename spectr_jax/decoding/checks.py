@@ -73,8 +73,8 @@ def check_request(
         given = f"prompts of {longest} tokens and max_new_tokens={max_new_tokens}"
         raise UserError(f"{given} exceed the target's context of {target.context}; shorten one")
     if method.exit_layer >= target.layers:
-        hint = "give fewer, or another method and a draft model"
-        raise UserError(f"layers={method.exit_layer}: the target has {target.layers}; {hint}")
+        limit = f"must be less than the target's {target.layers}; give fewer"
+        raise UserError(f"layers={method.exit_layer}: {limit}")
     children = method.tree.children_table.shape[1]
     distinct = method.drafter is None and method.verifier.rule != "iid"
     if distinct and children > V:
