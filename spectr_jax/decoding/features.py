@@ -105,11 +105,6 @@ def _one(
     return jnp.take_along_axis(x_BxNxC, only_B[:, None, None], axis=1)
 
 
-def before(hidden_BxTxE: Hidden) -> Hidden:
-    """Returns the features of the token before each token; zeros for the first."""
-    return jnp.pad(hidden_BxTxE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-
-
 def at_end(hidden_BxTxE: Hidden, lengths_B: PerRow, count: int) -> Recalled:
     """Returns the features [B, R, E] for the last R = `count` tokens of prompts; 0 where missing.
 

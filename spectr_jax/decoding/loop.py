@@ -101,10 +101,12 @@ def prefill(
     B, T = prompts_BxT.shape
     tree, recalled = method.tree, features.recalled(draft, method.tree)
     capacity = T + max_new_tokens + tree.size + recalled
-    draft_cache, show = None, features.wanted(draft) if method.needs_draft else None
+    draft_cache = None
+    show = features.wanted(draft) if method.needs_draft else None
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
     if draft is not None and method.needs_draft:
-        before = None if shown is None else features.before(shown)
+        # A token comes with the features of the token before it.
+        before = None if shown is None else jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         draft_cache, _ = _run_on_prompts(draft, prompts_BxT, lengths_B, capacity, before)
         draft_lengths_B = drafting.committed_length(lengths_B, recalled)
         draft_cache = dataclasses.replace(draft_cache, lengths=draft_lengths_B)
@@ -217,8 +219,7 @@ def call(
         draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
 
     with jax.named_scope("draft"):
-        drafts = _draft(loop, method, target, draft, draft_keys, draft_policy)
-        tokens_BxN, p, target_cache, draft_cache = drafts
+        tokens_BxN, p, loop = _draft(loop, method, target, draft, draft_keys, draft_policy)
 
     def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
         tokens, nodes = tokens_BxN[:, : tree.size + 1], np.arange(tree.size + 1)
@@ -241,19 +242,20 @@ def call(
 
     if method.drafter is not None and cpu.on_cpu():  # On an accelerator, the host would wait.
         drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
-        selected = _where_drafted(drafted, score_and_select, tree, target_cache)
+        selected = _where_drafted(drafted, score_and_select, tree, loop.target_cache)
     else:
-        selected = score_and_select(tree, target_cache)
+        selected = score_and_select(tree, loop.target_cache)
     logits, shown, target_cache, chosen = selected
     with jax.named_scope("commit"):
-        caches = target_cache, draft, draft_cache
-        after = _commit(loop, tree, chosen, *caches, limits_B, policy, stop)
+        scored_loop = loop._replace(target_cache=target_cache)
+        after = _commit(scored_loop, tree, chosen, draft, limits_B, policy, stop)
         if loop.features is not None and shown is not None:
             added = shown, chosen.path, after.lengths - loop.lengths
             after = after._replace(features=features.after_call(loop.features, *added))
         if loop.logprobs is not None:
             new = logprobs.of_call(scored(tree, logits), logits, chosen)
-            after = after._replace(logprobs=logprobs.written(loop.logprobs, new, loop.lengths))
+            write = functools.partial(_append, starts_B=loop.lengths)
+            after = after._replace(logprobs=jax.tree.map(write, loop.logprobs, new))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
     return after, Call(key=spare_keys, scored=scored(tree, logits), chosen=chosen)
 
@@ -294,18 +296,23 @@ def _where_drafted(
     return apply_if(~drafted, on_root, apply_if(drafted, on_tree, start))
 
 
+def _append(all_BxT: Array, new_BxS: Array, starts_B: PerRow) -> Array:
+    update = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
+    updated: Array = update(all_BxT, new_BxS, starts_B)
+    return updated
+
+
 def _draft(
     loop: Loop, method: Method, target: Model, draft: Model | None, keys_B: Keys, policy: Policy
-) -> tuple[NodeTokens, Float[Array, "batch inner vocab"], Cache, Cache | None]:
-    """Returns the tree's tokens, the draft distributions, and the caches of target and draft."""
+) -> tuple[NodeTokens, Float[Array, "batch inner vocab"], Loop]:
+    """Returns the tree's tokens, the draft distributions, and the state with the drafts' caches."""
     if method.drafter is not None or not method.tree.size:
         tokens_BxN = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
         if method.drafter is not None and method.tree.size:
             find = functools.partial(method.drafter, method.tree)
             found = jax.vmap(find)(loop.tokens, loop.lengths)
             tokens_BxN = jnp.concatenate([tokens_BxN, found], axis=1)
-        p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
-        return tokens_BxN, p, loop.target_cache, loop.draft_cache
+        return tokens_BxN, jnp.zeros((len(tokens_BxN), 0, target.vocab_size)), loop
     cache = loop.draft_cache
     if method.exit_layer:  # The draft temporarily uses the target's cache: it has the same rows.
         draft_lengths_B = drafting.committed_length(loop.lengths)
@@ -313,20 +320,18 @@ def _draft(
     assert draft is not None and cache is not None
     rule = drafting.RULES[method.verifier.rule]
     committed = loop.tokens, loop.lengths, cache, loop.features
-    drafts = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
+    tokens_BxN, p, cache = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
     if method.exit_layer:
-        target_cache = dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths)
-        return drafts.tokens, drafts.p, target_cache, None
-    return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
+        cache = dataclasses.replace(cache, lengths=loop.target_cache.lengths)
+        return tokens_BxN, p, loop._replace(target_cache=cache)
+    return tokens_BxN, p, loop._replace(draft_cache=cache)
 
 
 def _commit(
     loop: Loop,
     tree: Tree,
     chosen: Selection,
-    target_cache: Cache,
     draft: Model | None,
-    draft_cache: Cache | None,
     limits_B: PerRow,
     policy: Policy,
     stop: Stop | None,
@@ -345,16 +350,16 @@ def _commit(
         stop_states = jnp.take_along_axis(states_BxS, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
+    draft_cache = loop.draft_cache
     if draft is not None and draft_cache is not None:
         draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
-    append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
     counted = loop.histogram.at[jnp.arange(len(lengths)), emitted]
     return loop._replace(
         step=loop.step + 1,
-        tokens=append(loop.tokens, chosen.tokens, loop.lengths),
+        tokens=_append(loop.tokens, chosen.tokens, loop.lengths),
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
-        target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
+        target_cache=scoring.commit(loop.target_cache, tree, chosen.path, lengths),
         draft_cache=draft_cache,
         stop_states=stop_states,
         calls=loop.calls + ~loop.done,

@@ -17,6 +17,7 @@ from spectr_jax.utils.errors import UserError
 Number: TypeAlias = float | Shaped[Array, "*rows"] | Shaped[np.ndarray, "*rows"]
 
 Logits: TypeAlias = Float[Array, "*batch vocab"]
+Rows: TypeAlias = Float[Array, "*rows"]
 Limits: TypeAlias = dict[str, Array] | None
 
 Process: TypeAlias = Callable[[Array, Array, Array], Array]
@@ -188,7 +189,7 @@ def probabilities(logits: Logits, policy: Policy) -> Logits:
 
 
 @jax.jit
-def _probabilities(logits: Logits, temperature: Float[Array, "*rows"], limits: Limits) -> Logits:
+def _probabilities(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
     def by_row(rows: Array) -> Array:
         return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
 
@@ -210,7 +211,7 @@ def _probabilities(logits: Logits, temperature: Float[Array, "*rows"], limits: L
     return pmf
 
 
-def _softened(logits: Logits, temperature: Float[Array, "*rows"], limits: Limits) -> Logits:
+def _softened(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
     # Subtract the largest first: dividing by a tiny temperature amplifies rounding errors.
     largest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
     # XLA for CPUs may fold the exponential of a constant NaN into an arbitrary number.
@@ -223,11 +224,7 @@ def _softened(logits: Logits, temperature: Float[Array, "*rows"], limits: Limits
 
 
 def _limited(
-    relative: Logits,
-    weights: Logits,
-    top_k: Int[Array, "*rows"],
-    top_p: Float[Array, "*rows"],
-    min_p: Float[Array, "*rows"],
+    relative: Logits, weights: Logits, top_k: Int[Array, "*rows"], top_p: Rows, min_p: Rows
 ) -> Logits:
     """Returns the weights, with 0 for tokens that a limit excludes.
 

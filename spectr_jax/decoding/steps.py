@@ -17,7 +17,6 @@ from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, sequence_keys
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.models.frozen import Frozen
-from spectr_jax.utils.errors import UserError
 
 
 class Step(NamedTuple):
@@ -65,9 +64,6 @@ def stream(
     Raises:
       UserError: as in `generate`; at once, not at the first step.
     """
-    if getattr(key, "shape", ()) != ():
-        given = f"{key.dtype}{list(key.shape)}"
-        raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
     tokens = checks.whole_numbers("prompt", prompt)
     rows, rest = (tokens[None], np.array([tokens.size])), (None, draft_policy, logprobs, stop)
     request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, *rest)

@@ -45,14 +45,11 @@ class Stop:
         self, states_B: PerRow, tokens_BxS: Int[Array, "batch steps"]
     ) -> Int[Array, "batch steps"]:
         """Returns the state after each token of a call, given the states before the call."""
-
-        def step(states_B: Array, tokens_B: Array) -> tuple[Array, Array]:
-            after_B = self.table[states_B, jnp.maximum(tokens_B, 0)].astype(jnp.int32)
-            return after_B, after_B
-
-        steps = tokens_BxS.shape[1]
-        states_SxB: Array = jax.lax.scan(step, states_B, tokens_BxS.T, unroll=steps)[1]
-        return states_SxB.T
+        after = []
+        for tokens_B in jnp.maximum(tokens_BxS.T, 0):
+            states_B = self.table[states_B, tokens_B].astype(jnp.int32)
+            after.append(states_B)
+        return jnp.stack(after, axis=1)
 
     def never(self) -> "Stop":
         """Returns an automaton of the same shape that stops nothing."""

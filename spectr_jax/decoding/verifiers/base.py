@@ -195,7 +195,8 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
             return Candidates(nodes=table[node], tokens=tokens, valid=valid)
 
         return children
-    alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
+    alike, drawable = scored.spelled_alike(), scored.draft_probability() > 0
+    depth = jnp.asarray(tree.depth)
     levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
     def below(node: IntScalar) -> Candidates:

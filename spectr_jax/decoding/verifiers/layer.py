@@ -88,7 +88,7 @@ class _Classes(NamedTuple):
     first: Int[Array, " nodes"]  # The first node of the class.
     child: Int[Array, " nodes"]  # A draft below the class, or 0 if there is none.
     drafts: Int[Array, " nodes"]  # k, the number of drafts below the class.
-    drawable: Bool[Array, " nodes"]  # Whether the node is a draft (`ScoredTree.drawable`).
+    drawable: Bool[Array, " nodes"]  # Whether the draft model can draw the node.
 
 
 class _Scores(NamedTuple):
@@ -120,7 +120,7 @@ class _Plan(NamedTuple):
 
 
 def _classes(scored: ScoredTree) -> _Classes:
-    drawable, below = scored.drawable(), base.candidates(scored, "iid")
+    drawable, below = scored.draft_probability() > 0, base.candidates(scored, "iid")
     first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
     drafts = base.counts(scored, below)
     child = jax.vmap(lambda node: below(node).first())(jnp.arange(scored.tree.size + 1))

@@ -23,7 +23,6 @@ These are sums of positive numbers, which stay accurate however improbable the p
 import dataclasses
 from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -106,10 +105,7 @@ def winner_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, P
 
 def _mixed_powers(x: AnyFloat, y: AnyFloat, k: int) -> AnyFloat:
     """Returns the sum of x^j y^(k-1-j) over j = 0..k-1, which is (x^k - y^k) / (x - y)."""
-
-    def add(_: IntScalar | int, carry: tuple[AnyFloat, AnyFloat]) -> tuple[AnyFloat, AnyFloat]:
-        total, power = carry
-        return total * x + power, power * y
-
-    total: AnyFloat = jax.lax.fori_loop(1, k, add, (jnp.ones_like(x), y), unroll=True)[0]
+    total, power = jnp.ones_like(x), y
+    for _ in range(1, k):
+        total, power = total * x + power, power * y
     return total
