@@ -60,12 +60,9 @@ def checked_path(name: str) -> pathlib.Path:
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
-    """Returns an HTML page that follows the reader's light or dark mode.
+    """Returns an HTML page of prompts with their continuations, made by `command`.
 
-    Args:
-      session: shared by all prompts.
-      command: the command that made the page.
-      shown: prompts with their continuations.
+    It follows the reader's light or dark mode.
     """
     title = f"spectr_jax: {session.method.name}"
     models = f"Target {session.target.name}"

@@ -1,10 +1,11 @@
 """Decoded sequences in a terminal: tokens coloured by origin, columns, and a line of figures."""
 
 import itertools
+import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from spectr_jax.experiments.measure.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.sampling.chat import Answer
@@ -15,17 +16,13 @@ STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
 NAMES = {ACCEPTED: "accepted draft", CORRECTION: "correction", BONUS: "bonus token"}
 GAP = "   "
 
+Line: TypeAlias = list[tuple[str, str]]
+"""Characters with their styles. Wrapping counts these, so colour codes take no room."""
+
 
 def wants_colour() -> bool:
     """Returns whether stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-class Letter(NamedTuple):
-    """One character with its style. Wrapping counts these, so colour codes take no room."""
-
-    text: str
-    style: str
 
 
 def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = None) -> str:
@@ -68,8 +65,8 @@ def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool
     """Returns two continuations side by side in `width` characters, below their methods' names."""
     each = (width - len(GAP)) // 2
 
-    def side(decoded: Decoded) -> list[list[Letter]]:
-        name = [Letter(letter, "") for letter in decoded.method]
+    def side(decoded: Decoded) -> list[Line]:
+        name = [(letter, "") for letter in decoded.method]
         return [name, [], *_wrapped(_letters(prompt, decoded.tokens, colour), each)]
 
     rows = itertools.zip_longest(side(left), side(right), fillvalue=[])
@@ -85,32 +82,33 @@ def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str
     return [*lines, figures(decoded, speed.method, None if same else speed.ratio)]
 
 
-def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Iterator[Letter]:
-    yield from (Letter(letter, "") for letter in prompt)
+def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Line:
+    letters = [(letter, "") for letter in prompt]
     for token in tokens:
         style = STYLES.get(token.origin, "") if colour else ""
-        yield from (Letter(letter, style) for letter in token.text)
+        letters += [(letter, style) for letter in token.text]
+    return letters
 
 
-def _wrapped(letters: Iterable[Letter], width: int) -> list[list[Letter]]:
+def _wrapped(letters: Line, width: int) -> list[Line]:
     """Returns lines of at most `width` letters, broken at spaces where possible."""
-    lines: list[list[Letter]] = [[]]
-    for letter in letters:
-        if letter.text == "\n":
+    lines: list[Line] = [[]]
+    for letter, style in letters:
+        if letter == "\n":
             lines.append([])
             continue
-        lines[-1].append(letter)
+        lines[-1].append((letter, style))
         if len(lines[-1]) > width:
-            spaces = [place for place, one in enumerate(lines[-1]) if one.text == " "]
+            spaces = [place for place, (one, _) in enumerate(lines[-1]) if one == " "]
             end, begin = (spaces[-1], spaces[-1] + 1) if spaces else (width, width)
             lines.append(lines[-1][begin:])
             del lines[-2][end:]
     return lines
 
 
-def _line(letters: list[Letter]) -> str:
-    runs = itertools.groupby(letters, key=lambda letter: letter.style)
-    return "".join(_painted("".join(letter.text for letter in run), style) for style, run in runs)
+def _line(letters: Line) -> str:
+    runs = itertools.groupby(letters, key=operator.itemgetter(1))
+    return "".join(_painted("".join(letter for letter, _ in run), style) for style, run in runs)
 
 
 def _painted(text: str, style: str) -> str:
