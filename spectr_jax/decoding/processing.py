@@ -12,7 +12,7 @@ for each function object of your own.
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -33,36 +33,30 @@ Before: TypeAlias = Int[Array, " time"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _RepetitionPenalty:
-    penalty: float
+class _Process:
+    """A function of (logits, tokens, length, *options); equal ones share a program."""
+
+    function: Callable[..., Array]
+    options: tuple[Any, ...]
 
     def __call__(self, logits: Logits, tokens: Before, length: IntScalar) -> Array:
-        places = jnp.where(jnp.arange(len(tokens)) < length, tokens, len(logits))
-        occurs = jnp.zeros(len(logits), bool).at[places].set(True, mode="drop")
-        penalized = jnp.where(logits > 0, logits / self.penalty, logits * self.penalty)
-        return jnp.where(occurs, penalized, logits)
+        return self.function(logits, tokens, length, *self.options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bias:
-    tokens: tuple[int, ...]
-    values: tuple[float, ...]
-
-    def __call__(self, logits: Logits, tokens: Before, length: IntScalar) -> Array:
-        del tokens, length
-        _check_vocabulary(self.tokens, len(logits))
-        return logits.at[jnp.array(self.tokens)].add(jnp.array(self.values, logits.dtype))
+def _penalized(logits: Logits, tokens: Before, length: IntScalar, penalty: float) -> Array:
+    places = jnp.where(jnp.arange(len(tokens)) < length, tokens, len(logits))
+    occurs = jnp.zeros(len(logits), bool).at[places].set(True, mode="drop")
+    return jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Only:
-    tokens: tuple[int, ...]
+def _biased(logits: Logits, _: Before, __: IntScalar, tokens: Any, values: Any) -> Array:
+    _check_vocabulary(tokens, len(logits))
+    return logits.at[jnp.array(tokens)].add(jnp.array(values, logits.dtype))
 
-    def __call__(self, logits: Logits, tokens: Before, length: IntScalar) -> Array:
-        del tokens, length
-        _check_vocabulary(self.tokens, len(logits))
-        allowed = np.isin(np.arange(len(logits)), self.tokens)
-        return jnp.where(allowed, logits, -jnp.inf)
+
+def _allowed(logits: Logits, _: Before, __: IntScalar, *tokens: int) -> Array:
+    _check_vocabulary(tokens, len(logits))
+    return jnp.where(np.isin(np.arange(len(logits)), tokens), logits, -jnp.inf)
 
 
 def repetition_penalty(penalty: float) -> Any:
@@ -77,7 +71,7 @@ def repetition_penalty(penalty: float) -> Any:
     tiny = float(np.finfo(np.float32).tiny)
     if not isinstance(penalty, numbers.Real) or not tiny <= penalty <= _LARGEST:
         raise UserError(f"penalty={penalty!r}: must be a positive number; try 1.2")
-    return _RepetitionPenalty(float(penalty))
+    return _Process(_penalized, (float(penalty),))
 
 
 def bias(values: Mapping[int, float]) -> Any:
@@ -94,7 +88,7 @@ def bias(values: Mapping[int, float]) -> Any:
         if not is_number or not (value == -math.inf or abs(value) <= _LARGEST):
             raise UserError(f"values={value!r}: must be finite in float32, or -inf to ban a token")
     tokens = _whole(values)
-    return _Bias(tokens, tuple(float(values[token]) for token in tokens))
+    return _Process(_biased, (tokens, tuple(float(values[token]) for token in tokens)))
 
 
 def only(tokens: Iterable[int]) -> Any:
@@ -103,7 +97,7 @@ def only(tokens: Iterable[int]) -> Any:
     Raises:
       UserError: there are none, or one is not a non-negative integer.
     """
-    return _Only(_whole(tokens))
+    return _Process(_allowed, _whole(tokens))
 
 
 def _whole(tokens: Any) -> tuple[int, ...]:

@@ -23,11 +23,11 @@ its first $\tau$ tokens are emitted, followed by a draw from the normalised $r_\
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
@@ -38,8 +38,7 @@ from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 from spectr_jax.transport.winner import Winner
 from spectr_jax.utils.errors import UserError
 
-Prepared = TypeVar("Prepared")
-Known = TypeVar("Known")
+Follow: TypeAlias = Callable[[Any, Any], tuple[IntScalar, Probs, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +89,7 @@ class _Walk(NamedTuple):
 
 
 def along_winners(
-    key: PRNGKeyArray,
-    scored: ScoredTree,
-    win_at: Callable[[PRNGKeyArray, Probs, Probs, Int[Array, " k"], Bool[Array, " k"]], Prepared],
-    follow: Callable[[Known, Prepared], tuple[IntScalar, Probs, Known]],
-    known: Known,
+    key: PRNGKeyArray, scored: ScoredTree, win_at: Callable[..., Any], follow: Follow, known: Any
 ) -> Selection:
     """Returns the `Selection` of block verification along a path of winners. Consumes `key`.
 
@@ -147,7 +142,7 @@ def along_winners(
     return base.ending_at(scored, last, token, counts_N)
 
 
-def _followed(tree: Tree, walk: _Walk, at: _Node, follow: Callable[..., Any]) -> _Walk:
+def _followed(tree: Tree, walk: _Walk, at: _Node, follow: Follow) -> _Walk:
     """Returns the walk after one more step along the path of winners."""
     drafts, q, uniforms, prepared = at
     winner, g, known = follow(walk.known, prepared)
