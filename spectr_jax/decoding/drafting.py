@@ -118,9 +118,9 @@ def draft(
     """Draws the tokens of the tree; consumes `keys_B`.
 
     The nodes at depth d, after n committed tokens, use `fold_in(key, n + d - 1)`. The draft model
-    runs first on the last R committed tokens (`features.recalled`). `cache` is as long as
-    `committed_length(lengths_B, R)`, and `features_BxRxE` are the target's features for those
-    tokens, if the draft sees any. The policy applies to the draft's logits.
+    runs first on the last R committed tokens (`features.recalled`), so `cache` has the length
+    `committed_length(lengths_B, R)`. `features_BxRxE` are the target's features for these tokens,
+    if the draft sees any. The policy applies to the draft's logits.
     """
     # In a sequence shorter than R the root is not the last recalled slot; later slots are unused.
     R, root_B = features.recalled(model, tree), lengths_B - 1 - cache.lengths

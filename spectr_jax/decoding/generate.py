@@ -152,9 +152,8 @@ def decode(
             return jnp.mean(out.lengths - lengths)
 
     It checks nothing, pads no prompts and moves nothing to other devices: arguments that `generate`
-    refuses give undefined outputs. Each shape of prompts compiles its own program.
-
-    Arguments are as in `generate`, but for these:
+    refuses give undefined outputs. Each shape of prompts compiles its own program. Arguments that
+    are not listed are as in `generate`.
 
     Args:
       target: from `freeze`. Pass it to the jitted function: closed-over arrays become constants.
