@@ -102,8 +102,9 @@ def generate(
     Raises:
       UserError: an argument is out of range, or does not fit the others.
     """
-    models, rows, rest = (target, draft), (prompts, prompt_lengths), (draft_policy, logprobs, stop)
-    request = Request(key, method, *models, *rows, max_new_tokens, policy, observe, mesh, *rest)
+    rows = prompts, prompt_lengths
+    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, mesh)
+    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
     generation: Generation = _generate(checked(request, BUCKET))
     return generation
 
@@ -121,7 +122,7 @@ def _generate(request: Request) -> Generation:
     if request.mesh is None:
         return _decode(request)
     by_row = ("key", "prompts", "prompt_lengths", "policy", "draft_policy")
-    specs = dict.fromkeys(("target", "draft", "stop"), PartitionSpec())
+    specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), PartitionSpec())
     specs |= dict.fromkeys(by_row, sharding.ROWS)
     share = dataclasses.replace(request, **specs)
     made: Generation = jax.shard_map(
@@ -167,10 +168,10 @@ def decode(
     Returns:
       The output of `generate` for the same key and prompts; tokens are [B, T + max_new_tokens].
     """
-    models, rows, rest = (target, draft), (prompts, prompt_lengths), (draft_policy, logprobs, stop)
-    return _decode(
-        Request(key, method, *models, *rows, max_new_tokens, policy, observe, None, *rest)
-    )
+    rows = prompts, prompt_lengths
+    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
+    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
+    return _decode(request)
 
 
 def _decode(request: Request) -> Generation:
@@ -181,7 +182,7 @@ def _decode(request: Request) -> Generation:
     policy = for_rows(request.policy or Policy(), B)
     own = policy if request.draft_policy is None else for_rows(request.draft_policy, B)
     models = merged(method, request.target, request.draft)
-    limits_B = lengths_B + request.max_new_tokens
+    new, limits_B = request.max_new_tokens, lengths_B + request.max_new_tokens
 
     def one_call(loop: Loop) -> tuple[Loop, Call]:
         return call(loop, method, *models, keys_B, limits_B, policy, own, stop)
@@ -190,13 +191,12 @@ def _decode(request: Request) -> Generation:
         after, called = one_call(loop)
         return after._replace(observed=add_observed(loop, observe, called))
 
-    wanted = request.max_new_tokens, request.logprobs, stop is not None
-    start = prefill(method, *models, prompts, lengths_B, *wanted)
+    start = prefill(method, *models, prompts, lengths_B, new, request.logprobs, stop is not None)
     if observe is not None:
         none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
         start = start._replace(observed=none)
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
-    T = prompts.shape[1] + request.max_new_tokens
+    T = prompts.shape[1] + new
 
     def until_end(rows_BxT: Array) -> Array:
         return jnp.where(jnp.arange(T) < end.lengths[:, None], rows_BxT[:, :T], 0)

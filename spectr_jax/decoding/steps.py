@@ -1,5 +1,6 @@
 """Decoding call by call: `stream` yields the tokens of each call of the target."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -65,8 +66,9 @@ def stream(
       UserError: as in `generate`; at once, not at the first step.
     """
     tokens = checks.whole_numbers("prompt", prompt)
-    rows, rest = (tokens[None], np.array([tokens.size])), (None, draft_policy, logprobs, stop)
-    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, *rest)
+    rows = tokens[None], np.array([tokens.size])
+    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
+    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
     return _steps(checked(request, LONG))
 
 

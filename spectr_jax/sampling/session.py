@@ -111,8 +111,9 @@ def open_session(
     prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before any long work.
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
-    rest = draft_policy, logprobs, stop
-    return Session(wanted, loaded, drafts, *frozen, max_new_tokens, policy, *rest)
+    return Session(
+        wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop
+    )
 
 
 def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
@@ -216,9 +217,11 @@ def _generate(
         policy, stop = dataclasses.replace(policy, eos=-1), stop and stop.never()
     # The recorder depends on the padded length of the prompt, like the program.
     observe = recorder(padded_length(len(prompt)) + session.max_new_tokens)
+    models, prompts = (session.target_model, session.draft_model), np.array([prompt])
     return generate(
-        *(key, method, session.target_model, session.draft_model),
-        *(np.array([prompt]), np.array([len(prompt)]), session.max_new_tokens, policy, observe),
+        *(key, method, *models, prompts, np.array([len(prompt)]), session.max_new_tokens),
+        policy=policy,
+        observe=observe,
         draft_policy=session.draft_policy,
         logprobs=session.logprobs,
         stop=stop,

@@ -69,7 +69,8 @@ def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool
         name = [(letter, "") for letter in decoded.method]
         return [name, [], *_wrapped(_letters(prompt, decoded.tokens, colour), each)]
 
-    rows = itertools.zip_longest(side(left), side(right), fillvalue=[])
+    blank: Line = []
+    rows = itertools.zip_longest(side(left), side(right), fillvalue=blank)
     return "\n".join(
         (_line(one) + " " * (each - len(one)) + GAP + _line(other)).rstrip() for one, other in rows
     )

@@ -140,7 +140,8 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
     p_and_q_at = base.at_nodes(scored, functools.partial(_p_and_q, scored, classes))
 
     def cells_of(node: IntScalar, *known: Probs) -> otm.Cells:
-        return otm.cells_of(*(known or p_and_q_at(node)), MOST)
+        p, q = known or p_and_q_at(node)
+        return otm.cells_of(p, q, MOST)
 
     cells_at = base.at_nodes(scored, cells_of)
 
@@ -298,7 +299,7 @@ def _places(
     draft: IntScalar,
 ) -> Float[Array, " competitions"]:
     """Returns kappa log U of one draft in each competition, precise near U = 1 for large kappa."""
-    contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
+    contest: _Contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
     level, move, place = uniforms_3xM
     cell = otm.moved(contest.matching, contest.cell[draft], contest.rho[draft], level, move)
     below = contest.below[cell] + place * contest.mass[cell]
