@@ -27,7 +27,7 @@ from spectr_jax.utils import cli
 _PROMPT = flags.DEFINE_string(
     "prompt", None, "The text to continue; without --prompt and --file, each line of stdin."
 )
-_FILE = flags.DEFINE_string("file", None, "A text file with one prompt a line.")
+_FILE = flags.DEFINE_string("file", None, "A text file with one prompt per line.")
 _METHOD = flags.DEFINE_string(
     "method",
     None,
@@ -40,38 +40,29 @@ _TREE = flags.DEFINE_string(
     "The draft tree: children per node by level, as 4,2,1; 8x4 for 8 chains of 4; chain:8, "
     "batch:8, specinfer:16.",
 )
-_NUM_DRAFTS = flags.DEFINE_integer(
-    "num_drafts", None, "Drafted continuations (K); not with --tree."
-)
-_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted continuation (L).")
-_LAYERS = flags.DEFINE_integer(
-    "layers", None, "For self_speculative: how many of the target's layers draft."
-)
+_NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Drafted chains (K); not with --tree.")
+_DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted chain (L).")
+_LAYERS = flags.DEFINE_integer("layers", None, "For self_speculative: the layers that draft.")
 _TARGET = flags.DEFINE_string(
     "target",
     "20m",
-    "The target: a published model such as 20m, smollm2, a file, a workdir, hf:FOLDER, gguf:FILE.",
+    "A published model such as 20m, smollm2, a file, a workdir, hf:FOLDER, gguf:FILE.",
 )
 _DRAFT = flags.DEFINE_string(
     "draft",
     None,
-    "The draft model, named as --target is. It needs the target's vocabulary; added or padded "
-    "tokens may differ. (default: "
-    "2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the baseline "
-    "decodes then)",
+    "The draft model, named like --target, with its vocabulary; added or padded tokens may differ. "
+    "(default: 2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the "
+    "baseline then decodes)",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
     "Precision of both models: float32, bfloat16 or int8. (default: int8 for published models and "
-    "smollm2; for others what "
-    "is fastest without loss)",
+    "smollm2; for others what is fastest without loss)",
 )
 _CHAT = flags.DEFINE_bool(
-    "chat",
-    False,
-    "Treat prompts as chat messages: apply the model's chat template and print each answer as it "
-    "is decoded.",
+    "chat", False, "Treat prompts as chat messages, and print each answer as it is decoded."
 )
 _NEW = flags.DEFINE_integer(
     "max_new_tokens",
@@ -86,24 +77,14 @@ _DRAFT_TEMPERATURE = flags.DEFINE_float(
     "draft_temperature", None, "Temperature of the drafts. (default: --temperature)"
 )
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most probable tokens; 0 for all.")
-_TOP_P = flags.DEFINE_float(
-    "top_p", 1.0, "Sample among the most probable tokens that hold this probability."
-)
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens with this mass.")
 _MIN_P = flags.DEFINE_float(
-    "min_p", 0.0, "Sample among the tokens with this share of the largest probability; 0 for all."
+    "min_p", 0.0, "Sample among tokens with this fraction of the largest probability; 0 for all."
 )
-_STOP = flags.DEFINE_multi_string(
-    "stop", [], "End a continuation before this text; may be given several times."
-)
-_SEED = flags.DEFINE_integer(
-    "seed", 0, "Seed of the samples.", lower_bound=0, upper_bound=2**32 - 1
-)
-_COMPARE = flags.DEFINE_bool(
-    "compare", False, "Show the baseline's continuation next to the method's."
-)
-_HTML = flags.DEFINE_string(
-    "html", None, "Also write a page to this file, with the draft tree of each call."
-)
+_STOP = flags.DEFINE_multi_string("stop", [], "End before this text; may be given several times.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bound=2**32 - 1)
+_COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's continuation as well.")
+_HTML = flags.DEFINE_string("html", None, "Also write a page with the draft tree of each call.")
 _COLOUR = flags.DEFINE_enum(
     "color", "auto", ["auto", "always", "never"], "Colours; auto: in a terminal without NO_COLOR."
 )
@@ -117,46 +98,35 @@ def main():
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
 
-    new_tokens = _NEW.value or (256 if _CHAT.value else 64)
-    temperature = (
-        (0.2 if _CHAT.value else 1.0) if _TEMPERATURE.value is None else _TEMPERATURE.value
-    )
-    policy = Policy(temperature, _TOP_K.value, _TOP_P.value, min_p=_MIN_P.value)
-    own = (
-        policy
-        if _DRAFT_TEMPERATURE.value is None
-        else dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
-    )
+    chat, html, temperature = _CHAT.value, _HTML.value, _TEMPERATURE.value
+    if temperature is None:
+        temperature = 0.2 if chat else 1.0
+    policy = own = Policy(temperature, _TOP_K.value, _TOP_P.value, min_p=_MIN_P.value)
+    if _DRAFT_TEMPERATURE.value is not None:
+        own = dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
     check_policy(policy)
     check_policy(own, owner="draft_")
-    small = _TARGET.value in (*PUBLISHED, SMOLLM2)
-    dtype = _DTYPE.value or ("int8" if small else None)
+    dtype = _DTYPE.value or ("int8" if _TARGET.value in (*PUBLISHED, SMOLLM2) else None)
     if dtype is not None:
         check_dtype(dtype)
-    method = _method()
-    prompts = _prompts()
-    html = None if _HTML.value is None else checked_path(_HTML.value)
+    method, prompts = _method(), _prompts()
+    path = None if html is None else checked_path(html)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Replaces characters that the terminal lacks.
     session = open_session(
-        method,
-        _TARGET.value,
-        _DRAFT.value or None,
-        dtype,
-        new_tokens,
-        policy,
-        own,
-        html is not None,
-        tuple(_STOP.value),
+        *(method, _TARGET.value, _DRAFT.value or None, dtype),
+        *(_NEW.value or (256 if chat else 64), policy, own),
+        logprobs=path is not None,
+        stop=tuple(_STOP.value),
     )
     if method is None and session.draft is None:
         print(
             f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr
         )
-    if _CHAT.value and not _COMPARE.value and html is None:
+    if chat and not _COMPARE.value and path is None:
         _chat(session, prompts)
     else:
-        _show(session, prompts, html)
+        _show(session, prompts, path)
 
 
 def _method():
@@ -168,24 +138,16 @@ def _method():
     from spectr_jax.decoding import get_method
     from spectr_jax.utils.errors import UserError
 
-    options = {
-        "tree": _TREE,
-        "num_drafts": _NUM_DRAFTS,
-        "draft_length": _DRAFT_LENGTH,
-        "layers": _LAYERS,
-    }
-    given = {name: flag.value for name, flag in options.items() if flag.value is not None}
+    flags_of_method = (_TREE, _NUM_DRAFTS, _DRAFT_LENGTH, _LAYERS)
+    given = {flag.name: flag.value for flag in flags_of_method if flag.value is not None}
     if _METHOD.value is not None:
         return get_method(_METHOD.value, **given)
     if "layers" in given:
-        raise UserError(
-            f"--layers={_LAYERS.value} is for --method=self_speculative; give both, or leave it out"
-        )
+        hint = "is for --method=self_speculative; give both, or leave it out"
+        raise UserError(f"--layers={_LAYERS.value} {hint}")
     if "tree" in given and len(given) > 1:
-        other = next(name for name in given if name != "tree")
-        raise UserError(
-            f"--tree={_TREE.value} and --{other}={given[other]} are both given; give one of them"
-        )
+        both = " and ".join(f"--{name}={value}" for name, value in list(given.items())[:2])
+        raise UserError(f"{both} are both given; give one of them")
     if "tree" in given or "num_drafts" in given:
         return get_method("otm_block", **given)
     return get_method("block", **given) if given else None
@@ -198,22 +160,27 @@ def _prompts() -> Iterable[str]:
 
     if _PROMPT.value is not None and _FILE.value is not None:
         raise UserError(f"--prompt and --file={_FILE.value} are both given; give one of them")
-    if _PROMPT.value is not None:
-        if not _PROMPT.value.strip():
-            if _CHAT.value:
-                raise UserError(
-                    "--prompt is empty, which is nothing to answer; give --chat a message"
-                )
-            print("--prompt is empty: the sequence begins from nothing", file=sys.stderr)
-        return prompts.from_flag(_PROMPT.value)
     if _FILE.value is not None:
         return prompts.from_file(_FILE.value)
-    if sys.stdin is not None and sys.stdin.isatty():
-        print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
-    return prompts.from_stdin(sys.stdin)
+    if _PROMPT.value is None:
+        if sys.stdin is not None and sys.stdin.isatty():
+            print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
+        return prompts.from_stdin(sys.stdin)
+    if not _PROMPT.value.strip():
+        if _CHAT.value:
+            raise UserError("--prompt is empty, which is nothing to answer; give --chat a message")
+        print("--prompt is empty: the sequence begins from nothing", file=sys.stderr)
+    return prompts.from_flag(_PROMPT.value)
+
+
+def _colour() -> bool:
+    from spectr_jax.sampling import terminal
+
+    return _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
 
 
 def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
+    """Prints the continuation of each prompt with its speed, and writes the page."""
     import jax
 
     from spectr_jax.decoding import get_method
@@ -224,17 +191,15 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
     if _CHAT.value:
         chat.check(session)
     encode = chat.encode_message if _CHAT.value else sampling.encode
-    colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
-    shown: list[page.Shown] = []
+    command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
+    colour = _colour()
+    baseline, shown = None, []
     for number, (prompt, tokens) in enumerate(sampling.encode_all(session, prompts, encode)):
         prompt += "\n\n" if _CHAT.value else ""
         key = jax.random.fold_in(jax.random.key(_SEED.value), number)
         decoded = sampling.decode(session, session.method, tokens, key)
-        baseline = (
-            sampling.decode(session, get_method("baseline"), tokens, key)
-            if _COMPARE.value
-            else None
-        )
+        if _COMPARE.value:
+            baseline = sampling.decode(session, get_method("baseline"), tokens, key)
         if not number and colour:
             print(terminal.legend(colour) + "\n")
         if baseline:
@@ -245,11 +210,8 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
         speed = sampling.measure(session, tokens, key)
         print("\n" + "\n".join(terminal.speeds(speed, baseline, decoded)) + "\n", flush=True)
         shown.append(page.Shown(prompt, decoded, baseline, speed))
-        if html is not None:
-            command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
-            write_whole(
-                html, page.page(session, command, shown).encode(errors="replace")
-            )  # Paths need not be UTF-8.
+        if html is not None:  # The command may name paths that are not UTF-8.
+            write_whole(html, page.page(session, command, shown).encode(errors="replace"))
 
 
 def _chat(session, prompts: Iterable[str]) -> None:
@@ -259,7 +221,7 @@ def _chat(session, prompts: Iterable[str]) -> None:
     from spectr_jax.sampling import chat, terminal
 
     chat.check(session)
-    colour = _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
+    colour = _colour()
 
     def show(token) -> None:
         print(terminal.token(token, colour), end="", flush=True)

@@ -1,7 +1,6 @@
 """Checks of the arguments of `generate`, before anything takes long."""
 
-import numbers
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from spectr_jax.decoding.methods import Method
+from spectr_jax.decoding.tree import checked as positive
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.utils.errors import UserError
 
@@ -19,10 +19,8 @@ def check_key(key: Any, sequences: int) -> None:
     is_typed = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     if not is_typed or key.shape not in ((), (sequences,)):
         given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        raise UserError(
-            f"key={given}: must be a typed key, such as jax.random.key(seed), or one for each of "
-            f"{sequences} sequences"
-        )
+        wanted = f"must be a typed key, such as jax.random.key(seed), or {sequences} of them"
+        raise UserError(f"key={given}: {wanted}")
 
 
 def check_method(method: object) -> None:
@@ -52,18 +50,6 @@ def whole_numbers(name: str, given: Any) -> Int[np.ndarray, "..."]:
     return array.astype(np.int32)
 
 
-def check_observe(observe: object) -> None:
-    """Raises `UserError` unless `observe` is None or a hashable function."""
-    if observe is not None and not (callable(observe) and isinstance(observe, Hashable)):
-        raise UserError(f"observe={observe!r}: must be a hashable function of one Call, or None")
-
-
-def check_flag(name: str, given: object) -> None:
-    """Raises `UserError` unless the argument is True or False."""
-    if not isinstance(given, bool):
-        raise UserError(f"{name}={given!r}: must be True or False")
-
-
 def check_request(
     method: Method,
     target: Frozen,
@@ -73,42 +59,27 @@ def check_request(
     max_new_tokens: int,
 ) -> None:
     """Raises `UserError` unless the prompts, models and method fit one another."""
-    if (
-        not isinstance(max_new_tokens, numbers.Integral)
-        or isinstance(max_new_tokens, bool)
-        or max_new_tokens < 1
-    ):
-        raise UserError(f"max_new_tokens={max_new_tokens!r}: must be a positive integer")
+    positive(max_new_tokens=max_new_tokens)
     if prompts.ndim != 2 or prompt_lengths.shape != prompts.shape[:1]:
         shapes = f"prompts {prompts.shape} and prompt_lengths {prompt_lengths.shape}"
         raise UserError(f"{shapes}: must have shapes [B, T] and [B]")
     if not len(prompts) or prompt_lengths.min() < 1 or prompt_lengths.max() > prompts.shape[1]:
-        raise UserError(
-            f"prompt_lengths={prompt_lengths}: must be within 1..{prompts.shape[1]}; "
-            "a prompt is at least BOS"
-        )
-    if prompts.min() < 0 or prompts.max() >= target.vocab_size:
-        raise UserError(
-            f"prompts: a token is outside 0..{target.vocab_size - 1}; use the target's tokenizer"
-        )
-    longest = int(prompt_lengths.max())
+        within = f"1..{prompts.shape[1]}; a prompt is at least BOS"
+        raise UserError(f"prompt_lengths={prompt_lengths}: must be within {within}")
+    V, longest = target.vocab_size, int(prompt_lengths.max())
+    if prompts.min() < 0 or prompts.max() >= V:
+        raise UserError(f"prompts: a token is outside 0..{V - 1}; use the target's tokenizer")
     if longest + max_new_tokens > target.context:
-        raise UserError(
-            f"prompts of {longest} tokens and max_new_tokens={max_new_tokens} exceed the target's "
-            f"context of {target.context}; shorten one of them"
-        )
+        given = f"prompts of {longest} tokens and max_new_tokens={max_new_tokens}"
+        raise UserError(f"{given} exceed the target's context of {target.context}; shorten one")
     if method.exit_layer >= target.layers:
-        raise UserError(
-            f"layers={method.exit_layer}: must be less than the target's layers={target.layers}; "
-            "give fewer, or another method and a draft model"
-        )
+        limit = f"must be less than the target's {target.layers}; give fewer"
+        raise UserError(f"layers={method.exit_layer}: {limit}")
     children = method.tree.children_table.shape[1]
     distinct = method.drafter is None and method.verifier.rule != "iid"
-    if distinct and children > target.vocab_size:
-        raise UserError(
-            f"method {method.name!r}: a node has {children} children, more than the vocabulary of "
-            f"{target.vocab_size} has tokens; give a narrower tree"
-        )
+    if distinct and children > V:
+        hint = f"but there are {V} tokens; give a narrower tree"
+        raise UserError(f"method {method.name!r}: a node has {children} children, {hint}")
     if method.needs_draft:
         _check_draft(method, target, draft)
 
@@ -116,22 +87,14 @@ def check_request(
 def _check_draft(method: Method, target: Frozen, draft: Frozen | None) -> None:
     """Raises `UserError` unless the draft model fits its target."""
     if draft is None:
-        raise UserError(
-            f"method {method.name!r}: needs a draft model; give one, or use method 'lookup'"
-        )
-    if draft.features_seen not in (0, target.features_shown):
-        raise UserError(
-            f"draft: sees {draft.features_seen} features, but this target has "
-            f"{target.features_shown}; give the target that the draft was trained for"
-        )
+        raise UserError(f"method {method.name!r}: needs a draft model; give one, or use 'lookup'")
+    hint = "give the target that the draft was trained for"
+    seen, shown, V = draft.features_seen, target.features_shown, target.vocab_size
+    if seen not in (0, shown):
+        raise UserError(f"draft: sees {seen} features, but this target has {shown}; {hint}")
     deepest = max(draft.feature_layers, default=0)
     if deepest > target.layers:
-        raise UserError(
-            f"draft: sees layer {deepest}, but this target has {target.layers} layers; give the "
-            "target that the draft was trained for"
-        )
-    if draft.vocab_size != target.vocab_size:
-        raise UserError(
-            f"draft: has {draft.vocab_size} tokens, but the target has {target.vocab_size}; use a "
-            "common vocabulary, or spectr_jax.loading.pairs.fitted"
-        )
+        raise UserError(f"draft: sees layer {deepest}, but this target has {target.layers}; {hint}")
+    if draft.vocab_size != V:
+        hint = "use a common vocabulary, or spectr_jax.loading.pairs.fitted"
+        raise UserError(f"draft: has {draft.vocab_size} tokens, but the target has {V}; {hint}")

@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding import features, processing
 from spectr_jax.decoding.policy import Policy, probabilities
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Keys, NodeTokens, Paths, PerRow, Tokens, Tree
 from spectr_jax.models.base import Model, features_seen
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.models.frozen import Frozen
@@ -27,25 +27,21 @@ from spectr_jax.transport.types import IntScalar, Probs
 LevelProbs: TypeAlias = Float[Array, "width vocab"]
 Counts: TypeAlias = Int[np.ndarray, " width"]
 LevelTokens: TypeAlias = Int[Array, "width children"]
+BatchProbs: TypeAlias = Float[Array, "batch width vocab"]
 
 
 class Drafts(NamedTuple):
-    """The drafts of one call.
+    """The drafts of one call."""
 
-    Attributes:
-      tokens: [B, N + 1] int32 by node; the root's is the last committed token.
-      p: [B, I, V] draft distribution at each inner node.
-      cache: the draft model's KV cache, with the inner nodes pending.
-    """
-
-    tokens: Int[Array, "batch nodes"]
-    p: Float[Array, "batch inner vocab"]
-    cache: Cache
+    tokens: NodeTokens  # int32; the root's is the last committed token.
+    p: Float[Array, "batch inner vocab"]  # The draft distribution at each inner node.
+    cache: Cache  # The draft model's, with the inner nodes pending.
 
 
 def iid(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
     """Returns independent draws from each row of `p`; consumes `key`."""
-    return _each(key, p, lambda k, probs: draw(k, probs, (int(counts.max()),)))
+    keys, shape = jax.random.split(key, len(p)), (int(counts.max()),)
+    return jax.vmap(lambda key, probs: draw(key, probs, shape))(keys, p)
 
 
 def without_replacement(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
@@ -54,7 +50,8 @@ def without_replacement(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> Lev
     They follow the Plackett-Luce distribution: each is drawn from p without the tokens before it.
     Once the support of p is exhausted, distinct tokens with p = 0 follow.
     """
-    return _each(key, p, lambda k, probs: race_plan.arrivals(k, probs, int(counts.max())))
+    keys, most = jax.random.split(key, len(p)), int(counts.max())
+    return jax.vmap(lambda key, probs: race_plan.arrivals(key, probs, most))(keys, p)
 
 
 def race(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
@@ -71,16 +68,19 @@ def greedy(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
     Consumes `key`. Source: Hu et al., 2025.
     """
 
+    most = int(counts.max())
+
     def likeliest_and_one(
         key: PRNGKeyArray, probs: Probs, count: IntScalar
     ) -> Int[Array, " children"]:
-        likeliest = jax.lax.top_k(probs, int(counts.max()) - 1)[1]
-        is_likeliest = jnp.arange(int(counts.max())) < count - 1
+        likeliest = jax.lax.top_k(probs, most - 1)[1]
+        is_likeliest = jnp.arange(most) < count - 1
         taken = jnp.where(is_likeliest[:-1], likeliest, len(probs))
         one = draw(key, probs.at[taken].set(0, mode="drop"))
         return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
 
-    return _each(key, p, likeliest_and_one, jnp.asarray(counts))
+    keys = jax.random.split(key, len(p))
+    return jax.vmap(likeliest_and_one)(keys, p, jnp.asarray(counts))
 
 
 Rule: TypeAlias = Callable[[PRNGKeyArray, LevelProbs, Counts], LevelTokens]
@@ -99,50 +99,55 @@ are unused.
 """
 
 
-def committed_length(
-    lengths_B: Int[Array, " batch"], recalled: int = features.RECALLED
-) -> Int[Array, " batch"]:
+def committed_length(lengths_B: PerRow, recalled: int = features.RECALLED) -> PerRow:
     """Returns the draft cache's length between calls, for sequences of `lengths_B` tokens."""
     return jnp.maximum(lengths_B - recalled, 0)
 
 
 def draft(
-    keys_B: Key[Array, " batch"],
+    keys_B: Keys,
     model: Model,
     rule: Rule,
     tree: Tree,
     policy: Policy,
-    tokens_BxT: Int[Array, "batch time"],
-    lengths_B: Int[Array, " batch"],
+    tokens_BxT: Tokens,
+    lengths_B: PerRow,
     cache: Cache,
-    features_BxRxE: Float[Array, "batch recalled features"] | None = None,
+    features_BxRxE: features.Recalled | None = None,
 ) -> Drafts:
-    """Draws the tokens of the tree.
+    """Draws the tokens of the tree; consumes `keys_B`.
 
-    Args:
-      keys_B: one typed key per sequence, consumed. The nodes at depth d, after n committed tokens,
-        use `fold_in(key, n + d - 1)`.
-      model: the draft model.
-      rule: one of `RULES`.
-      tree: static.
-      policy: applied to the draft's logits.
-      tokens_BxT: the first `lengths_B` of each row are committed.
-      lengths_B: int32, at least 1.
-      cache: of length `committed_length(lengths_B, R)`, where R is `features.recalled`.
-      features_BxRxE: the target's features for the last R tokens, if the draft sees features.
+    The nodes at depth d, after n committed tokens, use `fold_in(key, n + d - 1)`. The draft model
+    runs first on the last R committed tokens (`features.recalled`), so `cache` has the length
+    `committed_length(lengths_B, R)`. `features_BxRxE` are the target's features for these tokens,
+    if the draft sees any. The policy applies to the draft's logits.
     """
     # In a sequence shorter than R the root is not the last recalled slot; later slots are unused.
-    root_B = lengths_B - 1 - cache.lengths
-    ran = _recall(model, features.recalled(model, tree), tokens_BxT, root_B, cache, features_BxRxE)
+    R, root_B = features.recalled(model, tree), lengths_B - 1 - cache.lengths
+    recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
+    if features_BxRxE is not None:
+        shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
+        features_BxRxE = jnp.take_along_axis(features_BxRxE, shifted_BxR[..., None], axis=1)
+    recalled = (
+        jnp.take_along_axis(tokens_BxT, recalled_BxR, axis=1),
+        jnp.minimum(recalled_BxR, model.context - 1),
+        jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R)),
+    )
+    ran = _Ran(
+        *features.extend(model, *recalled, cache, features_BxNxE=features_BxRxE, only_B=root_B)
+    )
     tokens, p = [jnp.take_along_axis(tokens_BxT, lengths_B[:, None] - 1, axis=1)], []
     for depth, nodes in enumerate(tree.levels[1:]):
         parents = np.intersect1d(tree.levels[depth], tree.inner)
         committed = jnp.concatenate(tokens, axis=1), tokens_BxT, lengths_B
         logits = processing.at_nodes(policy, tree, parents, ran.logits, *committed)
-        positions_B = lengths_B + depth
-        p.append(_within(model, probabilities(logits, policy), tokens_BxT, positions_B))
+        positions_B, pmf = lengths_B + depth, probabilities(logits, policy)
+        if tokens_BxT.shape[1] > model.context:
+            # The draft drafts nothing past its context: verifiers ignore drafts with p = 0.
+            pmf = jnp.where(positions_B[:, None, None] <= model.context, pmf, 0)
+        p.append(pmf)
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
-        tokens.append(_children(level_keys_B, rule, tree, nodes, p[-1]))
+        tokens.append(_children(level_keys_B, rule, tree, nodes, pmf))
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
             inner_tokens = tokens[-1][:, inner - nodes[0]]
@@ -150,50 +155,12 @@ def draft(
     return Drafts(jnp.concatenate(tokens, axis=1), jnp.concatenate(p, axis=1), ran.cache)
 
 
-def _within(
-    model: Model,
-    p_BxWxV: Float[Array, "batch width vocab"],
-    tokens_BxT: Array,
-    positions_B: Int[Array, " batch"],
-) -> Float[Array, "batch width vocab"]:
-    """Returns `p_BxWxV`, or 0 past the draft's context: verifiers ignore drafts with p = 0."""
-    if tokens_BxT.shape[1] <= model.context:
-        return p_BxWxV
-    return jnp.where(positions_B[:, None, None] <= model.context, p_BxWxV, 0)
-
-
 class _Ran(NamedTuple):
-    """The draft model's outputs for the root, or for the inner nodes of a level.
+    """The draft model's outputs for the root, or for the inner nodes of a level."""
 
-    Attributes:
-      logits: of the token after each node.
-      own: the draft's own features of each node; None if it sees no features.
-      cache: with these nodes and those above them pending.
-    """
-
-    logits: Float[Array, "batch width vocab"]
-    own: Float[Array, "batch width features"] | None
-    cache: Cache
-
-
-def _recall(
-    model: Model,
-    R: int,
-    tokens_BxT: Int[Array, "batch time"],
-    root_B: Int[Array, " batch"],
-    cache: Cache,
-    features_BxRxE: Float[Array, "batch recalled features"] | None,
-) -> _Ran:
-    """Runs the draft on the last R committed tokens; returns its outputs for the root."""
-    recalled_BxR = cache.lengths[:, None] + jnp.arange(R)
-    if features_BxRxE is not None:
-        shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
-        features_BxRxE = jnp.take_along_axis(features_BxRxE, shifted_BxR[..., None], axis=1)
-    tokens_BxR = jnp.take_along_axis(tokens_BxT, recalled_BxR, axis=1)
-    positions_BxR = jnp.minimum(recalled_BxR, model.context - 1)
-    visible = jnp.broadcast_to(np.tri(R, dtype=bool), (len(root_B), R, R))
-    new = tokens_BxR, positions_BxR, visible
-    return _Ran(*features.extend(model, *new, cache, features_BxNxE=features_BxRxE, only_B=root_B))
+    logits: BatchProbs  # Of the token after each node.
+    own: Float[Array, "batch width features"] | None  # The draft's own features, if it sees any.
+    cache: Cache  # With these nodes and those above them pending.
 
 
 def _run_on_level(
@@ -201,59 +168,45 @@ def _run_on_level(
     tree: Tree,
     inner: Int[np.ndarray, " width"],
     tokens_BxW: Int[Array, "batch width"],
-    positions_B: Int[Array, " batch"],
-    root_B: Int[Array, " batch"],
+    positions_B: PerRow,
+    root_B: PerRow,
     above: _Ran,
 ) -> _Ran:
     """Runs the draft on the `inner` nodes of a level, given its outputs for the level `above`."""
-    R = features.recalled(model, tree)
-    pending = R + int(tree.inner_rank[inner[0]]) - 1
+    (B, W), R = tokens_BxW.shape, features.recalled(model, tree)
+    first, last = tree.inner_rank[inner[0]], tree.inner_rank[inner[-1]]
     parents = tree.parent[inner]
     inner_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
     own = None if above.own is None else above.own[:, np.searchsorted(inner_above, parents)]
     positions_B = jnp.minimum(positions_B, model.context - 1)
-    positions_BxW = jnp.broadcast_to(positions_B[:, None], tokens_BxW.shape)
-    new = tokens_BxW, positions_BxW, _visible(tree, inner, R, root_B)
-    return _Ran(*features.extend(model, *new, above.cache, pending, features_BxNxE=own))
-
-
-def _visible(
-    tree: Tree, inner: Int[np.ndarray, " width"], R: int, root_B: Int[Array, " batch"]
-) -> Bool[Array, "batch width visible"]:
-    """Returns the mask of the `inner` nodes of a level over the pending tokens.
-
-    These are the R recalled tokens, then the inner nodes up to and including this level.
-    """
-    B, W = len(root_B), len(inner)
+    # Pending are the R recalled tokens, then the inner nodes up to and including this level.
     sees_recalled_BxR = jnp.arange(R) <= root_B[:, None]
-    sees_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : tree.inner_rank[inner[-1]] + 1])]
-    parts = (
+    sees_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : last + 1])]
+    visible = (
         jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, R)),
         jnp.broadcast_to(sees_inner, (B, *sees_inner.shape)),
     )
-    return jnp.concatenate(parts, axis=-1)
+    positions_BxW = jnp.broadcast_to(positions_B[:, None], (B, W))
+    new = tokens_BxW, positions_BxW, jnp.concatenate(visible, axis=-1)
+    pending = R + int(first) - 1
+    return _Ran(*features.extend(model, *new, above.cache, pending, features_BxNxE=own))
 
 
 def commit(
     model: Model | Frozen,
     cache: Cache,
     tree: Tree,
-    path_BxD: Int[Array, "batch height"],
-    old_lengths_B: Int[Array, " batch"],
-    new_lengths_B: Int[Array, " batch"],
+    path_BxD: Paths,
+    old_lengths_B: PerRow,
+    new_lengths_B: PerRow,
 ) -> Cache:
     """Keeps the accepted path, except its last node, in the draft's cache.
 
     The last node may be a leaf, on which the draft has not run, so the next call recalls it. A
     draft that sees features recalls all tokens that the call added, with the target's features.
 
-    Args:
-      model: the draft model, or its frozen copy.
-      cache: with the inner nodes of a drafted tree pending.
-      tree: static.
-      path_BxD: int32, accepted nodes in order, root excluded; later entries are ignored.
-      old_lengths_B: the lengths of the sequences before the call.
-      new_lengths_B: their lengths after it.
+    `model` may be frozen. The `cache` has the inner nodes of a drafted tree pending, and the lengths
+    are those of the sequences before and after the call.
     """
     if features_seen(model):
         return Cache(cache.rows, committed_length(new_lengths_B, features.recalled(model, tree)))
@@ -269,24 +222,10 @@ def commit(
 
 
 def _children(
-    keys_B: Key[Array, " batch"],
-    rule: Rule,
-    tree: Tree,
-    nodes: Int[np.ndarray, " level"],
-    p_BxWxV: Float[Array, "batch width vocab"],
+    keys_B: Keys, rule: Rule, tree: Tree, nodes: Int[np.ndarray, " level"], p_BxWxV: BatchProbs
 ) -> Int[Array, "batch level"]:
     """Returns tokens for the `nodes` of a level, drawn from `p_BxWxV` at their parents."""
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     parents = parents - parents.min()
     counts = np.bincount(parents)
     return jax.vmap(lambda key, p_WxV: rule(key, p_WxV, counts)[parents, ranks])(keys_B, p_BxWxV)
-
-
-def _each(
-    key: PRNGKeyArray,
-    p_WxV: LevelProbs,
-    draw_children: Callable[..., Int[Array, " children"]],
-    *of_each: Shaped[Array, "width ..."],
-) -> LevelTokens:
-    """Returns `draw_children(key, p, ...)` of each row, each with its own key; consumes `key`."""
-    return jax.vmap(draw_children)(jax.random.split(key, len(p_WxV)), p_WxV, *of_each)

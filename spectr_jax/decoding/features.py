@@ -12,16 +12,20 @@ Shape suffixes: B sequences, N nodes, T tokens of a sequence, R recalled tokens,
 layer, F features of several layers.
 """
 
-from typing import Any
+import functools
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Paths, PerRow, Tree
 from spectr_jax.models.base import feature_layers, features_seen, features_shown
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers import cpu
+
+Hidden: TypeAlias = Float[Array, "batch time features"]
+Recalled: TypeAlias = Float[Array, "batch recalled features"]
 
 RECALLED = 2
 """The number of committed tokens that the draft runs on first in each call.
@@ -56,17 +60,13 @@ def extend(
     *,
     features_BxNxE: Float[Array, "batch new given_features"] | None = None,
     show: tuple[int, ...] | None = None,
-    only_B: Int[Array, " batch"] | None = None,
+    only_B: PerRow | None = None,
 ) -> tuple[Float[Array, "batch scored vocab"], Float[Array, "batch scored features"] | None, Cache]:
     """Returns the logits, features and cache that `Model.extend` gives.
 
     Args:
       model: the target or the draft model.
-      tokens_BxN: as in `Model.extend`, like the next four.
-      positions_BxN: int32.
-      visible_BxNxM: bool.
-      cache: the model's.
-      pending: static.
+      tokens_BxN, positions_BxN, visible_BxNxM, cache, pending: as in `Model.extend`.
       features_BxNxE: for a model that sees features: those of the token before each new token.
       show: static; the layers whose outputs follow the last hidden states in the features. None if
         the model sees no features and its own are not needed: then the features are None.
@@ -78,10 +78,10 @@ def extend(
     if tokens_BxN.size == 1 and not cpu.on_cpu():
         # For a single row, XLA's GPU kernels write every product of a weight to memory; for two
         # they do not. Nothing sees the second row, and the next call overwrites it in the cache.
-        tokens_BxN = jnp.repeat(tokens_BxN, 2, axis=1)
-        positions_BxN = jnp.repeat(positions_BxN, 2, axis=1)
-        features_BxNxE = None if features_BxNxE is None else jnp.repeat(features_BxNxE, 2, axis=1)
-        visible_BxNxM = jnp.pad(jnp.repeat(visible_BxNxM, 2, axis=1), ((0, 0), (0, 0), (0, 1)))
+        given = tokens_BxN, positions_BxN, visible_BxNxM, features_BxNxE
+        twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), given)
+        tokens_BxN, positions_BxN, visible_BxNxM, features_BxNxE = twice
+        visible_BxNxM = jnp.pad(visible_BxNxM, ((0, 0), (0, 0), (0, 1)))
         only_B = jnp.zeros(1, jnp.int32)
     arguments = tokens_BxN, positions_BxN, visible_BxNxM, cache, pending
     if features_BxNxE is not None:
@@ -97,7 +97,7 @@ def extend(
 
 
 def _one(
-    x_BxNxC: Float[Array, "batch new channels"], only_B: Int[Array, " batch"] | None
+    x_BxNxC: Float[Array, "batch new channels"], only_B: PerRow | None
 ) -> Float[Array, "batch scored channels"]:
     """Returns the entries [B, 1, C] at `only_B`, or all if it is None."""
     if only_B is None:
@@ -105,16 +105,7 @@ def _one(
     return jnp.take_along_axis(x_BxNxC, only_B[:, None, None], axis=1)
 
 
-def before(
-    hidden_BxTxE: Float[Array, "batch time features"],
-) -> Float[Array, "batch time features"]:
-    """Returns the features of the token before each token; zeros for the first."""
-    return jnp.pad(hidden_BxTxE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-
-
-def at_end(
-    hidden_BxTxE: Float[Array, "batch time features"], lengths_B: Int[Array, " batch"], count: int
-) -> Float[Array, "batch recalled features"]:
+def at_end(hidden_BxTxE: Hidden, lengths_B: PerRow, count: int) -> Recalled:
     """Returns the features [B, R, E] for the last R = `count` tokens of prompts; 0 where missing.
 
     The features for a token are those of the token before it.
@@ -125,25 +116,17 @@ def at_end(
 
 
 def after_call(
-    features_BxRxE: Float[Array, "batch recalled features"],
+    features_BxRxE: Recalled,
     hidden_BxNxE: Float[Array, "batch nodes features"],
-    path_BxD: Int[Array, "batch height"],
-    emitted_B: Int[Array, " batch"],
-) -> Float[Array, "batch recalled features"]:
-    """Returns the features for the last R tokens after a call.
+    path_BxD: Paths,
+    emitted_B: PerRow,
+) -> Recalled:
+    """Returns the features for the last R tokens after a call, given those before it.
 
-    Args:
-      features_BxRxE: the features for the last R tokens before the call.
-      hidden_BxNxE: the target's features of each node.
-      path_BxD: int32, accepted nodes in order, root excluded; later entries are ignored.
-      emitted_B: int32, the number of tokens that the call added.
+    `hidden_BxNxE` are the target's features of each node; the call added `emitted_B` tokens.
     """
     nodes = jnp.pad(path_BxD, ((0, 0), (1, 0)))  # The root comes first.
     of_path = jnp.take_along_axis(hidden_BxNxE, jnp.maximum(nodes, 0)[..., None], axis=1)
     both = jnp.concatenate([features_BxRxE, of_path.astype(features_BxRxE.dtype)], axis=1)
-    R = features_BxRxE.shape[1]
-
-    def last(rows: Array, first: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(rows, first, R)
-
+    last = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=features_BxRxE.shape[1])
     return jax.vmap(last)(both, emitted_B)

@@ -7,7 +7,6 @@ Shape suffixes: B sequences, T tokens of a sequence.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Call, Loop, add_observed, call, merged, observe_call, prefill
@@ -23,6 +22,7 @@ from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, for_rows
 from spectr_jax.decoding.request import BUCKET, AnyModel, Observe, Request, checked, sequence_keys
 from spectr_jax.decoding.stopping import Stop, StopSpec
+from spectr_jax.decoding.tree import Keys, PerRow, Tokens
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.utils import sharding
@@ -53,7 +53,7 @@ class Generation:
 
 
 def generate(
-    key: PRNGKeyArray | Key[Array, " batch"],
+    key: PRNGKeyArray | Keys,
     method: Method,
     target: AnyModel,
     draft: AnyModel | None,
@@ -104,59 +104,40 @@ def generate(
     """
     rows = prompts, prompt_lengths
     request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, mesh)
-    request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
-    generation: Generation = _generate(*checked(request, BUCKET))
+    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
+    generation: Generation = _generate(checked(request, BUCKET))
     return generation
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
     """Returns the lowered program of `generate(*arguments, **options)`, without running it."""
-    return _generate.lower(*checked(Request(*arguments, **options), BUCKET))
+    return _generate.lower(checked(Request(*arguments, **options), BUCKET))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("method", "max_new_tokens", "observe", "mesh", "logprobs")
-)
-def _generate(
-    key: PRNGKeyArray | Key[Array, " batch"],
-    method: Method,
-    target: Frozen,
-    draft: Frozen | None,
-    prompts: Int[Array, "batch time"],
-    prompt_lengths: Int[Array, " batch"],
-    max_new_tokens: int,
-    policy: Policy,
-    observe: Observe | None,
-    mesh: Mesh | None,
-    draft_policy: Policy,
-    logprobs: bool,
-    stop: Stop | None,
-) -> Generation:
-    """Returns `decode` of all sequences; with a mesh, each device decodes its share."""
-
-    def run(
-        keys_B: Key[Array, " share"], own: tuple[Any, ...], same: tuple[Any, ...]
-    ) -> Generation:
-        (prompts, lengths, policy, draft_policy), (target, draft, stop) = own, same
-        options = max_new_tokens, policy, observe, draft_policy, logprobs, stop
-        return decode(keys_B, method, target, draft, prompts, lengths, *options)
-
-    if mesh is not None:
-        rows = sharding.ROWS
-        run = jax.shard_map(
-            run, mesh=mesh, in_specs=(rows, rows, PartitionSpec()), out_specs=rows, check_vma=False
-        )
-    own = prompts, prompt_lengths, policy, draft_policy
-    return run(sequence_keys(key, len(prompts)), own, (target, draft, stop))
+@jax.jit
+def _generate(request: Request) -> Generation:
+    """Returns the output of `_decode`; with a mesh, each device decodes its share."""
+    key = sequence_keys(request.key, len(request.prompts))
+    request = dataclasses.replace(request, key=key)
+    if request.mesh is None:
+        return _decode(request)
+    by_row = ("key", "prompts", "prompt_lengths", "policy", "draft_policy")
+    specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), PartitionSpec())
+    specs |= dict.fromkeys(by_row, sharding.ROWS)
+    share = dataclasses.replace(request, **specs)
+    made: Generation = jax.shard_map(
+        _decode, mesh=request.mesh, in_specs=(share,), out_specs=sharding.ROWS, check_vma=False
+    )(request)
+    return made
 
 
 def decode(
-    key: PRNGKeyArray | Key[Array, " batch"],
+    key: PRNGKeyArray | Keys,
     method: Method,
     target: Frozen,
     draft: Frozen | None,
-    prompts: Int[Array, "batch time"],
-    prompt_lengths: Int[Array, " batch"],
+    prompts: Tokens,
+    prompt_lengths: PerRow,
     max_new_tokens: int,
     policy: Policy | None = None,
     observe: Observe | None = None,
@@ -166,50 +147,56 @@ def decode(
 ) -> Generation:
     """Returns the output of `generate`, as a pure function for your own `jax.jit`.
 
-    @jax.jit def reward(key, target, draft, prompts, lengths):  # target and draft from `freeze`
-    out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2)) return
-    jnp.mean(out.lengths - lengths)
+        @jax.jit
+        def reward(key, target, draft, prompts, lengths):  # The models come from `freeze`.
+            out = decode(key, method, target, draft, prompts, lengths, 32, Policy(eos=2))
+            return jnp.mean(out.lengths - lengths)
 
     It checks nothing, pads no prompts and moves nothing to other devices: arguments that `generate`
-    refuses give undefined outputs. Each shape of prompts compiles its own program.
+    refuses give undefined outputs. Each shape of prompts compiles its own program. Arguments that
+    are not listed are as in `generate`.
 
     Args:
-      key: as in `generate`; consumed.
-      method: static.
       target: from `freeze`. Pass it to the jitted function: closed-over arrays become constants.
-      draft: likewise; None for a method that needs none.
+      draft: likewise.
       prompts: [B, T] int32, padded at the end.
       prompt_lengths: [B] int32, from 1 to T.
       max_new_tokens: static; the longest prompt and this must fit the target's context.
       policy: its numbers may be traced, as those of `draft_policy`.
-      observe: static.
-      draft_policy: as in `generate`.
-      logprobs: static.
       stop: from `stopping.prepared`; traced.
 
     Returns:
       The output of `generate` for the same key and prompts; tokens are [B, T + max_new_tokens].
     """
-    keys_B = sequence_keys(key, len(prompts))
-    policy = for_rows(policy or Policy(), len(prompts))
-    draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(prompts))
-    large, small = merged(method, target, draft)
-    limits_B = prompt_lengths + max_new_tokens
+    rows = prompts, prompt_lengths
+    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
+    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
+    return _decode(request)
+
+
+def _decode(request: Request) -> Generation:
+    """Returns the output of `decode`."""
+    method, observe, stop = request.method, request.observe, request.stop
+    prompts, lengths_B, B = request.prompts, request.prompt_lengths, len(request.prompts)
+    keys_B = sequence_keys(request.key, B)
+    policy = for_rows(request.policy or Policy(), B)
+    own = policy if request.draft_policy is None else for_rows(request.draft_policy, B)
+    models = merged(method, request.target, request.draft)
+    new, limits_B = request.max_new_tokens, lengths_B + request.max_new_tokens
 
     def one_call(loop: Loop) -> tuple[Loop, Call]:
-        return call(loop, method, large, small, keys_B, limits_B, policy, draft_policy, stop)
+        return call(loop, method, *models, keys_B, limits_B, policy, own, stop)
 
     def step(loop: Loop) -> Loop:
         after, called = one_call(loop)
         return after._replace(observed=add_observed(loop, observe, called))
 
-    rows = prompts, prompt_lengths
-    start = prefill(method, large, small, *rows, max_new_tokens, logprobs, stop is not None)
+    start = prefill(method, *models, prompts, lengths_B, new, request.logprobs, stop is not None)
     if observe is not None:
         none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
         start = start._replace(observed=none)
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
-    T = prompts.shape[1] + max_new_tokens
+    T = prompts.shape[1] + new
 
     def until_end(rows_BxT: Array) -> Array:
         return jnp.where(jnp.arange(T) < end.lengths[:, None], rows_BxT[:, :T], 0)

@@ -3,12 +3,11 @@
 Shape suffixes: B sequences, N nodes, S tokens of a call, T tokens of a sequence, V vocabulary.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.decoding.scored import ScoredTree
@@ -34,10 +33,7 @@ def of_call(
 ) -> Logprobs:
     """Returns the log-probabilities [B, S] of a call's tokens; undefined after the emitted ones.
 
-    Args:
-      scored: a batch.
-      logits_BxNxV: the target's, before the policy's `process`.
-      chosen: a batch.
+    `scored` and `chosen` are batches. `logits_BxNxV` are the target's before the policy's `process`.
     """
     above_BxS = jnp.pad(jnp.maximum(chosen.path, 0), ((0, 0), (1, 0)))  # The root comes first.
     tokens_BxSx1 = jnp.maximum(chosen.tokens, 0)[..., None]
@@ -50,10 +46,3 @@ def of_call(
     policy = jnp.log(jnp.take_along_axis(pmf_BxSxV, tokens_BxSx1, axis=-1)[..., 0])
     model = jnp.take_along_axis(own_BxSxV, tokens_BxSx1, axis=-1)[..., 0]
     return Logprobs(*(jnp.where(chosen.tokens >= 0, each, jnp.nan) for each in (policy, model)))
-
-
-def written(all_BxT: Logprobs, new_BxS: Logprobs, starts_B: Int[Array, " batch"]) -> Logprobs:
-    """Returns `all_BxT` with the log-probabilities of a call, `new_BxS`, written at `starts_B`."""
-    update = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
-    updated: Logprobs = jax.tree.map(lambda all, new: update(all, new, starts_B), all_BxT, new_BxS)
-    return updated

@@ -9,7 +9,7 @@ N + 1.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,8 @@ from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError
+
+Places: TypeAlias = Int[Array, " time"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +49,10 @@ class Lookup:
     def __post_init__(self) -> None:
         trees.checked(max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         if self.min_ngram > self.max_ngram:
-            raise UserError(
-                f"min_ngram={self.min_ngram}: must be at most max_ngram={self.max_ngram}"
-            )
+            limit = f"must be at most max_ngram={self.max_ngram}"
+            raise UserError(f"min_ngram={self.min_ngram}: {limit}")
 
-    def __call__(
-        self, tree: Tree, tokens: Int[Array, " time"], length: IntScalar
-    ) -> Int[Array, " nodes"]:
+    def __call__(self, tree: Tree, tokens: Places, length: IntScalar) -> Int[Array, " nodes"]:
         """Returns the tokens of the drafted nodes 1..N of one sequence; -1 means no draft.
 
         Args:
@@ -70,12 +69,12 @@ class Lookup:
             ranks = tree.sibling_rank[nodes]
             inner, rows = np.unique(tree.parent[nodes], return_inverse=True)
             agree_inner = agree[inner - tree.levels[depth][0]]
-            children = _children(rank, following, agree_inner, int(ranks.max()) + 1)
-            by_level.append(children.tokens[ranks, rows])
-            agree = children.agree[ranks, rows]
+            children, agreeing = _children(rank, following, agree_inner, int(ranks.max()) + 1)
+            by_level.append(children[ranks, rows])
+            agree = agreeing[ranks, rows]
         return jnp.concatenate(by_level).astype(jnp.int32)
 
-    def _ranks(self, tokens: Int[Array, " time"], length: IntScalar) -> Int[Array, " time"]:
+    def _ranks(self, tokens: Places, length: IntScalar) -> Places:
         """Returns [T]: how the tokens before each place rank as an occurrence of the last tokens.
 
         Ranks are distinct, and higher is better; 0 means that they do not match.
@@ -91,25 +90,11 @@ class Lookup:
         return jnp.where(matched >= self.min_ngram, matched * T + place, 0)
 
 
-class _Children(NamedTuple):
-    """The C children of each of W nodes.
-
-    Attributes:
-      tokens: [C, W] int32; -1 where no occurrence is left.
-      agree: [C, W, T] bool, the occurrences that agree with the path to the child.
-    """
-
-    tokens: Int[Array, "children width"]
-    agree: Bool[Array, "children width time"]
-
-
 def _children(
-    rank: Int[Array, " time"],
-    following: Int[Array, " time"],
-    agree: Bool[Array, "width time"],
-    count: int,
-) -> _Children:
-    """Returns the best `count` distinct tokens of `following`, for each row of `agree`."""
+    rank: Places, following: Places, agree: Bool[Array, "width time"], count: int
+) -> tuple[Int[Array, "children width"], Bool[Array, "children width time"]]:
+    """Returns the best `count` distinct tokens of `following` for each row of `agree`, or -1 where
+    no occurrence is left, and the occurrences that agree with the path to each token."""
     tokens, agreeing = [], []
     for _ in range(count):
         best = jnp.max(jnp.where(agree, rank, 0), axis=1)
@@ -118,4 +103,4 @@ def _children(
         tokens.append(token)
         agreeing.append(carried)
         agree &= ~carried
-    return _Children(jnp.stack(tokens), jnp.stack(agreeing))
+    return jnp.stack(tokens), jnp.stack(agreeing)

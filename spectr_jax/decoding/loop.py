@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from spectr_jax.decoding import drafting, features, logprobs, processing, scoring
 from spectr_jax.decoding import tree as trees
@@ -20,7 +20,7 @@ from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, ends, for_rows
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.stopping import MATCHED, START, Stop
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tokens, Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.base import Model, features_shown
@@ -33,7 +33,7 @@ from spectr_jax.transport.types import BoolScalar, IntScalar
 PIECE = 64
 """The most prompt tokens that a model runs on at once; this bounds the memory of attention."""
 
-Features: TypeAlias = Float[Array, "batch padded features"]
+Prefilled: TypeAlias = tuple[Cache, Float[Array, "batch padded features"] | None]
 
 
 class Call(NamedTuple):
@@ -51,35 +51,20 @@ class Call(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The state of a decoding between calls.
+    """The state of a decoding between calls."""
 
-    Attributes:
-      step: the number of calls so far.
-      tokens: the committed tokens of each sequence, then unused room.
-      lengths: the number of committed tokens.
-      done: whether each sequence has ended.
-      target_cache: holds all committed tokens but the last.
-      draft_cache: of length `drafting.committed_length`; None without a draft model.
-      features: the target's features for the last tokens; None if the draft sees no features.
-      calls: the number of target calls of each sequence.
-      histogram: the number of calls that emitted 0, 1, 2, ... tokens.
-      observed: sums over the calls of the outputs of `observe`; None without it.
-      logprobs: of the committed tokens; None unless they were requested.
-      stop_states: the states of the stop automaton; None without stop sequences.
-    """
-
-    step: IntScalar
-    tokens: Int[Array, "batch time"]
-    lengths: Int[Array, " batch"]
-    done: Bool[Array, " batch"]
-    target_cache: Cache
-    draft_cache: Cache | None
-    features: Float[Array, "batch recalled features"] | None
-    calls: Int[Array, " batch"]
-    histogram: Int[Array, "batch counts"]
-    observed: Any
-    logprobs: Logprobs | None = None
-    stop_states: Int[Array, " batch"] | None = None
+    step: IntScalar  # The number of calls so far.
+    tokens: Tokens  # The committed tokens of each sequence, then unused room.
+    lengths: PerRow  # The number of committed tokens.
+    done: Bool[Array, " batch"]  # Whether each sequence has ended.
+    target_cache: Cache  # Holds all committed tokens but the last.
+    draft_cache: Cache | None  # Of length `drafting.committed_length`.
+    features: features.Recalled | None  # The target's, for the last tokens, if the draft sees any.
+    calls: PerRow  # The number of target calls of each sequence.
+    histogram: Int[Array, "batch counts"]  # The number of calls that emitted 0, 1, 2, ... tokens.
+    observed: Any  # The outputs of `observe`, summed over calls.
+    logprobs: Logprobs | None = None  # Of the committed tokens.
+    stop_states: PerRow | None = None  # The states of the stop automaton.
 
 
 class _Selected(NamedTuple):
@@ -103,8 +88,8 @@ def prefill(
     method: Method,
     target: Model,
     draft: Model | None,
-    prompts_BxT: Int[Array, "batch time"],
-    lengths_B: Int[Array, " batch"],
+    prompts_BxT: Tokens,
+    lengths_B: PerRow,
     max_new_tokens: int,
     logprobs: bool = False,
     stops: bool = False,
@@ -114,19 +99,17 @@ def prefill(
     Cache rows past the end of a shorter prompt are pending, and are overwritten later.
     """
     B, T = prompts_BxT.shape
-    tree = method.tree
-    recalled = features.recalled(draft, tree)
+    tree, recalled = method.tree, features.recalled(draft, method.tree)
     capacity = T + max_new_tokens + tree.size + recalled
-    last_features, draft_cache = None, None
-    own = draft if method.needs_draft else None
-    show = None if own is None else features.wanted(own)
+    draft_cache = None
+    show = features.wanted(draft) if method.needs_draft else None
     target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
-    if own is not None:
-        before = None if shown is None else features.before(shown)
-        draft_cache, _ = _run_on_prompts(own, prompts_BxT, lengths_B, capacity, before)
+    if draft is not None and method.needs_draft:
+        # A token comes with the features of the token before it.
+        before = None if shown is None else jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        draft_cache, _ = _run_on_prompts(draft, prompts_BxT, lengths_B, capacity, before)
         draft_lengths_B = drafting.committed_length(lengths_B, recalled)
         draft_cache = dataclasses.replace(draft_cache, lengths=draft_lengths_B)
-        last_features = None if shown is None else features.at_end(shown, lengths_B, recalled)
     tokens = jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1)))
     return Loop(
         step=jnp.zeros((), jnp.int32),
@@ -135,7 +118,7 @@ def prefill(
         done=jnp.zeros(B, bool),
         target_cache=dataclasses.replace(target_cache, lengths=lengths_B - 1),
         draft_cache=draft_cache,
-        features=last_features,
+        features=None if shown is None else features.at_end(shown, lengths_B, recalled),
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
@@ -146,12 +129,12 @@ def prefill(
 
 def _run_on_prompts(
     model: Model,
-    prompts_BxT: Int[Array, "batch time"],
-    lengths_B: Int[Array, " batch"],
+    prompts_BxT: Tokens,
+    lengths_B: PerRow,
     capacity: int,
     before_BxTxE: Float[Array, "batch given_time given_features"] | None = None,
     show: tuple[int, ...] | None = None,
-) -> tuple[Cache, Features | None]:
+) -> Prefilled:
     """Runs a model on the prompts, in pieces of at most `PIECE` tokens.
 
     Returns the cache after them, and the features of all tokens, as `show` says in
@@ -161,15 +144,13 @@ def _run_on_prompts(
     pieces = -(-T // PIECE)
     width = T if pieces == 1 else PIECE
 
-    def pad(rows_BxT: Shaped[Array, "batch time *row"]) -> Shaped[Array, "batch padded *row"]:
+    def pad(rows_BxT: Array) -> Array:
         missing = pieces * width - rows_BxT.shape[1]
         return jnp.pad(rows_BxT, ((0, 0), (0, missing), *[(0, 0)] * (rows_BxT.ndim - 2)))
 
     padded: Any = jax.tree.map(pad, (prompts_BxT, before_BxTxE))
 
-    def extend(
-        number: IntScalar | int, carry: tuple[Cache, Features | None]
-    ) -> tuple[Cache, Features | None]:
+    def extend(number: IntScalar | int, carry: Prefilled) -> Prefilled:
         cache, shown = carry
         first = number * width
         piece = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
@@ -193,20 +174,18 @@ def _run_on_prompts(
     if pieces == 1:
         return extend(0, start)
     pieces_used = (jnp.max(lengths_B) + width - 1) // width
-    end: tuple[Cache, Features | None] = jax.lax.fori_loop(0, pieces_used, extend, start)
+    end: Prefilled = jax.lax.fori_loop(0, pieces_used, extend, start)
     return end
 
 
-def observe_call(observe: Callable[[Call], Any], call: Call) -> Any:
+def observe_call(observe: Callable[[Call], Any] | None, call: Call) -> Any:
     """Returns the outputs of `observe` for each sequence of a call; booleans become integers."""
-    observed = jax.vmap(observe)(call)
+    observed = None if observe is None else jax.vmap(observe)(call)
     return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
 
 def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, call: Call) -> Any:
     """Returns `loop.observed` plus the outputs of `observe` for the sequences that are not done."""
-    if observe is None:
-        return None
 
     def add(total: Array, new: Array) -> Array:
         done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
@@ -220,8 +199,8 @@ def call(
     method: Method,
     target: Model,
     draft: Model | None,
-    keys_B: Key[Array, " batch"],
-    limits_B: Int[Array, " batch"],
+    keys_B: Keys,
+    limits_B: PerRow,
     policy: Policy,
     draft_policy: Policy | None = None,
     stop: Stop | None = None,
@@ -234,16 +213,13 @@ def call(
     policy = for_rows(policy, len(loop.lengths))
     draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(loop.lengths))
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
     if method.verifier.rule == "race":
-        # One race per position, not per call, decides draft and target alike. The output then does
-        # not depend on the draft.
+        # One race per position decides draft and target: the output does not depend on the draft.
         draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
-    else:
-        draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
 
     with jax.named_scope("draft"):
-        drafts = _draft(loop, method, target, draft, draft_keys, draft_policy)
-        tokens_BxN, p, target_cache, draft_cache = drafts
+        tokens_BxN, p, loop = _draft(loop, method, target, draft, draft_keys, draft_policy)
 
     def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
         tokens, nodes = tokens_BxN[:, : tree.size + 1], np.arange(tree.size + 1)
@@ -260,25 +236,26 @@ def call(
             tokens = jnp.maximum(tokens_BxN[:, : tree.size + 1], 0)
             logits, shown, cache = scoring.score(target, tree, tokens, loop.lengths, cache, show)
         with jax.named_scope("select"):
-            rows = loop.done, select_keys, scored(tree, logits)
-            chosen = for_each_sequence(method.verifier, *rows)
+            ready = scored(tree, logits)
+            chosen = for_each_sequence(method.verifier, loop.done, select_keys, ready)
         return _Selected(logits, shown, cache, chosen)
 
     if method.drafter is not None and cpu.on_cpu():  # On an accelerator, the host would wait.
         drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
-        selected = _where_drafted(drafted, score_and_select, tree, target_cache)
+        selected = _where_drafted(drafted, score_and_select, tree, loop.target_cache)
     else:
-        selected = score_and_select(tree, target_cache)
+        selected = score_and_select(tree, loop.target_cache)
     logits, shown, target_cache, chosen = selected
     with jax.named_scope("commit"):
-        until = limits_B, policy, stop
-        after = _commit(loop, tree, chosen, target_cache, draft, draft_cache, *until)
+        scored_loop = loop._replace(target_cache=target_cache)
+        after = _commit(scored_loop, tree, chosen, draft, limits_B, policy, stop)
         if loop.features is not None and shown is not None:
             added = shown, chosen.path, after.lengths - loop.lengths
             after = after._replace(features=features.after_call(loop.features, *added))
         if loop.logprobs is not None:
             new = logprobs.of_call(scored(tree, logits), logits, chosen)
-            after = after._replace(logprobs=logprobs.written(loop.logprobs, new, loop.lengths))
+            write = functools.partial(_append, starts_B=loop.lengths)
+            after = after._replace(logprobs=jax.tree.map(write, loop.logprobs, new))
     spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
     return after, Call(key=spare_keys, scored=scored(tree, logits), chosen=chosen)
 
@@ -294,6 +271,7 @@ def _where_drafted(
     In the latter case the outputs for the other nodes are zeros.
     """
     on_tree = functools.partial(score_and_select, tree)
+    start = zeros_like_output(on_tree, cache)._replace(cache=cache)
 
     def on_root(cache: Cache) -> _Selected:
         def padded(narrow: Array, wide: Array) -> Array:
@@ -315,27 +293,26 @@ def _where_drafted(
         end = jax.lax.while_loop(lambda state: state[0], step, (wanted, before))
         return end[1]
 
-    start = zeros_like_output(on_tree, cache)._replace(cache=cache)
     return apply_if(~drafted, on_root, apply_if(drafted, on_tree, start))
 
 
+def _append(all_BxT: Array, new_BxS: Array, starts_B: PerRow) -> Array:
+    update = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
+    updated: Array = update(all_BxT, new_BxS, starts_B)
+    return updated
+
+
 def _draft(
-    loop: Loop,
-    method: Method,
-    target: Model,
-    draft: Model | None,
-    keys_B: Key[Array, " batch"],
-    policy: Policy,
-) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch inner vocab"], Cache, Cache | None]:
-    """Returns the tree's tokens, the draft distributions, and the caches of target and draft."""
+    loop: Loop, method: Method, target: Model, draft: Model | None, keys_B: Keys, policy: Policy
+) -> tuple[NodeTokens, Float[Array, "batch inner vocab"], Loop]:
+    """Returns the tree's tokens, the draft distributions, and the state with the drafts' caches."""
     if method.drafter is not None or not method.tree.size:
         tokens_BxN = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
         if method.drafter is not None and method.tree.size:
             find = functools.partial(method.drafter, method.tree)
             found = jax.vmap(find)(loop.tokens, loop.lengths)
             tokens_BxN = jnp.concatenate([tokens_BxN, found], axis=1)
-        p = jnp.zeros((len(tokens_BxN), 0, target.vocab_size))
-        return tokens_BxN, p, loop.target_cache, loop.draft_cache
+        return tokens_BxN, jnp.zeros((len(tokens_BxN), 0, target.vocab_size)), loop
     cache = loop.draft_cache
     if method.exit_layer:  # The draft temporarily uses the target's cache: it has the same rows.
         draft_lengths_B = drafting.committed_length(loop.lengths)
@@ -343,55 +320,48 @@ def _draft(
     assert draft is not None and cache is not None
     rule = drafting.RULES[method.verifier.rule]
     committed = loop.tokens, loop.lengths, cache, loop.features
-    drafts = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
+    tokens_BxN, p, cache = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
     if method.exit_layer:
-        target_cache = dataclasses.replace(drafts.cache, lengths=loop.target_cache.lengths)
-        return drafts.tokens, drafts.p, target_cache, None
-    return drafts.tokens, drafts.p, loop.target_cache, drafts.cache
+        cache = dataclasses.replace(cache, lengths=loop.target_cache.lengths)
+        return tokens_BxN, p, loop._replace(target_cache=cache)
+    return tokens_BxN, p, loop._replace(draft_cache=cache)
 
 
 def _commit(
     loop: Loop,
     tree: Tree,
     chosen: Selection,
-    target_cache: Cache,
     draft: Model | None,
-    draft_cache: Cache | None,
-    limits_B: Int[Array, " batch"],
+    limits_B: PerRow,
     policy: Policy,
     stop: Stop | None,
 ) -> Loop:
     """Appends the chosen tokens, up to EOS, a stop or the limit, and commits the accepted path."""
-    stop_states = None
-    if stop is not None and loop.stop_states is not None:
-        stop_states = stop.follow(loop.stop_states, chosen.tokens)
     emitted = jnp.minimum(chosen.emitted, limits_B - loop.lengths)
-    is_end = ends(chosen.tokens, policy)
-    if stop_states is not None:
-        is_end |= stop_states == MATCHED
+    is_end, stop_states = ends(chosen.tokens, policy), loop.stop_states
+    if stop is not None and stop_states is not None:
+        states_BxS = stop.follow(stop_states, chosen.tokens)
+        is_end |= states_BxS == MATCHED
     is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
     ended = jnp.any(is_end, axis=1)
     emitted = jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted)
     emitted = emitted.astype(jnp.int32)  # argmax gives int64 with x64.
     if stop_states is not None:
-        stop_states = jnp.take_along_axis(stop_states, emitted[:, None] - 1, axis=1)[:, 0]
+        stop_states = jnp.take_along_axis(states_BxS, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
+    draft_cache = loop.draft_cache
     if draft is not None and draft_cache is not None:
         draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
-    append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
     counted = loop.histogram.at[jnp.arange(len(lengths)), emitted]
-    return Loop(
+    return loop._replace(
         step=loop.step + 1,
-        tokens=append(loop.tokens, chosen.tokens, loop.lengths),
+        tokens=_append(loop.tokens, chosen.tokens, loop.lengths),
         lengths=lengths,
         done=loop.done | ended | (lengths >= limits_B),
-        target_cache=scoring.commit(target_cache, tree, chosen.path, lengths),
+        target_cache=scoring.commit(loop.target_cache, tree, chosen.path, lengths),
         draft_cache=draft_cache,
-        features=loop.features,
-        logprobs=loop.logprobs,
         stop_states=stop_states,
         calls=loop.calls + ~loop.done,
         histogram=counted.add((~loop.done).astype(jnp.int32)),
-        observed=loop.observed,
     )

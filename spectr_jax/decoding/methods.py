@@ -1,13 +1,14 @@
 """Methods: a draft tree and a verifier, by name.
 
 To add a method, add a line to `METHODS`, or call `register` in your own program. A factory takes
-keyword options. Methods on i.i.d. drafts take `num_drafts` chains (K) of `draft_length` tokens (L),
-or instead a `tree`, as in `tree.parse`.
+keyword options, and `get_method` names what it returns. Methods on i.i.d. drafts take `num_drafts`
+chains (K) of `draft_length` tokens (L), or instead a `tree`, as in `tree.parse`.
 """
 
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from jaxtyping import Array, Int
@@ -27,7 +28,6 @@ from spectr_jax.decoding.verifiers import (
 )
 from spectr_jax.decoding.verifiers.from_target import GIVEN
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
-from spectr_jax.transport.base import Plan
 from spectr_jax.transport.kseq_gamma import checked
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError, unknown
@@ -69,25 +69,18 @@ class Method:
     drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
+        owner = f"method {self.name!r}"
         if not isinstance(self.verifier, Verifier):
             kind = type(self.verifier).__name__
-            raise UserError(
-                f"method {self.name!r}: the verifier is a {kind}; give a Verifier, such as "
-                "TokenByToken(plan)"
-            )
+            raise UserError(f"{owner}: the verifier is a {kind}; give one, like TokenByToken(plan)")
         try:
             self.verifier.check(self.tree)
         except UserError as error:
-            raise UserError(f"method {self.name!r}: {error}") from None
+            raise UserError(f"{owner}: {error}") from None
         if (self.verifier.rule == GIVEN) != (self.drafter is not None):
-            raise UserError(
-                f"method {self.name!r}: a drafter and the verifier FromTarget() need each other; "
-                "give both"
-            )
+            raise UserError(f"{owner}: a drafter and FromTarget() need each other; give both")
         if self.exit_layer and self.drafter is not None:
-            raise UserError(
-                f"exit_layer={self.exit_layer}: method {self.name!r} has a drafter; give only one"
-            )
+            raise UserError(f"{owner}: exit_layer={self.exit_layer} and a drafter; give only one")
 
     @property
     def needs_draft(self) -> bool:
@@ -98,9 +91,25 @@ class Method:
 Factory: TypeAlias = Callable[..., Method]
 
 
-def baseline() -> Method:
-    """Returns the method without drafts: each call emits one token, drawn from the target."""
-    return Method("baseline", trees.none(), TokenByToken(transport.get("maximal")))
+def _on_chain(verifier: Verifier, *, draft_length: int = DRAFT_LENGTH) -> Method:
+    """Returns a method on one chain of L drafts."""
+    return Method("", trees.chain(draft_length), verifier)
+
+
+def _on_iid_drafts(
+    verifier: Verifier,
+    *,
+    num_drafts: int | None = None,
+    draft_length: int | None = None,
+    tree: Shape = None,
+) -> Method:
+    """Returns a method on K i.i.d. chains of L drafts, or on a prefix tree."""
+    return Method("", _shape(num_drafts, draft_length, tree), verifier)
+
+
+def _on_any_tree(verifier: Verifier, *, tree: Tree | str = ANY_TREE) -> Method:
+    """Returns a method on a tree of any shape."""
+    return Method("", trees.parse(tree), verifier)
 
 
 def kseq_gamma(
@@ -116,8 +125,8 @@ def kseq_gamma(
     """
     if gamma is not None:
         checked(gamma)
-    shape = _shape(num_drafts, draft_length, tree)
-    return Method("kseq_gamma", shape, TokenByToken(transport.get("kseq_gamma", gamma=gamma)))
+    verifier = TokenByToken(transport.get("kseq_gamma", gamma=gamma))
+    return Method("", _shape(num_drafts, draft_length, tree), verifier)
 
 
 def otm_layer(
@@ -131,20 +140,12 @@ def otm_layer(
 
     See `decoding.verifiers.layer`.
     """
-    return Method("otm_layer", _shape(num_drafts, draft_length, tree), Layer(competitions))
+    return Method("", _shape(num_drafts, draft_length, tree), Layer(competitions))
 
 
 def gbv(*, num_drafts: int = NUM_DRAFTS, draft_length: int = DRAFT_LENGTH) -> Method:
     """Returns greedy multi-path block verification of K i.i.d. chains (Thomas and Pal, 2026)."""
-    return Method("gbv", _shape(num_drafts, draft_length, None), MultiPath())
-
-
-def traversal_verification(*, tree: Tree | str = ANY_TREE) -> Method:
-    """Returns traversal verification, from the leaves to the root (Weng et al., 2025).
-
-    The tree has any shape and is drafted without replacement.
-    """
-    return Method("traversal", trees.parse(tree), Traversal())
+    return Method("", _shape(num_drafts, draft_length, None), MultiPath())
 
 
 def lookup(
@@ -162,7 +163,7 @@ def lookup(
     if tree is None and num_drafts is None:
         num_drafts = 1
     shape = _shape(num_drafts, draft_length, tree)
-    return Method("lookup", shape, FromTarget(), drafter=Lookup(max_ngram, min_ngram))
+    return Method("", shape, FromTarget(), drafter=Lookup(max_ngram, min_ngram))
 
 
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
@@ -172,38 +173,7 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
     if the target was trained with `early_exit`.
     """
     trees.checked(layers=layers)
-    inner = get_method(method, **options)
-    return dataclasses.replace(inner, name="self_speculative", exit_layer=layers)
-
-
-def _on_chain(name: str, verifier: Callable[[Plan], Verifier], plan: str) -> Factory:
-    """Returns the factory of a method on one chain of L drafts."""
-
-    def factory(*, draft_length: int = DRAFT_LENGTH) -> Method:
-        return Method(name, trees.chain(draft_length), verifier(transport.get(plan)))
-
-    return factory
-
-
-def _on_iid_drafts(name: str, verifier: Callable[[Plan], Verifier], plan: str) -> Factory:
-    """Returns the factory of a method on K i.i.d. chains of L drafts, or on a prefix tree."""
-
-    def factory(
-        *, num_drafts: int | None = None, draft_length: int | None = None, tree: Shape = None
-    ) -> Method:
-        shape = _shape(num_drafts, draft_length, tree)
-        return Method(name, shape, verifier(transport.get(plan)))
-
-    return factory
-
-
-def _on_any_tree(name: str, plan: str) -> Factory:
-    """Returns the factory of a method on any tree, whose plan chooses at each node."""
-
-    def factory(*, tree: Tree | str = ANY_TREE) -> Method:
-        return Method(name, trees.parse(tree), TokenByToken(transport.get(plan)))
-
-    return factory
+    return dataclasses.replace(get_method(method, **options), exit_layer=layers)
 
 
 def _shape(num_drafts: int | None, draft_length: int | None, tree: Shape) -> Tree:
@@ -216,37 +186,41 @@ def _shape(num_drafts: int | None, draft_length: int | None, tree: Shape) -> Tre
     raise UserError(f"tree={tree!r}: replaces num_drafts and draft_length; give only one of them")
 
 
+_plan = transport.get
+
 METHODS: dict[str, Factory] = {
-    "baseline": baseline,
+    # Each call emits one token, drawn from the target.
+    "baseline": lambda: Method("", trees.none(), TokenByToken(_plan("maximal"))),
     # Leviathan et al., 2023; Chen et al., 2023; SpecTr, Algorithms 1 and 4.
-    "speculative": _on_chain("speculative", TokenByToken, "maximal"),
+    "speculative": partial(_on_chain, TokenByToken(_plan("maximal"))),
     # Block verification: Sun et al., 2024.
-    "block": _on_chain("block", Block, "maximal"),
+    "block": partial(_on_chain, Block(_plan("maximal"))),
     # K-SEQ at gamma*: SpecTr, Algorithms 2, 3 and 5.
-    "spectr": _on_iid_drafts("spectr", TokenByToken, "kseq"),
+    "spectr": partial(_on_iid_drafts, TokenByToken(_plan("kseq"))),
     "kseq_gamma": kseq_gamma,
     # A reference point: tokens are drawn from the target, whatever the drafts are.
-    "naive": _on_iid_drafts("naive", TokenByToken, "naive"),
+    "naive": partial(_on_iid_drafts, TokenByToken(_plan("naive"))),
     # SpecInfer's multi-step verification.
-    "recursive": _on_iid_drafts("recursive", TokenByToken, "recursive"),
+    "recursive": partial(_on_iid_drafts, TokenByToken(_plan("recursive"))),
     # One iteration of iOPT, and iOPT until it ends: SpecTr++, Definition 4.
-    "spectr+": _on_iid_drafts("spectr+", TokenByToken, "spectr+"),
-    "spectr++": _on_iid_drafts("spectr++", TokenByToken, "spectr++"),
+    "spectr+": partial(_on_iid_drafts, TokenByToken(_plan("spectr+"))),
+    "spectr++": partial(_on_iid_drafts, TokenByToken(_plan("spectr++"))),
     # The optimal plan for one token (`transport.otm`).
-    "otm": _on_iid_drafts("otm", TokenByToken, "otm"),
+    "otm": partial(_on_iid_drafts, TokenByToken(_plan("otm"))),
     # Block verification along the path of that plan's winners.
-    "otm_block": _on_iid_drafts("otm_block", Block, "otm"),
+    "otm_block": partial(_on_iid_drafts, Block(_plan("otm"))),
     "otm_layer": otm_layer,
     "gbv": gbv,
     # `gbv` on prefix trees: the winner's distribution is conditioned on the number of live drafts.
-    "gbv_conditional": _on_iid_drafts("gbv_conditional", Block, "greedy_multipath"),
+    "gbv_conditional": partial(_on_iid_drafts, Block(_plan("greedy_multipath"))),
     # Greedy speculative decoding, drafted without replacement: ERSD, Algorithm 4.
-    "gsd": _on_any_tree("gsd", "recursive_without_replacement"),
-    "traversal": traversal_verification,
+    "gsd": partial(_on_any_tree, TokenByToken(_plan("recursive_without_replacement"))),
+    # Traversal verification, from the leaves to the root: Weng et al., 2025.
+    "traversal": partial(_on_any_tree, Traversal()),
     # Exponential races: ERSD, Algorithm 5. The output does not depend on the draft model.
-    "ersd": _on_any_tree("ersd", "race"),
+    "ersd": partial(_on_any_tree, TokenByToken(_plan("race"))),
     # The likeliest tokens and one draw, with the optimal plan for them: Hu et al., 2025.
-    "greedy_drafts": _on_any_tree("greedy_drafts", "greedy"),
+    "greedy_drafts": partial(_on_any_tree, TokenByToken(_plan("greedy"))),
     "lookup": lookup,
     "self_speculative": self_speculative,
 }
@@ -284,9 +258,8 @@ def get_method(name: str, **options: Any) -> Method:
     passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
         if option not in known and not passes_on:
-            raise UserError(
-                f"method {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
-            )
+            names = ", ".join(known) or "none"
+            raise UserError(f"method {name!r} has no option {option!r}; it has {names}")
     # A factory may build on another method, but tables tell methods apart by name.
     return dataclasses.replace(METHODS[name](**options), name=name)
 
@@ -316,19 +289,11 @@ def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
 
 
 def on_tree(name: str, tree: Tree) -> Method | None:
-    """Returns the method `name` on `tree`, or None if it cannot draft it.
-
-    Raises:
-      UserError: an unknown method.
-    """
+    """Returns the method `name` on `tree`, or None if it cannot draft it; see `options_for`."""
     options = options_for(name, tree)
     return None if options is None else get_method(name, **options)
 
 
 def cannot_branch(name: str) -> bool:
-    """Returns whether the method `name` cannot draft trees that branch.
-
-    Raises:
-      UserError: an unknown method.
-    """
+    """Returns whether the method `name` cannot draft trees that branch; see `options_for`."""
     return options_for(name, trees.batch(2)) is None

@@ -16,6 +16,10 @@ from spectr_jax.utils.errors import UserError
 
 Number: TypeAlias = float | Shaped[Array, "*rows"] | Shaped[np.ndarray, "*rows"]
 
+Logits: TypeAlias = Float[Array, "*batch vocab"]
+Rows: TypeAlias = Float[Array, "*rows"]
+Limits: TypeAlias = dict[str, Array] | None
+
 Process: TypeAlias = Callable[[Array, Array, Array], Array]
 
 LOWEST = -(2**31) + 0x7FFFFF
@@ -52,66 +56,55 @@ class Policy:
     process: Process | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LIMITS = {"top_k": np.int32(0), "top_p": np.float32(1), "min_p": np.float32(0)}
 """The limits of a policy, with the values that keep all tokens."""
+
+_TINY = float(np.finfo(np.float32).tiny)
+_RANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "temperature": (
+        lambda x: (x == 0) | ((x >= _TINY) & (x < np.inf)),
+        f"must be 0 (greedy) or a finite number of at least {_TINY:.1e}",
+    ),
+    "top_k": (
+        lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31),
+        "must be a non-negative integer (0 disables top-k)",
+    ),
+    "top_p": (lambda x: (x >= _TINY) & (x <= 1), "must be in (0, 1] in float32 (1 disables top-p)"),
+    "min_p": (
+        lambda x: (x == 0) | ((x >= _TINY) & (x <= 1)),
+        "must be in [0, 1] in float32 (0 disables min-p)",
+    ),
+}
+"""The valid values of each number of a policy, and the error for others."""
 
 
 def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") -> None:
     """Raises `UserError` for a value that is out of range in the precision of the device.
 
-    Args:
-      policy: the policy.
-      sequences: the number of sequences that arrays must match; None if unknown.
-      owner: a prefix for the names in the message, such as "draft_".
+    Arrays must have one value for each of `sequences`, if that is known. `owner` is a prefix for
+    the names in the message, such as "draft_".
     """
     if not isinstance(policy, Policy):
-        raise UserError(
-            f"{owner}policy={policy!r}: must be a Policy, such as Policy(temperature=0.7)"
-        )
+        wanted = "must be a Policy, such as Policy(temperature=0.7)"
+        raise UserError(f"{owner}policy={policy!r}: {wanted}")
     if policy.process is not None and not _is_process(policy.process):
-        raise UserError(
-            f"{owner}process={policy.process!r}: must be a hashable function of (logits, tokens, "
-            "length)"
-        )
-    tiny = float(np.finfo(np.float32).tiny)
-    ranges: dict[str, tuple[Callable[[Any], Any], str]] = {
-        "temperature": (
-            lambda x: (x == 0) | ((x >= tiny) & (x < np.inf)),
-            f"must be 0 (greedy) or a finite number of at least {tiny:.1e}",
-        ),
-        "top_k": (
-            lambda x: (x == np.floor(x)) & (x >= 0) & (x < 2**31),
-            "must be a non-negative integer (0 disables top-k)",
-        ),
-        "top_p": (
-            lambda x: (x >= tiny) & (x <= 1),
-            "must be in (0, 1] in float32 (1 disables top-p)",
-        ),
-        "min_p": (
-            lambda x: (x == 0) | ((x >= tiny) & (x <= 1)),
-            "must be in [0, 1] in float32 (0 disables min-p)",
-        ),
-    }
-    for name, (in_range, message) in ranges.items():
+        wanted = "must be a hashable function of (logits, tokens, length)"
+        raise UserError(f"{owner}process={policy.process!r}: {wanted}")
+    for name, (in_range, message) in _RANGES.items():
         given = getattr(policy, name)
         values = _numbers(given)
-        if values is None or not np.all(in_range(values) & in_range(_narrow(values, name))):
+        with np.errstate(over="ignore", under="ignore"):
+            narrow = values if name == "top_k" else values.astype(np.float32)
+        if not np.all(in_range(values) & in_range(narrow)):
             raise UserError(f"{owner}{name}={given}: {message}")
         if values.ndim > 1 or (values.ndim and sequences is not None and len(values) != sequences):
-            raise UserError(
-                f"{owner}{name}: has shape {list(values.shape)} for {sequences} sequences; give "
-                "one number, or one per sequence"
-            )
+            shape = f"has shape {list(values.shape)} for {sequences} sequences"
+            raise UserError(f"{owner}{name}: {shape}; give one number, or one per sequence")
     eos = _numbers(policy.eos)
-    if (
-        eos is None
-        or (eos.ndim > 1 or not eos.size or eos.dtype.kind not in "iu")
-        or np.any((eos < -1) | (eos >= 2**31))
-    ):
-        raise UserError(
-            f"{owner}eos={policy.eos!r}: must be a token, such as tokenizer.eos, several tokens, "
-            "or -1 for none"
-        )
+    is_tokens = eos.dtype.kind in "iu" and eos.ndim < 2 and eos.size
+    if not is_tokens or np.any((eos < -1) | (eos >= 2**31)):
+        wanted = "must be a token, such as tokenizer.eos, several tokens, or -1 for none"
+        raise UserError(f"{owner}eos={policy.eos!r}: {wanted}")
 
 
 def _is_process(given: Any) -> bool:
@@ -125,21 +118,16 @@ def _is_process(given: Any) -> bool:
     return isinstance(given, Hashable)
 
 
-def _numbers(given: Any) -> Shaped[np.ndarray, "..."] | None:
-    """Returns `given` as an array of integers or float64 numbers; None if it is neither."""
+def _numbers(given: Any) -> Shaped[np.ndarray, "..."]:
+    """Returns `given` as an array of integers or float64 numbers; NaN if it is neither."""
     try:
         array = np.asarray(given)
     except (TypeError, ValueError):
-        return None
+        return np.array(np.nan)
     if array.dtype.kind in "iu":
         return array
-    return array.astype(np.float64) if jnp.issubdtype(array.dtype, np.floating) else None
-
-
-def _narrow(values: Shaped[np.ndarray, "..."], name: str) -> Shaped[np.ndarray, "..."]:
-    """Returns the values in the precision of the device."""
-    with np.errstate(over="ignore", under="ignore"):
-        return values if name == "top_k" else values.astype(np.float32)
+    is_floating = jnp.issubdtype(array.dtype, np.floating)
+    return array.astype(np.float64) if is_floating else np.array(np.nan)
 
 
 def for_rows(policy: Policy, sequences: int) -> Policy:
@@ -149,31 +137,25 @@ def for_rows(policy: Policy, sequences: int) -> Policy:
     code for them.
     """
 
-    def rows(value: Any) -> Any:
-        if value.shape[:1] == (sequences,):
+    def rows(value: Any, ndim: int = 1) -> Any:
+        if value.ndim == ndim:
             return value
         return _numpy(value).broadcast_to(value, (sequences, *value.shape))
 
-    limits = _limits(policy) or {}
+    limits = _limits(policy) or dict.fromkeys(LIMITS)
     eos = _array(policy.eos, np.int32)
-    if eos.ndim < 2:
-        eos = _numpy(eos).broadcast_to(eos.reshape(-1), (sequences, eos.size))
     return dataclasses.replace(
         policy,
         temperature=rows(_array(policy.temperature, np.float32)),
-        eos=eos,
-        **{name: rows(limits[name]) if limits else None for name in LIMITS},
+        eos=rows(eos if eos.ndim else eos.reshape(1), ndim=2),
+        **{name: limit if limit is None else rows(limit) for name, limit in limits.items()},
     )
 
 
 def _numpy(value: Any) -> Any:
-    """Returns NumPy, or `jax.numpy` for a traced value: concrete arguments compile nothing."""
-    return jnp if _traced(value) else np
-
-
-def _traced(value: Any) -> bool:
-    """Returns whether any leaf of `value` is traced."""
-    return any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value))
+    """Returns NumPy, or `jax.numpy` if `value` is traced: concrete arguments compile nothing."""
+    traced = any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value))
+    return jnp if traced else np
 
 
 def _array(value: Any, dtype: Any) -> Any:
@@ -185,11 +167,10 @@ def _limits(policy: Policy) -> dict[str, Any] | None:
     """Returns the limits as arrays, or None if all are known to keep all tokens."""
     given = {name: getattr(policy, name) for name in LIMITS}
     given = {name: LIMITS[name] if value is None else value for name, value in given.items()}
-    traced = any(map(_traced, given.values()))
+    traced = _numpy(list(given.values())) is jnp
     if not traced and all(np.all(np.asarray(given[name]) == LIMITS[name]) for name in LIMITS):
         return None
-    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
-    return {name: _array(value, dtypes[name]) for name, value in given.items()}
+    return {name: _array(value, LIMITS[name].dtype) for name, value in given.items()}
 
 
 def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
@@ -198,9 +179,7 @@ def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
     return jnp.any(tokens[..., None] == eos[..., None, :], axis=-1) | (tokens < 0)
 
 
-def probabilities(
-    logits: Float[Array, "*batch vocab"], policy: Policy
-) -> Float[Array, "*batch vocab"]:
+def probabilities(logits: Logits, policy: Policy) -> Logits:
     """Returns the distribution, in float32, that `policy` makes of `logits`.
 
     If the policy has one row per sequence, the first dimension of the logits is the sequences.
@@ -210,13 +189,7 @@ def probabilities(
 
 
 @jax.jit
-def _probabilities(
-    logits: Float[Array, "*batch vocab"],
-    temperature: Float[Array, "*rows"],
-    limits: dict[str, Array] | None,
-) -> Float[Array, "*batch vocab"]:
-    """Returns the output of `probabilities`; `limits` is None if all tokens are kept."""
-
+def _probabilities(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
     def by_row(rows: Array) -> Array:
         return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
 
@@ -227,23 +200,18 @@ def _probabilities(
     def both() -> Array:
         return jnp.where(temperature > 0, softened(), greedy())
 
-    def not_all_softened() -> Array:
-        pmf: Array = jax.lax.cond(jnp.any(temperature > 0), both, greedy)
-        return pmf
-
     if not cpu.on_cpu():  # On an accelerator, a conditional would make the host wait.
         return both()
-    otherwise = greedy if temperature.size == 1 else not_all_softened
+
+    def some() -> Any:
+        return jax.lax.cond(jnp.any(temperature > 0), both, greedy)
+
+    otherwise = greedy if temperature.size == 1 else some
     pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, otherwise)
     return pmf
 
 
-def _softened(
-    logits: Float[Array, "*batch vocab"],
-    temperature: Float[Array, "*rows"],
-    limits: dict[str, Array] | None,
-) -> Float[Array, "*batch vocab"]:
-    """Returns the distribution at a positive temperature."""
+def _softened(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
     # Subtract the largest first: dividing by a tiny temperature amplifies rounding errors.
     largest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
     # XLA for CPUs may fold the exponential of a constant NaN into an arbitrary number.
@@ -256,12 +224,8 @@ def _softened(
 
 
 def _limited(
-    relative: Float[Array, "*batch vocab"],
-    weights: Float[Array, "*batch vocab"],
-    top_k: Int[Array, "*rows"],
-    top_p: Float[Array, "*rows"],
-    min_p: Float[Array, "*rows"],
-) -> Float[Array, "*batch vocab"]:
+    relative: Logits, weights: Logits, top_k: Int[Array, "*rows"], top_p: Rows, min_p: Rows
+) -> Logits:
     """Returns the weights, with 0 for tokens that a limit excludes.
 
     Bisection over the integers that order float32 numbers finds the smallest kept logit without a
@@ -271,14 +235,13 @@ def _limited(
     order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
     def least(wanted: Bool[Array, "*rows"], amounts: Array, bound: Array) -> Int[Array, "*batch 1"]:
-        search = functools.partial(_least, order, amounts, bound)
         none = jnp.full((*order.shape[:-1], 1), LOWEST, jnp.int32)
-        if not cpu.on_cpu():
-            return jnp.where(wanted, search(), none)
 
         def some() -> Array:
-            return jnp.where(wanted, search(), none)
+            return jnp.where(wanted, _least(order, amounts, bound), none)
 
+        if not cpu.on_cpu():
+            return some()
         found: Array = jax.lax.cond(jnp.any(wanted), some, lambda: none)
         return found
 
@@ -308,7 +271,7 @@ def _least(
     return found
 
 
-def _greedy(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
+def _greedy(logits: Logits) -> Logits:
     """Returns all mass on the first largest logit; NaN if a logit is NaN or all are -inf."""
     tokens = jnp.arange(logits.shape[-1])
     largest = jnp.max(logits, axis=-1, keepdims=True)

@@ -12,8 +12,8 @@ for each function object of your own.
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,50 +21,42 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import NodeTokens, PerRow, Tokens, Tree
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RepetitionPenalty:
-    penalty: float
-
-    def __call__(
-        self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar
-    ) -> Array:
-        places = jnp.where(jnp.arange(len(tokens)) < length, tokens, len(logits))
-        occurs = jnp.zeros(len(logits), bool).at[places].set(True, mode="drop")
-        penalized = jnp.where(logits > 0, logits / self.penalty, logits * self.penalty)
-        return jnp.where(occurs, penalized, logits)
+Logits: TypeAlias = Float[Array, " vocab"]
+Before: TypeAlias = Int[Array, " time"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bias:
-    tokens: tuple[int, ...]
-    values: tuple[float, ...]
+class _Process:
+    """A function of (logits, tokens, length, *options); equal ones share a program."""
 
-    def __call__(
-        self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar
-    ) -> Array:
-        del tokens, length
-        _check_vocabulary(self.tokens, len(logits))
-        return logits.at[jnp.array(self.tokens)].add(jnp.array(self.values, logits.dtype))
+    function: Callable[..., Array]
+    options: tuple[Any, ...]
+
+    def __call__(self, logits: Logits, tokens: Before, length: IntScalar) -> Array:
+        return self.function(logits, tokens, length, *self.options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Only:
-    tokens: tuple[int, ...]
+def _penalized(logits: Logits, tokens: Before, length: IntScalar, penalty: float) -> Array:
+    places = jnp.where(jnp.arange(len(tokens)) < length, tokens, len(logits))
+    occurs = jnp.zeros(len(logits), bool).at[places].set(True, mode="drop")
+    return jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-    def __call__(
-        self, logits: Float[Array, " vocab"], tokens: Int[Array, " time"], length: IntScalar
-    ) -> Array:
-        del tokens, length
-        _check_vocabulary(self.tokens, len(logits))
-        allowed = np.isin(np.arange(len(logits)), self.tokens)
-        return jnp.where(allowed, logits, -jnp.inf)
+
+def _biased(logits: Logits, _: Before, __: IntScalar, tokens: Any, values: Any) -> Array:
+    _check_vocabulary(tokens, len(logits))
+    return logits.at[jnp.array(tokens)].add(jnp.array(values, logits.dtype))
+
+
+def _allowed(logits: Logits, _: Before, __: IntScalar, *tokens: int) -> Array:
+    _check_vocabulary(tokens, len(logits))
+    return jnp.where(np.isin(np.arange(len(logits)), tokens), logits, -jnp.inf)
 
 
 def repetition_penalty(penalty: float) -> Any:
@@ -78,10 +70,8 @@ def repetition_penalty(penalty: float) -> Any:
     """
     tiny = float(np.finfo(np.float32).tiny)
     if not isinstance(penalty, numbers.Real) or not tiny <= penalty <= _LARGEST:
-        raise UserError(
-            f"penalty={penalty!r}: must be a positive number; above 1 makes repetitions less likely"
-        )
-    return _RepetitionPenalty(float(penalty))
+        raise UserError(f"penalty={penalty!r}: must be a positive number; try 1.2")
+    return _Process(_penalized, (float(penalty),))
 
 
 def bias(values: Mapping[int, float]) -> Any:
@@ -98,7 +88,7 @@ def bias(values: Mapping[int, float]) -> Any:
         if not is_number or not (value == -math.inf or abs(value) <= _LARGEST):
             raise UserError(f"values={value!r}: must be finite in float32, or -inf to ban a token")
     tokens = _whole(values)
-    return _Bias(tokens, tuple(float(values[token]) for token in tokens))
+    return _Process(_biased, (tokens, tuple(float(values[token]) for token in tokens)))
 
 
 def only(tokens: Iterable[int]) -> Any:
@@ -107,7 +97,7 @@ def only(tokens: Iterable[int]) -> Any:
     Raises:
       UserError: there are none, or one is not a non-negative integer.
     """
-    return _Only(_whole(tokens))
+    return _Process(_allowed, _whole(tokens))
 
 
 def _whole(tokens: Any) -> tuple[int, ...]:
@@ -122,9 +112,8 @@ def _whole(tokens: Any) -> tuple[int, ...]:
 
 def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int) -> None:
     if tokens[-1] >= vocab_size:
-        raise UserError(
-            f"process: token {tokens[-1]} is outside the vocabulary 0..{vocab_size - 1}; remove it"
-        )
+        vocabulary = f"0..{vocab_size - 1}"
+        raise UserError(f"process: token {tokens[-1]} is outside the vocabulary {vocabulary}")
 
 
 def at_nodes(
@@ -132,20 +121,15 @@ def at_nodes(
     tree: Tree,
     nodes: Int[np.ndarray, " width"],
     logits_BxWxV: Float[Array, "batch width vocab"],
-    drafted_BxN: Int[Array, "batch nodes"],
-    committed_BxT: Int[Array, "batch time"],
-    lengths_B: Int[Array, " batch"],
+    drafted_BxN: NodeTokens,
+    committed_BxT: Tokens,
+    lengths_B: PerRow,
 ) -> Float[Array, "batch width vocab"]:
-    """Returns the logits at `nodes` after the policy's process; without one, unchanged.
+    """Returns the logits at `nodes` (static) after the policy's process; without one, unchanged.
 
-    Args:
-      policy: the policy with the process.
-      tree: static.
-      nodes: static, W nodes.
-      logits_BxWxV: the logits of the token after each node.
-      drafted_BxN: int32 tokens by node, the root's first; those of `nodes` and above suffice.
-      committed_BxT: int32, of which the first `lengths_B` are committed.
-      lengths_B: int32.
+    The logits are those of the token after each of the nodes. `drafted_BxN` are the drafted tokens,
+    the root's first; those of `nodes` and above suffice. The first `lengths_B` of `committed_BxT`
+    are committed.
     """
     process = policy.process
     if process is None:
@@ -164,9 +148,8 @@ def at_nodes(
             has_shape = getattr(made, "shape", None) == logits.shape
             if not has_shape or not jnp.issubdtype(made.dtype, jnp.floating):
                 kind = jax.typeof(made) if isinstance(made, jax.Array) else repr(made)
-                raise UserError(
-                    f"process={process!r}: returns {kind}; must return logits float[{len(logits)}]"
-                )
+                wanted = f"must return logits float[{len(logits)}]"
+                raise UserError(f"process={process!r}: returns {kind}; {wanted}")
             return made
 
         return jax.vmap(of_node)(logits_WxV, jnp.asarray(paths), jnp.asarray(depths))

@@ -1,17 +1,19 @@
 """The arguments of `generate` and `stream`: checks and padding before anything runs."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from jaxtyping import Array, Key, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.decoding import checks, stopping
 from spectr_jax.decoding.loop import Call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy, for_rows
+from spectr_jax.decoding.tree import Keys
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import Frozen, Loaded, freeze
 from spectr_jax.utils import sharding
@@ -26,22 +28,26 @@ BUCKET = 16
 LONG = 256
 """The padded length of prompts of `stream`, and of longer prompts, is a multiple of this."""
 
+STATIC = {"static": True}
 
-class Request(NamedTuple):
-    """The arguments of `generate`; after `checked`, those of `_generate`."""
 
-    key: PRNGKeyArray | Key[Array, " batch"]
-    method: Method
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of `generate`; after `checked`, a pytree that passes through `jax.jit`."""
+
+    key: Any
+    method: Method = dataclasses.field(metadata=STATIC)
     target: Any
     draft: Any
     prompts: Any
     prompt_lengths: Any
-    max_new_tokens: int
-    policy: Policy | None = None
-    observe: Observe | None = None
-    mesh: Mesh | None = None
-    draft_policy: Policy | None = None
-    logprobs: bool = False
+    max_new_tokens: int = dataclasses.field(metadata=STATIC)
+    policy: Any = None
+    observe: Observe | None = dataclasses.field(default=None, metadata=STATIC)
+    mesh: Mesh | None = dataclasses.field(default=None, metadata=STATIC)
+    draft_policy: Any = None
+    logprobs: bool = dataclasses.field(default=False, metadata=STATIC)
     stop: Any = None
 
 
@@ -51,12 +57,14 @@ def checked(request: Request, bucket: int) -> Request:
     Raises:
       UserError: as in `generate`.
     """
-    method, mesh = request.method, request.mesh
+    method, observe, mesh = request.method, request.observe, request.mesh
     policy = Policy() if request.policy is None else request.policy
     draft_policy = policy if request.draft_policy is None else request.draft_policy
     checks.check_method(method)
-    checks.check_observe(request.observe)
-    checks.check_flag("logprobs", request.logprobs)
+    if not isinstance(observe, Hashable) or not (observe is None or callable(observe)):
+        raise UserError(f"observe={observe!r}: must be a hashable function of one Call, or None")
+    if not isinstance(request.logprobs, bool):
+        raise UserError(f"logprobs={request.logprobs!r}: must be True or False")
     tokens = checks.whole_numbers("prompts", request.prompts)
     lengths = checks.whole_numbers("prompt_lengths", request.prompt_lengths)
     drafts = method.needs_draft and request.draft is not None
@@ -71,7 +79,8 @@ def checked(request: Request, bucket: int) -> Request:
         _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
-    return request._replace(
+    return dataclasses.replace(
+        request,
         target=models[0],
         draft=models[1],
         prompts=np.pad(tokens, ((0, 0), (0, missing))),
@@ -90,9 +99,7 @@ def _check_mesh(mesh: Mesh, sequences: int) -> None:
     if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
         raise UserError(f"mesh: has axes {mesh.axis_names} of types {mesh.axis_types}; {hint}")
     if sequences % mesh.size:
-        raise UserError(
-            f"mesh: {sequences} prompts do not divide over {mesh.size} devices; give a multiple"
-        )
+        raise UserError(f"mesh: {sequences} prompts for {mesh.size} devices; give a multiple")
 
 
 def padded_length(tokens: int, bucket: int = BUCKET) -> int:
@@ -101,7 +108,7 @@ def padded_length(tokens: int, bucket: int = BUCKET) -> int:
     return -(-tokens // bucket) * bucket
 
 
-def sequence_keys(key: PRNGKeyArray | Key[Array, " batch"], sequences: int) -> Key[Array, " batch"]:
+def sequence_keys(key: PRNGKeyArray | Keys, sequences: int) -> Keys:
     """Returns one key per sequence: `key` itself, or `fold_in(key, i)` if it is a single key."""
     if key.ndim:
         return key

@@ -47,8 +47,7 @@ class ScoredTree:
 
     def q(self, node: IntScalar | int) -> Probs:
         """Returns the target distribution [V] of the token after `node`."""
-        pmf: Array = probabilities(self.logits[node], self.policy)
-        return pmf
+        return probabilities(self.logits[node], self.policy)
 
     def p_and_q(self, node: IntScalar, child: IntScalar) -> tuple[Probs, Probs]:
         """Returns the draft distribution [V] that `child` was drawn from, and q [V] at `node`.
@@ -68,15 +67,11 @@ class ScoredTree:
         depth = jnp.asarray(self.tree.depth)
         return jnp.all(spelled[:, None] == spelled, axis=-1) & (depth[:, None] == depth)
 
-    def drawable(self) -> Bool[Array, " nodes"]:
-        """Returns [N + 1] bool: whether each node's token has a positive draft probability.
-
-        It is False where the draft has no distribution (NaN logits).
-        """
-        return self.draft_probability() > 0
-
     def draft_probability(self) -> Float[Array, " nodes"]:
-        """Returns [N + 1], the draft probability of each node given its parent; 1 for the root."""
+        """Returns [N + 1], the draft probability of each node given its parent; 1 for the root.
+
+        It is NaN where the draft has no distribution (NaN logits).
+        """
         if not len(self.p):
             return (self.tokens >= 0).astype(self.p.dtype)
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))

@@ -1,10 +1,10 @@
 """Phase 2 of a call (score): the target scores the whole tree at once (SpecTr, section 7)."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from spectr_jax.decoding import features
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import NodeTokens, Paths, PerRow, Tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
 
@@ -12,20 +12,14 @@ from spectr_jax.models.cache import Cache, keep
 def score(
     model: Model,
     tree: Tree,
-    tokens_BxN: Int[Array, "batch nodes"],
-    lengths_B: Int[Array, " batch"],
+    tokens_BxN: NodeTokens,
+    lengths_B: PerRow,
     cache: Cache,
     show: tuple[int, ...] | None = None,
 ) -> tuple[Float[Array, "batch nodes vocab"], Float[Array, "batch nodes features"] | None, Cache]:
-    """Runs the target once, on the last committed token and all drafted nodes.
+    """Runs the target once, on the last committed token (the root) and all drafted nodes.
 
-    Args:
-      model: the target.
-      tree: static, N drafted nodes.
-      tokens_BxN: [B, N + 1] int32 by node, the root's first.
-      lengths_B: int32, the number of committed tokens, root included.
-      cache: of length `lengths_B - 1`: it does not hold the root yet.
-      show: static; see `features.extend`.
+    `cache` holds the committed tokens without the root. `show` is that of `features.extend`.
 
     Returns:
       logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the
@@ -37,12 +31,7 @@ def score(
     return features.extend(model, tokens_BxN, positions, visible, cache, show=show)
 
 
-def commit(
-    cache: Cache,
-    tree: Tree,
-    path_BxD: Int[Array, "batch height"],
-    new_lengths_B: Int[Array, " batch"],
-) -> Cache:
+def commit(cache: Cache, tree: Tree, path_BxD: Paths, new_lengths_B: PerRow) -> Cache:
     """Keeps the root and the accepted path [B, D] (nodes, root excluded) in the target's cache.
 
     The root's row is in its place already, and so are the rows of a chain.

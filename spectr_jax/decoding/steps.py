@@ -1,5 +1,6 @@
 """Decoding call by call: `stream` yields the tokens of each call of the target."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +16,8 @@ from spectr_jax.decoding.loop import Loop, call, merged, observe_call, prefill
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, sequence_keys
-from spectr_jax.decoding.stopping import Stop, StopSpec
+from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.models.frozen import Frozen
-from spectr_jax.utils.errors import UserError
 
 
 class Step(NamedTuple):
@@ -49,9 +49,9 @@ def stream(
 ) -> Iterator[Step]:
     """Continues one prompt; yields the tokens of each call of the target as soon as it is done.
 
-    prompt, policy = tokenizer.prompt("The committee"), Policy(eos=tokenizer.eos)
-    for step in stream(key, method, target, draft, prompt, 64, policy):
-        print(tokenizer.decode(step.tokens))
+        prompt, policy = tokenizer.prompt("The committee"), Policy(eos=tokenizer.eos)
+        for step in stream(key, method, target, draft, prompt, 64, policy):
+            print(tokenizer.decode(step.tokens))
 
     The tokens are those of `generate` for the same key and prompt. Prompts of up to `LONG` tokens
     share a program. Arguments that are not listed are as in `generate`.
@@ -65,29 +65,22 @@ def stream(
     Raises:
       UserError: as in `generate`; at once, not at the first step.
     """
-    if getattr(key, "shape", ()) != ():
-        given = f"{key.dtype}{list(key.shape)}"
-        raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
     tokens = checks.whole_numbers("prompt", prompt)
     rows = tokens[None], np.array([tokens.size])
     request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
-    request = request._replace(draft_policy=draft_policy, logprobs=logprobs, stop=stop)
+    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
     return _steps(checked(request, LONG))
 
 
 def _steps(request: Request) -> Iterator[Step]:
     """Yields the tokens of each call of the target."""
-    models = request.method, request.target, request.draft
-    rows = request.prompts, request.prompt_lengths
-    wanted = request.logprobs, request.stop is not None
-    loop = _begin(*models, *rows, request.max_new_tokens, *wanted)
-    limits = request.prompt_lengths + request.max_new_tokens
-    policies = request.policy, request.draft_policy
+    loop = _begin(
+        *(request.method, request.target, request.draft, request.prompts, request.prompt_lengths),
+        *(request.max_new_tokens, request.logprobs, request.stop is not None),
+    )
     length, done = int(request.prompt_lengths[0]), False
     while not done:
-        loop, new, observed, scores = _advance(
-            loop, request.key, *models, limits, *policies, request.observe, request.stop
-        )
+        loop, new, observed, scores = _advance(loop, request)
         new, scores, after, done = jax.device_get((new, scores, loop.lengths[0], loop.done[0]))
         added = slice(after - length)
         logprobs = scores and Logprobs(scores.policy[added], scores.model[added])
@@ -95,43 +88,24 @@ def _steps(request: Request) -> Iterator[Step]:
         length = after
 
 
-@functools.partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs", "stops"))
-def _begin(
-    method: Method,
-    target: Frozen,
-    draft: Frozen | None,
-    prompts: Int[Array, "batch time"],
-    lengths: Int[Array, " batch"],
-    max_new_tokens: int,
-    logprobs: bool,
-    stops: bool,
-) -> Loop:
-    """Returns the state before the first call."""
-    models = merged(method, target, draft)
-    return prefill(method, *models, prompts, lengths, max_new_tokens, logprobs, stops)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
+def _begin(method: Method, target: Frozen, draft: Frozen | None, *rest: Any) -> Loop:
+    """Returns the state before the first call; `rest` are the further arguments of `prefill`."""
+    return prefill(method, *merged(method, target, draft), *rest)
 
 
-@functools.partial(jax.jit, static_argnames=("method", "observe"), donate_argnames="loop")
+@functools.partial(jax.jit, donate_argnames="loop")
 def _advance(
-    loop: Loop,
-    key: PRNGKeyArray,
-    method: Method,
-    target: Frozen,
-    draft: Frozen | None,
-    limits: Int[Array, " batch"],
-    policy: Policy,
-    draft_policy: Policy,
-    observe: Observe | None,
-    stop: Stop | None,
+    loop: Loop, request: Request
 ) -> tuple[Loop, Int[Array, " steps"], Any, Logprobs | None]:
     """Calls the target once; returns the state, the new tokens, `observed` and their logprobs."""
-    models, keys = merged(method, target, draft), sequence_keys(key, 1)
-    after, called = call(loop, method, *models, keys, limits, policy, draft_policy, stop)
+    method, policies = request.method, (request.policy, request.draft_policy)
+    models = merged(method, request.target, request.draft)
+    keys, limits = sequence_keys(request.key, 1), request.prompt_lengths + request.max_new_tokens
+    after, called = call(loop, method, *models, keys, limits, *policies, request.stop)
 
     def new(rows: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(rows[0], loop.lengths[0], method.tree.height + 1)
 
-    observed = None
-    if observe is not None:
-        observed = jax.tree.map(lambda leaf: leaf[0], observe_call(observe, called))
+    observed = jax.tree.map(lambda leaf: leaf[0], observe_call(request.observe, called))
     return after, new(after.tokens), observed, jax.tree.map(new, after.logprobs)

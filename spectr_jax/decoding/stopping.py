@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from spectr_jax.decoding.tree import PerRow
 from spectr_jax.utils.errors import UserError
 
 START, MATCHED = 0, 1
@@ -41,17 +42,14 @@ class Stop:
     table: Int[Array, "states vocab"]
 
     def follow(
-        self, states_B: Int[Array, " batch"], tokens_BxS: Int[Array, "batch steps"]
+        self, states_B: PerRow, tokens_BxS: Int[Array, "batch steps"]
     ) -> Int[Array, "batch steps"]:
         """Returns the state after each token of a call, given the states before the call."""
-
-        def step(states_B: Array, tokens_B: Array) -> tuple[Array, Array]:
-            after_B = self.table[states_B, jnp.maximum(tokens_B, 0)].astype(jnp.int32)
-            return after_B, after_B
-
-        steps = tokens_BxS.shape[1]
-        states_SxB: Array = jax.lax.scan(step, states_B, tokens_BxS.T, unroll=steps)[1]
-        return states_SxB.T
+        after = []
+        for tokens_B in jnp.maximum(tokens_BxS.T, 0):
+            states_B = self.table[states_B, tokens_B].astype(jnp.int32)
+            after.append(states_B)
+        return jnp.stack(after, axis=1)
 
     def never(self) -> "Stop":
         """Returns an automaton of the same shape that stops nothing."""
@@ -70,36 +68,29 @@ def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:
       UserError: `stop` is something else, or the tokenizer has no `pieces`.
     """
     if isinstance(stop, Stop) and stop.table.shape[1] != vocab_size:
-        raise UserError(
-            f"stop: is for {stop.table.shape[1]} tokens, but the model has {vocab_size}; "
-            "prepare it for this model"
-        )
+        given = f"is for {stop.table.shape[1]} tokens, but the model has {vocab_size}"
+        raise UserError(f"stop: {given}; prepare it for this model")
     if stop is None or isinstance(stop, Stop):
         return stop
-    given = [stop] if isinstance(stop, str) else stop if isinstance(stop, Iterable) else ()
-    several: tuple[Any, ...] = tuple(given)
+    alone = isinstance(stop, str) or not isinstance(stop, Iterable)
+    several: tuple[Any, ...] = (stop,) if alone else tuple(stop)
+    if not several:
+        return None
     are_strings = all(isinstance(each, str) and each for each in several)
     if not are_strings:
         several = tuple(_tokens(each, vocab_size) for each in several)
-    if isinstance(stop, Sequence) and not isinstance(stop, str) and not len(stop):
-        return None
-    if not several or not all(several):
-        raise UserError(
-            f"stop={stop!r}: must be strings, or sequences of tokens 0..{vocab_size - 1}; none may "
-            "be empty"
-        )
+    if not all(several):
+        wanted = f"must be strings, or sequences of tokens 0..{vocab_size - 1}, none empty"
+        raise UserError(f"stop={stop!r}: {wanted}")
     if are_strings and not hasattr(tokenizer, "pieces"):
-        raise UserError(
-            f"stop={stop!r}: strings need a tokenizer with `pieces`; give the output of `load` as "
-            "the target, or give tokens"
-        )
+        hint = "give the output of `load` as the target, or give tokens"
+        raise UserError(f"stop={stop!r}: strings need a tokenizer with `pieces`; {hint}")
     if are_strings and any("\ud800" <= character <= "\udfff" for character in "".join(several)):
         raise UserError(f"stop={stop!r}: is not valid Unicode; give whole characters")
     length = sum(map(len, several))
     if length > MOST_SYMBOLS:
-        raise UserError(
-            f"stop: has {length:,} characters or tokens in total; give at most {MOST_SYMBOLS:,}"
-        )
+        most = f"give at most {MOST_SYMBOLS:,}"
+        raise UserError(f"stop: has {length:,} characters or tokens in total; {most}")
     made = _automaton if isinstance(tokenizer, Hashable) else _automaton.__wrapped__
     return made(several, tokenizer if are_strings else None, vocab_size)
 

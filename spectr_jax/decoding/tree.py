@@ -9,11 +9,20 @@ import functools
 import numbers
 import re
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Int, Key
 
 from spectr_jax.utils.errors import UserError
+
+Keys: TypeAlias = Key[Array, " batch"]
+PerRow: TypeAlias = Int[Array, " batch"]
+Tokens: TypeAlias = Int[Array, "batch time"]
+NodeTokens: TypeAlias = Int[Array, "batch nodes"]
+Paths: TypeAlias = Int[Array, "batch height"]
+"""The arrays of a batch: a key and an integer per sequence, its tokens, those of its tree, and the
+accepted nodes in order (root excluded; entries after them are ignored)."""
 
 MOST_NODES = 10_000
 """The size of the largest tree: the ancestor mask is a square matrix. Useful trees have dozens."""
@@ -31,18 +40,14 @@ class Tree:
 
     def __post_init__(self) -> None:
         if not all(isinstance(parent, numbers.Integral) for parent in self.parents):
-            raise UserError(
-                f"parents={self.parents!r:.60}: must be integers, one for each node 1..N"
-            )
+            wanted = "must be integers, one for each node 1..N"
+            raise UserError(f"parents={self.parents!r:.60}: {wanted}")
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))  # Trees are hashed.
         _check_size(len(self.parents))
-        for node, parent in enumerate(self.parents, start=1):
-            if not 0 <= parent < node:
-                raise UserError(
-                    f"parents: node {node} has parent {parent}; give a number from 0 to {node - 1}"
-                )
-        if np.any(np.diff(self.depth) < 0):
-            raise UserError(f"parents={self.parents!r:.60}: must number the nodes level by level")
+        ordered = all(0 <= parent < node for node, parent in enumerate(self.parents, start=1))
+        if not ordered or np.any(np.diff(self.depth) < 0):
+            wanted = "must number the nodes level by level, parents first"
+            raise UserError(f"parents={self.parents!r:.60}: {wanted}")
 
     @property
     def size(self) -> int:
@@ -58,8 +63,8 @@ class Tree:
     def depth(self) -> Int[np.ndarray, " nodes"]:
         """Returns the depth of each node, int32; 0 for the root."""
         depth = np.zeros(self.size + 1, np.int32)
-        for node in range(1, self.size + 1):
-            depth[node] = depth[self.parent[node]] + 1
+        for node, parent in enumerate(self.parents, start=1):
+            depth[node] = depth[parent] + 1
         return depth
 
     @property
@@ -71,8 +76,8 @@ class Tree:
     def ancestors(self) -> Bool[np.ndarray, "nodes nodes"]:
         """Returns the ancestor mask: entry (i, j) is True if j is i or an ancestor of i."""
         ancestors = np.eye(self.size + 1, dtype=bool)
-        for node in range(1, self.size + 1):
-            ancestors[node] |= ancestors[self.parent[node]]
+        for node, parent in enumerate(self.parents, start=1):
+            ancestors[node] |= ancestors[parent]
         return ancestors
 
     @functools.cached_property
@@ -97,8 +102,8 @@ class Tree:
     def paths(self) -> Int[np.ndarray, "nodes height"]:
         """Returns the path to each node, int32, without the root and padded with 0."""
         paths = np.zeros((self.size + 1, self.height), np.int32)
-        for node in range(1, self.size + 1):
-            paths[node] = paths[self.parent[node]]
+        for node, parent in enumerate(self.parents, start=1):
+            paths[node] = paths[parent]
             paths[node, self.depth[node] - 1] = node
         return paths
 
@@ -129,6 +134,12 @@ class Tree:
         return table
 
 
+def _check_size(nodes: int) -> None:
+    """Raises `UserError` if the tree is too large, before a list of its nodes exhausts memory."""
+    if nodes > MOST_NODES:
+        raise UserError(f"a tree of {nodes:,} nodes is too large; give at most {MOST_NODES:,}")
+
+
 def none() -> Tree:
     """Returns the tree without drafts: each call emits one token, drawn from the target."""
     return Tree(())
@@ -137,12 +148,6 @@ def none() -> Tree:
 def chain(length: int) -> Tree:
     """Returns one chain of `length` tokens (speculative decoding; "sequence" in ERSD)."""
     return iid_chains(1, length)
-
-
-def _check_size(nodes: int) -> None:
-    """Raises `UserError` if the tree is too large, before a list of its nodes exhausts memory."""
-    if nodes > MOST_NODES:
-        raise UserError(f"a tree of {nodes:,} nodes is too large; give at most {MOST_NODES:,}")
 
 
 def iid_chains(drafts: int, length: int) -> Tree:
@@ -205,11 +210,8 @@ def parse(spec: "Tree | str") -> Tree:
             return SHAPES[name](int(number))
     except UserError as error:
         raise UserError(f"tree={spec!r}: {error}") from None
-    known = ", ".join(f"{shape}:8" for shape in SHAPES)
-    raise UserError(
-        f"tree={spec!r}: is unknown; give the children of each level, such as 4,2,1, "
-        f"or one of 8x4, {known}"
-    )
+    hint = f"the children of each level, such as 4,2,1, or 8x4, {':8, '.join(SHAPES)}:8"
+    raise UserError(f"tree={spec!r}: is unknown; give {hint}")
 
 
 def spelled(branching: tuple[int, ...]) -> str:

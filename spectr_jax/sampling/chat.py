@@ -14,31 +14,21 @@ from spectr_jax.utils.errors import UserError
 
 
 class Answer(NamedTuple):
-    """An answer with its counts and times.
+    """An answer with its counts and times."""
 
-    Attributes:
-      text: the answer without the token or stop string that ends it.
-      tokens: number of tokens, including that one.
-      calls: number of target calls.
-      first: seconds to the first token, including compilation.
-      speed: tokens per second after the first one; 0 if there were none.
-      whole: whether the model or a stop string ended the answer, not the limit.
-    """
-
-    text: str
-    tokens: int
-    calls: int
-    first: float
-    speed: float
-    whole: bool
+    text: str  # Without the token or stop string that ends it.
+    tokens: int  # With that one.
+    calls: int  # Of the target.
+    first: float  # Seconds to the first token, including compilation.
+    speed: float  # Tokens per second after the first one; 0 if there were none.
+    whole: bool  # Whether the model or a stop string ended the answer, not the limit.
 
 
 def check(session: Session) -> None:
     """Raises `UserError` if the target has no chat template."""
     if session.target.tokenizer.template is None:
-        raise UserError(
-            f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out"
-        )
+        missing = f"and {session.target.name!r} has none; leave --chat out"
+        raise UserError(f"--chat needs a chat template, {missing}")
 
 
 def encode_message(session: Session, message: str) -> list[int]:
@@ -60,19 +50,21 @@ def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]
 def answers(
     session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]
 ) -> Iterator[Answer]:
-    """Yields the answers to messages, passing each token to `show`. A list has separate
-    conversations; any other iterable is one conversation. Consumes `key`.
+    """Yields the answers to messages, passing each token to `show`; consumes `key`.
+
+    A list has separate conversations; any other iterable is one conversation.
 
     Raises:
       UserError: as `encode`; for a list, before the first answer.
     """
     messages: list[dict[str, str]] = []
 
-    def go_on(session: Session, message: str) -> list[int]:
+    def encode_next(session: Session, message: str) -> list[int]:
         messages.append({"role": "user", "content": message})
         return encode(session, messages)
 
-    turns = encode_all(session, prompts, encode_message if isinstance(prompts, list) else go_on)
+    alone = isinstance(prompts, list)
+    turns = encode_all(session, prompts, encode_message if alone else encode_next)
     for number, (_, tokens) in enumerate(turns):
         made = answer(session, tokens, jax.random.fold_in(key, number), show)
         messages.append({"role": "assistant", "content": made.text})
@@ -93,9 +85,8 @@ def answer(
     text, shown, calls, first, begun = "", "", 0, 0.0, 0
     for step in steps:
         length = len(prompt) + len(new)
-        call = read_call(
-            session.method.tree, jax.device_get(step.observed), length, length + len(step.tokens)
-        )
+        observed, end = jax.device_get(step.observed), length + len(step.tokens)
+        call = read_call(session.method.tree, observed, length, end)
         if not calls:
             first, begun = time.perf_counter() - started, len(step.tokens)
         for token, origin in zip(step.tokens, call.origins, strict=True):
@@ -107,9 +98,7 @@ def answer(
                 shown = shows
         calls += 1
     stopped, text = text, before(text, session.stop)
-    if len(text) > len(
-        shown
-    ):  # The limit cut a character's bytes or the possible start of a stop string.
+    if len(text) > len(shown):  # The limit cut a character, or what might have been a stop string.
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0

@@ -1,5 +1,4 @@
-"""Decoded sequences as one self-contained HTML page: coloured tokens, speeds, and the draft tree
-of every call."""
+"""Decoded sequences as one HTML page: coloured tokens, speeds, and the draft tree of every call."""
 
 import pathlib
 import tempfile
@@ -19,10 +18,10 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
-"""Pixels in a drawn tree: between depths, between leaves, around the tree, and from where an
-edge leaves its row."""
+"""Pixels in a drawn tree: between depths, between leaves, around the tree, and from where an edge
+leaves its row."""
 LONGEST = 10
-"""Longest token in a tree, in characters."""
+"""The longest token in a tree, in characters."""
 
 
 class Shown(NamedTuple):
@@ -51,53 +50,48 @@ def checked_path(name: str) -> pathlib.Path:
         if not path.parent.is_dir():
             raise UserError(f"--html={name} is in a folder that does not exist; create it first")
         # Permissions alone do not decide: root has all of them, even on a read-only file system.
-        with tempfile.NamedTemporaryFile(
+        tempfile.NamedTemporaryFile(
             dir=path.parent, prefix=f"{path.name}.", suffix=".partial"
-        ):
-            return path
+        ).close()
     except OSError as error:
-        raise UserError(
-            f"--html={name} cannot be written ({error}); choose another file"
-        ) from error
+        hint = "choose another file"
+        raise UserError(f"--html={name} cannot be written ({error}); {hint}") from error
+    return path
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
-    """Returns an HTML page that follows the reader's light or dark mode.
+    """Returns an HTML page of prompts with their continuations, made by `command`.
 
-    Args:
-      session: shared by all prompts.
-      command: the command that made the page.
-      shown: prompts with their continuations.
+    It follows the reader's light or dark mode.
     """
     title = f"spectr_jax: {session.method.name}"
-    models = f"Target {session.target.name}" + (
-        f", draft {session.draft.name}" if session.draft else ""
-    )
-    about = f"<p>{escape(models)}; {session.method.tree.size} drafted tokens a call.</p><p>{escape(command)}</p>"
-    legend = " ".join(f'<span class="{origin}">{name}</span>' for origin, name in NAMES.items())
+    models = f"Target {session.target.name}"
+    models += f", draft {session.draft.name}" if session.draft else ""
     tree, tokenizer = session.method.tree, session.target.tokenizer
-    parts = "".join(
-        _prompt(number, one, tree, tokenizer) for number, one in enumerate(shown, start=1)
-    )
+    about = f"<p>{escape(models)}; {tree.size} drafted tokens a call.</p><p>{escape(command)}</p>"
+    legend = " ".join(f'<span class="{origin}">{name}</span>' for origin, name in NAMES.items())
+    parts = (_prompt(number, one, tree, tokenizer) for number, one in enumerate(shown, start=1))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style></head><body>'
-        f'<h1>{escape(title)}</h1><div class="about">{about}</div><p class="legend">{legend}</p>{parts}</body></html>\n'
+        f'<h1>{escape(title)}</h1><div class="about">{about}</div><p class="legend">{legend}</p>'
+        f"{''.join(parts)}</body></html>\n"
     )
 
 
 def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> str:
-    texts = [one for one in (shown.baseline, shown.decoded) if one]
-    columns = "".join(
-        f"<section><h3>{escape(one.method)}</h3>"
-        f"{_text(shown.prompt, one, number if one is shown.decoded and tree.size else None)}</section>"
-        for one in texts
-    )
+    columns, has_tree = "", tree.size > 0
+    for one in filter(None, (shown.baseline, shown.decoded)):
+        text = _text(shown.prompt, one, number if one is shown.decoded and has_tree else None)
+        columns += f"<section><h3>{escape(one.method)}</h3>{text}</section>"
     lines = speeds(shown.speed, shown.baseline, shown.decoded) if shown.speed else []
     figures = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    trees = _calls(number, shown.decoded, tree, tokenizer) if tree.size else ""
-    return f'<article><div class="texts">{columns}</div><div class="figures">{figures}</div>{trees}</article>'
+    trees = _calls(number, shown.decoded, tree, tokenizer) if has_tree else ""
+    return (
+        f'<article><div class="texts">{columns}</div><div class="figures">{figures}</div>{trees}'
+        "</article>"
+    )
 
 
 def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -> str:
@@ -107,22 +101,18 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
         f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
         for index, call in enumerate(decoded.calls)
     )
-    width = COLUMN * (tree.height + 2) + 3 * MARGIN
-    return (
-        f'<h3>Calls of the target</h3><div class="calls" style="--width: {width}px">{cards}</div>'
-    )
+    style = f"--width: {COLUMN * (tree.height + 2) + 3 * MARGIN}px"
+    return f'<h3>Calls of the target</h3><div class="calls" style="{style}">{cards}</div>'
 
 
 def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
-    """Returns the continuation as HTML. If the prompt has a `number`, each token links to its
-    call."""
+    """Returns the continuation as HTML; each token links to its call if the prompt has a number."""
     spans = [f'<span class="prompt">{escape(prompt)}</span>']
     for token in decoded.tokens:
         title = f"call {token.call + 1}: {_name(token.origin)}"
         if token.logprobs is not None:
-            title += (
-                f"; log-probability {token.logprobs[0]:.3f}, of the model {token.logprobs[1]:.3f}"
-            )
+            policy, model = token.logprobs
+            title += f"; log-probability {policy:.3f}, of the model {model:.3f}"
         about = f'class="{token.origin}" title="{title}"'
         tag, link = ("a", f' href="#{_anchor(number, token.call)}"') if number else ("span", "")
         text = token.text.lstrip()
@@ -146,43 +136,40 @@ def _name(origin: str) -> str:
 
 
 def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
-    """Returns the tree from left to right, with the accepted path in bold and the token that
-    follows it attached."""
+    """Returns the tree from left to right, with the accepted path in bold and the next token."""
     drafted = np.flatnonzero(call.tokens >= 0).tolist()
     paths, tokens = [tree.path(node) for node in drafted], call.tokens[drafted].tolist()
     parents = np.searchsorted(drafted, tree.parent[drafted]).tolist()
-    end = int(np.searchsorted(drafted, call.path[-1])) if call.path else 0
     about = [f"draft p = {call.p[node]:.3f}, target q = {call.q[node]:.3f}" for node in drafted]
     kinds = ["accepted" if node in call.live else "draft" for node in drafted]
     kinds[0], about[0] = "root", "the last token before the call"
     if len(call.emitted) > len(call.path):
+        end = int(np.searchsorted(drafted, call.path[-1])) if call.path else 0
         paths.append((*paths[end], tree.size))  # Below its siblings.
         parents.append(end)
         tokens.append(call.emitted[-1])
         kinds.append(call.origins[-1])
         about.append(f"{_name(call.origins[-1])}, from the target")
     rows = rows_of_paths(paths)
-    places = [
-        (MARGIN + COLUMN * len(path), MARGIN + ROW * row)
-        for path, row in zip(paths, rows.tolist(), strict=True)
-    ]
-    order = sorted(
-        range(1, len(paths)), key=lambda node: kinds[node] != "draft"
-    )  # Emitted edges are drawn last, on top.
+    depths = np.array([len(path) for path in paths])
+    places = list(zip(MARGIN + COLUMN * depths, MARGIN + ROW * rows, strict=True))
+    # Emitted edges are drawn last, on top.
+    order = sorted(range(1, len(paths)), key=lambda node: kinds[node] != "draft")
     edges = [_edge(places[parents[node]], places[node], kinds[node]) for node in order]
-    nodes = [
-        _node(*node)
-        for node in zip(places, map(tokenizer.piece, tokens), kinds, about, strict=True)
-    ]
-    width, height = COLUMN * (max(map(len, paths)) + 1) + MARGIN, 2 * MARGIN + ROW * rows.max()
-    return f'<svg width="{width}" height="{height:g}" role="img">{"".join(edges)}{"".join(nodes)}</svg>'
+    pieces = map(tokenizer.piece, tokens)
+    nodes = [_node(*node) for node in zip(places, pieces, kinds, about, strict=True)]
+    size = (
+        f'width="{COLUMN * (depths.max() + 1) + MARGIN}" height="{2 * MARGIN + ROW * rows.max():g}"'
+    )
+    return f'<svg {size} role="img">{"".join(edges)}{"".join(nodes)}</svg>'
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
     """Returns an edge that runs along the parent's row, past its label, and then up or down."""
     (x, y), (u, v) = start, end
     half = u - BEND / 2
-    return f'<path class="edge {kind}" d="M{x:g} {y:g}H{u - BEND:g}C{half:g} {y:g} {half:g} {v:g} {u:g} {v:g}"/>'
+    line = f"M{x:g} {y:g}H{u - BEND:g}C{half:g} {y:g} {half:g} {v:g} {u:g} {v:g}"
+    return f'<path class="edge {kind}" d="{line}"/>'
 
 
 def _node(place: tuple[float, float], token: str, kind: str, about: str) -> str:
@@ -190,7 +177,8 @@ def _node(place: tuple[float, float], token: str, kind: str, about: str) -> str:
     label = label.strip() or label.replace(" ", SPACE)
     x, y = place
     return (
-        f'<g class="node {kind}"><title>{escape(repr(token))}: {escape(about)}</title><circle cx="{x:g}" cy="{y:g}" r="4"/>'
+        f'<g class="node {kind}"><title>{escape(repr(token))}: {escape(about)}</title>'
+        f'<circle cx="{x:g}" cy="{y:g}" r="4"/>'
         f'<text x="{x + 7:g}" y="{y + 4:g}">{escape(label)}</text></g>'
     )
 

@@ -9,18 +9,13 @@ from spectr_jax.utils.files import expanded
 
 
 def from_flag(text: str) -> list[str]:
-    """Returns the one prompt of --prompt.
-
-    Raises:
-      UserError: it is not UTF-8.
-    """
+    """Returns the one prompt of --prompt; raises `UserError` if it is not UTF-8."""
     try:
         # Python keeps undecodable bytes of arguments as surrogates, which no tokenizer takes.
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"--prompt={shortened(text)!r} is not UTF-8; convert it, such as with iconv"
-        ) from error
+        hint = "convert it, such as with iconv"
+        raise UserError(f"--prompt={shortened(text)!r} is not UTF-8; {hint}") from error
     return [text]
 
 
@@ -33,18 +28,16 @@ def from_file(path: str) -> list[str]:
     try:
         lines = expanded(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--file={path} cannot be read ({error}); give a text file with a prompt a line"
-        ) from error
+        hint = "give a text file with one prompt per line"
+        raise UserError(f"--file={path} cannot be read ({error}); {hint}") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"--file={path} has no prompt; write one a line")
+        raise UserError(f"--file={path} has no prompt; write one per line")
     return prompts
 
 
 def from_stdin(stdin: TextIO | None) -> Iterator[str]:
-    """Yields the prompts of stdin as they arrive, one per line. `stdin` is None if the shell closed
-    it.
+    """Yields the prompts of stdin as they arrive, one per line; it is None if the shell closed it.
 
     Raises:
       UserError: stdin has no prompt, or a line is not UTF-8.
@@ -64,8 +57,7 @@ def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
                 found = True
                 yield line.rstrip("\n")
     except UnicodeError as error:
-        raise UserError(
-            f"stdin cannot be read ({error}); give text with a prompt a line"
-        ) from error
+        hint = "give text with one prompt per line"
+        raise UserError(f"stdin cannot be read ({error}); {hint}") from error
     if not found:
         raise nothing

@@ -1,11 +1,10 @@
-"""Decodes one prompt at a time with a method and the baseline, and reports the origin of each
-token, the calls, and tokens per second."""
+"""Decodes one prompt at a time with a method and the baseline: tokens, calls, tokens per second."""
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import padded_length
-from spectr_jax.decoding.stopping import Stop, before, prepared
+from spectr_jax.decoding.stopping import before, prepared
 from spectr_jax.experiments.measure.trace import Recorded, read_calls, recorder
 from spectr_jax.loading.by_name import SMOLLM2, Trained, load
 from spectr_jax.loading.pairs import fitted, load_alone, load_pair
@@ -43,29 +42,16 @@ class Session(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A new token of a sequence.
+    """A new token of a sequence."""
 
-    Attributes:
-      text: the characters it adds; empty while a character is incomplete.
-      origin: as in `measure.trace`.
-      call: index of the call that emitted it.
-      logprobs: under the policy and under the model, if the session computes them.
-    """
-
-    text: str
-    origin: str
-    call: int
-    logprobs: tuple[float, float] | None = None
+    text: str  # The characters that it adds; empty while a character is incomplete.
+    origin: str  # As in `measure.trace`.
+    call: int  # The index of the call that emitted it.
+    logprobs: tuple[float, float] | None = None  # Under the policy and the model, if computed.
 
 
 class Decoded(NamedTuple):
-    """A continuation by one method.
-
-    Attributes:
-      method: name of the method.
-      tokens: the new tokens.
-      calls: the recorded target calls.
-    """
+    """The new tokens by one method, and the recorded calls of the target."""
 
     method: str
     tokens: list[Token]
@@ -73,8 +59,7 @@ class Decoded(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Tokens per second of a method and of the baseline: medians over runs in turns, and the
-    median ratio."""
+    """Tokens per second: medians over runs in turns, and the median ratio."""
 
     method: float
     baseline: float
@@ -107,33 +92,27 @@ def open_session(
         there is none.
     """
     wanted = method or get_method("block", draft_length=3)
-    others = (
-        target.startswith(("hf:", "gguf:")) or target == SMOLLM2
-    )  # These have vocabularies of their own.
+    # These have vocabularies of their own.
+    others = target.startswith(("hf:", "gguf:")) or target == SMOLLM2
+    needed = f"needs a draft model with the vocabulary of {target!r}; give --draft"
+    missing = UserError(f"method {wanted.name!r} {needed}")
     if not wanted.needs_draft:
         loaded, drafts = load_alone(target, dtype), None
     elif draft is not None:
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
     elif method and others:  # Before anything is loaded.
-        raise _needs_draft(method, target)
+        raise missing
     else:
         loaded = load_alone(target, dtype)
         drafts = None if others else _default_draft(loaded, dtype)
         if method and not drafts:
-            raise _needs_draft(method, target)
+            raise missing
         wanted = wanted if drafts else get_method("baseline")
     prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before any long work.
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
     return Session(
         wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop
-    )
-
-
-def _needs_draft(method: Method, target: str) -> UserError:
-    return UserError(
-        f"method {method.name!r} needs a draft model with the vocabulary of {target!r}; give "
-        "--draft"
     )
 
 
@@ -153,15 +132,12 @@ def encode(session: Session, prompt: str) -> list[int]:
 
 
 def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
-    """Raises `UserError` if the target's context has no room for the new tokens after the
-    prompt."""
-    context = session.target.model.context
-    if len(tokens) + session.max_new_tokens > context:
-        raise UserError(
-            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is "
-            f"{session.max_new_tokens}, "
-            f"more than the {context} of {session.target.name!r} together; shorten one of them"
-        )
+    """Raises `UserError` if the target's context has no room for the new tokens."""
+    context, new = session.target.model.context, session.max_new_tokens
+    if len(tokens) + new > context:
+        given = f"has {len(tokens)} tokens and max_new_tokens is {new}"
+        limit = f"more than the {context} of {session.target.name!r} together; shorten one of them"
+        raise UserError(f"the prompt {shortened(prompt)!r} {given}, {limit}")
 
 
 def encode_all(
@@ -174,29 +150,24 @@ def encode_all(
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
     """Returns a prompt's continuation by a method, with recorded calls. Consumes `key`."""
-    generation = _generate(key, session, method, prompt, session.policy, _stop(session))
+    generation = _generate(session, method, prompt, key)
     calls = read_calls(method.tree, generation, row=0)
     added = slice(len(prompt), int(generation.lengths[0]))
     new = np.asarray(generation.tokens[0, added]).tolist()
     origins = [(origin, index) for index, call in enumerate(calls) for origin in call.origins]
     texts = _before(session.stop, added_texts(session.target.tokenizer, prompt, new))
-    scores: list[tuple[float, float] | None] = [None] * len(new)
+    scores: Iterable[Any] = [None] * len(new)
     if generation.logprobs is not None:
-        scores = list(
-            zip(*(np.asarray(each[0, added]).tolist() for each in generation.logprobs), strict=True)
-        )
-    tokens = [
-        Token(text, *origin, score)
-        for text, origin, score in zip(texts, origins, scores, strict=True)
-    ]
+        scores = zip(*(np.asarray(x[0, added]).tolist() for x in generation.logprobs), strict=True)
+    rows = zip(texts, origins, scores, strict=True)
+    tokens = [Token(text, *origin, score) for text, origin, score in rows]
     return Decoded(method.name, tokens, calls)
 
 
 def added_texts(
     tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]
 ) -> Iterator[str]:
-    """Returns the text that each new token adds. The bytes of a character add it with the last
-    one."""
+    """Yields the text that each new token adds. The last byte of a character adds all of it."""
     shown = tokenizer.decode(prompt)
     for count, token in enumerate(new, start=1):
         text = tokenizer.decode([*prompt, *new[:count]])
@@ -209,10 +180,6 @@ def added_texts(
             shown = text
 
 
-def _stop(session: Session) -> Stop | None:
-    return prepared(session.stop, session.target.tokenizer, session.target.model.vocab_size)
-
-
 def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
     """Yields the text of each token, up to the first stop string."""
     several = list(texts)
@@ -223,20 +190,15 @@ def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
 
 
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
-    """Returns the speed of the session's method and of the baseline, timed in turns on one prompt.
-    Consumes `key`.
+    """Returns the speeds of the session's method and of the baseline, timed in turns on one prompt.
 
-    Every run emits `max_new_tokens` tokens, regardless of EOS and stop strings, so that
-    start-up weighs equally on both. Calls are recorded as in `decode`, so that its program is
-    timed and no other is compiled.
+    Consumes `key`. Every run emits `max_new_tokens` tokens, regardless of EOS and stop strings, so
+    that start-up weighs equally on both. Calls are recorded as in `decode`: both use one program.
     """
-    endless, stop = dataclasses.replace(session.policy, eos=-1), _stop(session)
-    never = None if stop is None else stop.never()
 
     def tokens_per_second(method: Method) -> float:
         started = time.perf_counter()
-        generation = _generate(key, session, method, prompt, endless, never)
-        jax.block_until_ready(generation)
+        jax.block_until_ready(_generate(session, method, prompt, key, endless=True))
         return session.max_new_tokens / (time.perf_counter() - started)
 
     pair = session.method, get_method("baseline")
@@ -246,25 +208,22 @@ def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:
 
 
 def _generate(
-    key, session: Session, method: Method, prompt: Sequence[int], policy: Policy, stop: Stop | None
+    session: Session, method: Method, prompt: Sequence[int], key: jax.Array, endless: bool = False
 ) -> Generation:
-    models, new = (session.target_model, session.draft_model), session.max_new_tokens
-    prompts, lengths = np.array([prompt]), np.array([len(prompt)])
-    observe = recorder(
-        padded_length(len(prompt)) + new
-    )  # Identified by the padded prompt, as in the program.
-    own, rows = session.draft_policy, (prompts, lengths)
-    scores = session.logprobs
+    """Returns the generation for one prompt; if `endless`, EOS and stop strings do not end it."""
+    policy, target = session.policy, session.target
+    stop = prepared(session.stop, target.tokenizer, target.model.vocab_size)
+    if endless:
+        policy, stop = dataclasses.replace(policy, eos=-1), stop and stop.never()
+    # The recorder depends on the padded length of the prompt, like the program.
+    observe = recorder(padded_length(len(prompt)) + session.max_new_tokens)
+    models, prompts = (session.target_model, session.draft_model), np.array([prompt])
     return generate(
-        key,
-        method,
-        *models,
-        *rows,
-        new,
-        policy,
-        observe,
-        draft_policy=own,
-        logprobs=scores,
+        *(key, method, *models, prompts, np.array([len(prompt)]), session.max_new_tokens),
+        policy=policy,
+        observe=observe,
+        draft_policy=session.draft_policy,
+        logprobs=session.logprobs,
         stop=stop,
     )
 

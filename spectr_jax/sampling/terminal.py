@@ -1,21 +1,23 @@
-"""Decoded sequences in a terminal: tokens coloured by origin, columns side by side, and a line
-of figures."""
+"""Decoded sequences in a terminal: tokens coloured by origin, columns, and a line of figures."""
 
 import itertools
+import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from spectr_jax.experiments.measure.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.sampling.chat import Answer
 from spectr_jax.sampling.session import Decoded, Speed, Token
 
 STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
-"""SGR codes: accepted drafts are green, corrections red and underlined, bonus tokens blue and
-bold."""
+"""SGR codes: accepted drafts green, corrections red and underlined, bonus tokens blue and bold."""
 NAMES = {ACCEPTED: "accepted draft", CORRECTION: "correction", BONUS: "bonus token"}
 GAP = "   "
+
+Line: TypeAlias = list[tuple[str, str]]
+"""Characters with their styles. Wrapping counts these, so colour codes take no room."""
 
 
 def wants_colour() -> bool:
@@ -23,21 +25,24 @@ def wants_colour() -> bool:
     return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-class Letter(NamedTuple):
-    """One character with its style. Wrapping counts these, so colour codes take no room."""
-
-    text: str
-    style: str
-
-
 def figures(decoded: Decoded, speed: float | None = None, ratio: float | None = None) -> str:
     """Returns the line below a sequence, such as `otm_block: 43 tokens in 12 calls, 3.58 a call;
     910 tokens/s, 1.62 x baseline`."""
-    tokens, calls = len(decoded.tokens), len(decoded.calls)
-    line = f"{decoded.method}: {tokens} tokens in {calls} calls, {tokens / calls:.2f} a call"
-    if speed is not None:
-        line += f"; {speed:,.0f} tokens/s"
+    line = _counts(decoded.method, len(decoded.tokens), len(decoded.calls))
+    line += "" if speed is None else f"; {speed:,.0f} tokens/s"
     return line if ratio is None else f"{line}, {ratio:.2f} x baseline"
+
+
+def answered(method: str, made: Answer) -> str:
+    """Returns the line below an answer, such as `baseline: 43 tokens in 43 calls, 1.00 a call;
+    the first after 0.4 s, then 62 tokens/s`."""
+    line = f"{_counts(method, made.tokens, made.calls)}; the first after {made.first:.1f} s"
+    line += f", then {made.speed:,.0f} tokens/s" if made.speed else ""
+    return line if made.whole else f"{line}; cut off by --max_new_tokens"
+
+
+def _counts(method: str, tokens: int, calls: int) -> str:
+    return f"{method}: {tokens} tokens in {calls} calls, {tokens / calls:.2f} a call"
 
 
 def token(one: Token, colour: bool) -> str:
@@ -45,23 +50,10 @@ def token(one: Token, colour: bool) -> str:
     return _painted(one.text, STYLES.get(one.origin, "") if colour else "")
 
 
-def answered(method: str, made: Answer) -> str:
-    """Returns the line below an answer, such as `baseline: 43 tokens in 43 calls, 1.00 a call;
-    the first after 0.4 s, then 62 tokens/s`."""
-    line = f"{method}: {made.tokens} tokens in {made.calls} calls, {made.tokens / made.calls:.2f} a call"
-    line += f"; the first after {made.first:.1f} s" + (
-        f", then {made.speed:,.0f} tokens/s" if made.speed else ""
-    )
-    return line if made.whole else f"{line}; cut off by --max_new_tokens"
-
-
 def legend(colour: bool) -> str:
     """Returns the legend of the colours, or "" without colours."""
-    return (
-        GAP.join(_painted(NAMES[origin], style) for origin, style in STYLES.items())
-        if colour
-        else ""
-    )
+    names = (_painted(NAMES[origin], style) for origin, style in STYLES.items())
+    return GAP.join(names) if colour else ""
 
 
 def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
@@ -70,18 +62,15 @@ def text(prompt: str, tokens: Iterable[Token], colour: bool) -> str:
 
 
 def columns(prompt: str, left: Decoded, right: Decoded, width: int, colour: bool) -> str:
-    """Returns two continuations side by side in `width` characters, each below its method's
-    name."""
+    """Returns two continuations side by side in `width` characters, below their methods' names."""
     each = (width - len(GAP)) // 2
-    sides = [
-        [
-            [Letter(letter, "") for letter in decoded.method],
-            [],
-            *_wrapped(_letters(prompt, decoded.tokens, colour), each),
-        ]
-        for decoded in (left, right)
-    ]
-    rows = itertools.zip_longest(*sides, fillvalue=[])
+
+    def side(decoded: Decoded) -> list[Line]:
+        name = [(letter, "") for letter in decoded.method]
+        return [name, [], *_wrapped(_letters(prompt, decoded.tokens, colour), each)]
+
+    blank: Line = []
+    rows = itertools.zip_longest(side(left), side(right), fillvalue=blank)
     return "\n".join(
         (_line(one) + " " * (each - len(one)) + GAP + _line(other)).rstrip() for one, other in rows
     )
@@ -94,33 +83,33 @@ def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str
     return [*lines, figures(decoded, speed.method, None if same else speed.ratio)]
 
 
-def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Iterator[Letter]:
-    yield from (Letter(letter, "") for letter in prompt)
+def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Line:
+    letters = [(letter, "") for letter in prompt]
     for token in tokens:
-        yield from (
-            Letter(letter, STYLES.get(token.origin, "") if colour else "") for letter in token.text
-        )
+        style = STYLES.get(token.origin, "") if colour else ""
+        letters += [(letter, style) for letter in token.text]
+    return letters
 
 
-def _wrapped(letters: Iterable[Letter], width: int) -> list[list[Letter]]:
+def _wrapped(letters: Line, width: int) -> list[Line]:
     """Returns lines of at most `width` letters, broken at spaces where possible."""
-    lines: list[list[Letter]] = [[]]
-    for letter in letters:
-        if letter.text == "\n":
+    lines: list[Line] = [[]]
+    for letter, style in letters:
+        if letter == "\n":
             lines.append([])
             continue
-        lines[-1].append(letter)
+        lines[-1].append((letter, style))
         if len(lines[-1]) > width:
-            spaces = [place for place, one in enumerate(lines[-1]) if one.text == " "]
+            spaces = [place for place, (one, _) in enumerate(lines[-1]) if one == " "]
             end, begin = (spaces[-1], spaces[-1] + 1) if spaces else (width, width)
             lines.append(lines[-1][begin:])
             del lines[-2][end:]
     return lines
 
 
-def _line(letters: list[Letter]) -> str:
-    runs = itertools.groupby(letters, key=lambda letter: letter.style)
-    return "".join(_painted("".join(letter.text for letter in run), style) for style, run in runs)
+def _line(letters: Line) -> str:
+    runs = itertools.groupby(letters, key=operator.itemgetter(1))
+    return "".join(_painted("".join(letter for letter, _ in run), style) for style, run in runs)
 
 
 def _painted(text: str, style: str) -> str:

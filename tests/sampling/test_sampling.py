@@ -1,4 +1,4 @@
-"""What is shown of a decoded text: in the terminal and on the page."""
+"""Decoded sequences in the terminal and on the page, and where prompts come from."""
 
 import io
 import os
@@ -42,24 +42,18 @@ def toy_session(toy):
 
 
 def test_a_target_of_another_vocabulary_is_decoded_by_the_baseline(toy, monkeypatch):
-    """Where no draft is given; with a method that needs one, this is said."""
+    """Without a draft the baseline decodes, and a method that needs one is refused."""
     target = str(toy.folder / "target")
     monkeypatch.setitem(by_name.LOADERS, "mine", lambda name, dtype: by_name.load(target, dtype))
     for spec in (target, "mine:large"):
         opened = session.open_session(None, spec, None, "float32", 6, Policy())
         assert (opened.method.name, opened.draft, opened.draft_model) == ("baseline", None, None)
-        with pytest.raises(
-            UserError,
-            match=f"method 'otm' needs a draft model with the vocabulary of '{spec}'; give --dr",
-        ):
+        with pytest.raises(UserError, match=f"'otm' needs a draft model .* '{spec}'; give --draft"):
             session.open_session(get_method("otm", tree="2,1"), spec, None, "float32", 6, Policy())
     for draft, name in ((None, "draft_2m"), ("6m", "draft_6m")):
         opened = session.open_session(None, "6m", draft, "float32", 6, Policy())
-        assert (opened.method.name, opened.method.tree.height, opened.draft.name) == (
-            "block",
-            3,
-            name,
-        )
+        found = opened.method.name, opened.method.tree.height, opened.draft.name
+        assert found == ("block", 3, name)
 
 
 def test_texts_of_tokens_join_to_the_text(tokenizer):
@@ -80,9 +74,8 @@ def test_text_and_figures():
     assert terminal.text("Once", TOKENS, colour=True) == (
         "Once\033[32m again\033[0m\033[4;31m and\033[0m\033[1;34m on\033[0m"
     )
-    lines = terminal.speeds(
-        Speed(30.0, 20.0, 1.46), Decoded("baseline", TOKENS, [None] * 3), decoded
-    )
+    baseline = Decoded("baseline", TOKENS, [None] * 3)
+    lines = terminal.speeds(Speed(30.0, 20.0, 1.46), baseline, decoded)
     assert lines == [
         "baseline: 3 tokens in 3 calls, 1.00 a call; 20 tokens/s",
         "otm: 3 tokens in 2 calls, 1.50 a call; 30 tokens/s, 1.46 x baseline",
@@ -152,10 +145,9 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
     links = {link[1:] for link in checker.links if link}
     assert links and links <= checker.anchors
     assert html.count("<svg") == 2 * len(decoded.calls)
-    assert html.count("<circle") == 2 * sum(
-        toy_session.method.tree.size + 1 + len(call.emitted) - len(call.path)
-        for call in decoded.calls
-    )
+    size = toy_session.method.tree.size
+    drawn = sum(size + 1 + len(call.emitted) - len(call.path) for call in decoded.calls)
+    assert html.count("<circle") == 2 * drawn
     assert "".join(token.text for token in decoded.tokens) in "".join(checker.words)
     assert "prefers-color-scheme: dark" in html
 
@@ -163,9 +155,8 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
 def test_a_page_of_drafts_without_a_model(toy):
     """Nodes without a draft are not drawn, and a call without any has a token of the target."""
     target = str(toy.folder / "target")
-    opened = session.open_session(
-        get_method("lookup", tree="2,1"), target, None, "float32", 12, Policy(0.0)
-    )
+    method = get_method("lookup", tree="2,1")
+    opened = session.open_session(method, target, None, "float32", 12, Policy(0.0))
     tokens = session.encode(opened, "law law draft")
     made = session.decode(opened, opened.method, tokens, jax.random.key(0))
     html = page(opened, "", [Shown("law law draft", made, None, None)])
@@ -191,10 +182,8 @@ def test_log_probabilities_are_shown_where_the_pointer_is(toy_session):
 
 
 def test_a_prompt_that_leaves_no_room(toy_session):
-    with pytest.raises(
-        UserError,
-        match=r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together",
-    ):
+    message = r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"
+    with pytest.raises(UserError, match=message):
         session.encode(toy_session, "law " * 30)
 
 
@@ -241,10 +230,7 @@ def test_prompts_that_cannot_be_read(tmp_path):
     [
         ("", "--html is empty; name a file"),
         ("/tmp", "--html=/tmp is a folder; name a file in it"),
-        (
-            "/nowhere/page.html",
-            "--html=/nowhere/page.html is in a folder that does not exist; create it first",
-        ),
+        ("/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist"),
         ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
         ("/dev/null", "--html=/dev/null is not a file; choose another"),
         ("~nobody-here/page.html", "'~nobody-here/page.html' cannot expand"),
@@ -260,9 +246,8 @@ def test_the_check_of_the_page_leaves_the_folder_as_it_was(tmp_path):
     (tmp_path / "old.html").write_text("old")
     for name in ("old.html", "new.html"):
         assert checked_path(str(tmp_path / name)) == tmp_path / name
-    assert [path.name for path in tmp_path.iterdir()] == ["old.html"] and (
-        tmp_path / "old.html"
-    ).read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["old.html"]
+    assert (tmp_path / "old.html").read_text() == "old"
 
 
 def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
@@ -271,34 +256,21 @@ def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
 
 
 def test_the_command(toy, tmp_path):
-    """As a user gives it: prompts from a file, both texts side by side, the page; no colours where
-    nobody sees them."""
+    """Prompts from a file, both continuations side by side, a page; no colours outside a terminal."""
     (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")
     flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html"}
-    models = {
-        "target": toy.folder / "target",
-        "max_new_tokens": 4,
-    }  # Of another vocabulary than the default draft.
+    # The target has another vocabulary than the default draft.
+    models = {"target": toy.folder / "target", "max_new_tokens": 4}
     command = [sys.executable, "-m", "spectr_jax.sample", "--compare"]
     command += [f"--{name}={value}" for name, value in {**flags, **models}.items()]
-    environment = {
-        **os.environ,
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONIOENCODING": "ascii",
-    }  # Whose stdout has no é.
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    environment = {**os.environ, **ascii_only}  # Its stdout has no é.
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
-    assert (
-        ended.stderr == f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
-    )
-    figures = re.findall(
-        r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s", ended.stdout, re.M
-    )
-    assert figures == ["baseline"] * 4
+    told = f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
+    assert ended.stderr == told
+    line = r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s"
+    assert re.findall(line, ended.stdout, re.M) == ["baseline"] * 4
     html = (tmp_path / "page.html").read_text()
-    assert (
-        html.count("<article>") == 2
-        and "draft &lt;token&gt; é" in html
-        and "draft <token> ?" in ended.stdout
-    )
+    assert html.count("<article>") == 2
+    assert "draft &lt;token&gt; é" in html and "draft <token> ?" in ended.stdout

@@ -7,16 +7,17 @@ of steps is static. On a CPU, arithmetic dominates: a node is computed when the 
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Keys, Tree
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.base import draw
@@ -77,22 +78,13 @@ class Verifier(abc.ABC):
 
 
 def for_each_sequence(
-    verifier: Verifier,
-    done_B: Bool[Array, " batch"],
-    keys_B: Key[Array, " batch"],
-    scored_B: ScoredTree,
+    verifier: Verifier, done_B: Bool[Array, " batch"], keys_B: Keys, scored_B: ScoredTree
 ) -> Selection:
     """Returns the `Selection` of `verifier` for each sequence of a batch; consumes `keys_B`.
 
-    The result for a finished sequence is unused. A CPU runs the sequences one after another, so
+    The result for a sequence that is done is unused. A CPU runs the sequences one after another, so
     that none waits for another's longer path. An accelerator, or a CPU with a small vocabulary,
     runs all at once.
-
-    Args:
-      verifier: that of the method.
-      done_B: [B] bool, whether each sequence is finished.
-      keys_B: [B] typed keys.
-      scored_B: a `ScoredTree` whose arrays have a leading B.
     """
     return for_each_row(scored_B, ~done_B, verifier, keys_B, scored_B)
 
@@ -110,7 +102,7 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
     """
     if in_turn(scored.vocab_size):
         return function
-    table = jax.vmap(function)(jnp.arange(scored.tree.size + 1))
+    table = jax.vmap(function)(jnp.arange(scored.tree.size + 1, dtype=jnp.int32))
 
     def looked_up(node: IntScalar, *known: Any) -> Result:
         result: Result = jax.tree.map(lambda leaf: leaf[node], table)
@@ -126,12 +118,10 @@ def for_each_row(
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
 
-    def of_row(row: tuple[Any, ...]) -> Result:
+    def of_row(row: tuple[Any, ...]) -> Any:
         is_wanted, *values = row
-        result: Result = jax.lax.cond(
-            is_wanted, lambda: function(*values), lambda: zeros_like_output(function, *values)
-        )
-        return result
+        none = functools.partial(zeros_like_output, function)
+        return jax.lax.cond(is_wanted, function, none, *values)
 
     results: Result = jax.lax.map(of_row, (wanted, *arrays))
     return results
@@ -167,17 +157,11 @@ def repeat(
 
 
 class Candidates(NamedTuple):
-    """The drafts for the token after a node, in the order in which they were drawn.
+    """The drafts for the token after a node, in the order in which they were drawn."""
 
-    Attributes:
-      nodes: [k] int32, the children of all nodes that spell the same tokens.
-      tokens: [k] int32, the token of each draft.
-      valid: [k] bool; invalid entries are padding.
-    """
-
-    nodes: Int[Array, " k"]
+    nodes: Int[Array, " k"]  # The children of all nodes that spell the same tokens.
     tokens: Int[Array, " k"]
-    valid: Bool[Array, " k"]
+    valid: Bool[Array, " k"]  # Invalid entries are padding.
 
     def first(self) -> IntScalar:
         """Returns the first valid node."""
@@ -205,21 +189,31 @@ def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidate
     if rule != "iid":
         table = jnp.asarray(tree.children_table)
 
-        def of_node(node: IntScalar) -> Candidates:
+        def children(node: IntScalar) -> Candidates:
             tokens = scored.tokens[table[node]]
             valid = (table[node] >= 0) & (tokens >= 0)
             return Candidates(nodes=table[node], tokens=tokens, valid=valid)
 
-        return of_node
-    alike, drawable, depth = scored.spelled_alike(), scored.drawable(), jnp.asarray(tree.depth)
+        return children
+    alike, drawable = scored.spelled_alike(), scored.draft_probability() > 0
+    depth = jnp.asarray(tree.depth)
     levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
     def below(node: IntScalar) -> Candidates:
-        children = levels[depth[node] + 1]
-        valid = (children >= 0) & alike[node, parent[children]] & drawable[children]
-        return Candidates(nodes=children, tokens=scored.tokens[children], valid=valid)
+        nodes = levels[depth[node] + 1]
+        valid = (nodes >= 0) & alike[node, parent[nodes]] & drawable[nodes]
+        return Candidates(nodes=nodes, tokens=scored.tokens[nodes], valid=valid)
 
     return below
+
+
+def counts(scored: ScoredTree, below: Callable[[IntScalar], Candidates]) -> Int[Array, " nodes"]:
+    """Returns [N + 1], the number of drafts `below` each node."""
+
+    def count(node: IntScalar) -> IntScalar:
+        return jnp.sum(below(node).valid, dtype=jnp.int32)
+
+    return jax.vmap(count)(jnp.arange(scored.tree.size + 1))
 
 
 def ending_at(

@@ -23,11 +23,11 @@ its first $\tau$ tokens are emitted, followed by a draw from the normalised $r_\
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
@@ -38,8 +38,7 @@ from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 from spectr_jax.transport.winner import Winner
 from spectr_jax.utils.errors import UserError
 
-Prepared = TypeVar("Prepared")
-Known = TypeVar("Known")
+Follow: TypeAlias = Callable[[Any, Any], tuple[IntScalar, Probs, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +58,8 @@ class Block(Verifier):
 
     def __post_init__(self) -> None:
         if self.plan.winner is None or self.plan.drafts != self.rule:
-            raise UserError(
-                f"plan={self.plan.name!r}: names no winner among i.i.d. drafts; "
-                "use a plan that does, such as 'otm'"
-            )
+            hint = "use a plan that does, such as 'otm'"
+            raise UserError(f"plan={self.plan.name!r}: names no winner of i.i.d. drafts; {hint}")
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
@@ -74,40 +71,25 @@ class Block(Verifier):
 
 
 class _Node(NamedTuple):
-    """The values at a node that do not depend on the path to it.
-
-    Attributes:
-      drafts: the candidates.
-      q: [V] target distribution.
-      uniforms: [k]; the winner's decides whether the path to it is accepted.
-      prepared: the result of `win_at`.
-    """
+    """The values at a node that do not depend on the path to it."""
 
     drafts: Candidates
     q: Probs
-    uniforms: Float[Array, " k"]
-    prepared: Any
+    uniforms: Float[Array, " k"]  # The winner's decides whether the path to it is accepted.
+    prepared: Any  # The result of `win_at`.
 
 
 class _Walk(NamedTuple):
-    depth: IntScalar
     node: IntScalar
     run: FloatScalar  # rho
     uniform: FloatScalar  # Decides whether the path so far is accepted.
-    tau: IntScalar
+    best: IntScalar  # The node at depth tau.
     residual: Probs  # r_tau
-    tokens: Int[Array, " steps"]
-    path: Int[Array, " steps"]
-    drafts: Int[Array, " steps"]
     known: Any  # The state of `follow`.
 
 
 def along_winners(
-    key: PRNGKeyArray,
-    scored: ScoredTree,
-    win_at: Callable[[PRNGKeyArray, Probs, Probs, Int[Array, " k"], Bool[Array, " k"]], Prepared],
-    follow: Callable[[Known, Prepared], tuple[IntScalar, Probs, Known]],
-    known: Known,
+    key: PRNGKeyArray, scored: ScoredTree, win_at: Callable[..., Any], follow: Follow, known: Any
 ) -> Selection:
     """Returns the `Selection` of block verification along a path of winners. Consumes `key`.
 
@@ -122,7 +104,7 @@ def along_winners(
     """
     tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
     below = base.candidates(scored, "iid")
-    open_N = jax.vmap(lambda node: jnp.any(below(node).valid))(jnp.arange(tree.size + 1))
+    counts_N = base.counts(scored, below)
 
     def keys_at(depth: IntScalar) -> Key[Array, " 3"]:
         return jax.random.split(jax.random.fold_in(key, scored.length + depth), 3)
@@ -141,53 +123,40 @@ def along_winners(
         return _followed(tree, walk, node_at(walk.node), follow)
 
     def alive(walk: _Walk) -> BoolScalar:
-        return open_N[walk.node] & (walk.run > 0)  # With run = 0 no longer prefix can be accepted.
+        # With run = 0 no longer prefix can be accepted.
+        return (counts_N[walk.node] > 0) & (walk.run > 0)
 
-    end = base.repeat(scored, tree.height, alive, step, _start(scored, known))
+    start = _Walk(
+        node=jnp.int32(0),
+        run=jnp.ones((), scored.p.dtype),
+        uniform=jnp.zeros((), scored.p.dtype),
+        best=jnp.int32(0),
+        residual=jnp.zeros(scored.vocab_size, scored.p.dtype),
+        known=known,
+    )
+    end = base.repeat(scored, tree.height, alive, step, start)
     whole = end.uniform < end.run
-    last = jnp.where(whole, end.depth, end.tau)
-    token = base.last_token(keys_at(last)[1], jnp.where(whole, scored.q(end.node), end.residual))
-    tokens = end.tokens.at[last].set(token)
-    return Selection(tokens=tokens, emitted=last + 1, path=end.path[:-1], drafts=end.drafts)
+    last = jnp.where(whole, end.node, end.best)
+    weights = jnp.where(whole, scored.q(end.node), end.residual)
+    token = base.last_token(keys_at(depths[last])[1], weights)
+    return base.ending_at(scored, last, token, counts_N)
 
 
-def _followed(tree: Tree, walk: _Walk, at: _Node, follow: Callable[..., Any]) -> _Walk:
+def _followed(tree: Tree, walk: _Walk, at: _Node, follow: Follow) -> _Walk:
     """Returns the walk after one more step along the path of winners."""
     drafts, q, uniforms, prepared = at
     winner, g, known = follow(walk.known, prepared)
     token = drafts.tokens[winner]
     residual = jnp.maximum(walk.run * q - g, 0)
     mass = base.residual_mass(residual, q, walk.run)
-    here = (walk.depth == 0) | (walk.uniform * (mass + (1 - walk.run)) < mass)
+    here = (walk.node == 0) | (walk.uniform * (mass + (1 - walk.run)) < mass)
     tiny = jnp.finfo(g.dtype).tiny
     ratio = jnp.where(q[token] > 0, walk.run * q[token] / jnp.maximum(g[token], tiny), 0)
-    node, _ = drafts.carrying(tree, token)
     return _Walk(
-        depth=walk.depth + 1,
-        node=node,
+        node=drafts.carrying(tree, token)[0],
         run=jnp.minimum(ratio, 1),
         uniform=uniforms[winner],
-        tau=jnp.where(here, walk.depth, walk.tau),
+        best=jnp.where(here, walk.node, walk.best),
         residual=jnp.where(here, or_else(residual, q), walk.residual),
-        tokens=walk.tokens.at[walk.depth].set(token),
-        path=walk.path.at[walk.depth].set(node),
-        drafts=walk.drafts.at[walk.depth].set(jnp.sum(drafts.valid)),
-        known=known,
-    )
-
-
-def _start(scored: ScoredTree, known: Any) -> _Walk:
-    """Returns the walk at the root, with nothing accepted."""
-    zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros(scored.tree.height + 1, jnp.int32)
-    return _Walk(
-        depth=zero,
-        node=zero,
-        run=jnp.ones((), scored.p.dtype),
-        uniform=jnp.zeros((), scored.p.dtype),
-        tau=zero,
-        residual=jnp.zeros(scored.vocab_size, scored.p.dtype),
-        tokens=by_depth,
-        path=by_depth,
-        drafts=by_depth,
         known=known,
     )

@@ -34,7 +34,7 @@ L layers, M competitions, C cells.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,9 @@ COMPETITIONS = 64
 """The default number of competitions per layer."""
 MOST = 64
 """With a large vocabulary, all ratios q / p above this share one cell."""
+
+PerDraft: TypeAlias = Int[Array, " drafts"]
+PerNode: TypeAlias = Float[Array, " nodes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,110 +83,70 @@ class Layer(Verifier):
 
 
 class _Classes(NamedTuple):
-    """The classes of nodes that spell the same tokens, [N + 1] each; the first node represents all.
+    """The classes of nodes that spell the same tokens, by node; the first node represents all."""
 
-    Attributes:
-      first: the first node of the class.
-      child: a draft below the class, or 0 if there is none.
-      drafts: k, the number of drafts below the class.
-      drawable: whether the node is a draft (`ScoredTree.drawable`).
-    """
-
-    first: Int[Array, " nodes"]
-    child: Int[Array, " nodes"]
-    drafts: Int[Array, " nodes"]
-    drawable: Bool[Array, " nodes"]
+    first: Int[Array, " nodes"]  # The first node of the class.
+    child: Int[Array, " nodes"]  # A draft below the class, or 0 if there is none.
+    drafts: Int[Array, " nodes"]  # k, the number of drafts below the class.
+    drawable: Bool[Array, " nodes"]  # Whether the draft model can draw the node.
 
 
 class _Scores(NamedTuple):
-    """The results of the competitions, by node [N + 1]; 0 for nodes that another represents.
+    """The results of the competitions, by node; 0 for nodes that another represents."""
 
-    Attributes:
-      score: w.
-      budget: b.
-      residual: the sum of R.
-    """
-
-    score: Float[Array, " nodes"]
-    budget: Float[Array, " nodes"]
-    residual: Float[Array, " nodes"]
+    score: PerNode  # w
+    budget: PerNode  # b
+    residual: PerNode  # The sum of R.
 
 
 class _Contest(NamedTuple):
-    """How the D drafts of a layer would compete at one node; for W nodes, with a leading W.
+    """How the D drafts of a layer would compete at one node; for W nodes, with a leading W."""
 
-    Attributes:
-      matching: the cells that exchange drafts.
-      below: [C] mass of p before each cell.
-      above: [C] mass of p after each cell.
-      mass: [C] mass of p in each cell.
-      cell: [D] the cell of each draft, before it moves.
-      rho: [D] g / p of each draft.
-    """
-
-    matching: otm.Matching
-    below: Float[Array, "*width cells"]
-    above: Float[Array, "*width cells"]
-    mass: Float[Array, "*width cells"]
-    cell: Int[Array, "*width drafts"]
-    rho: Float[Array, "*width drafts"]
+    kappa: Float[Array, "*width"]
+    matching: otm.Matching  # The cells that exchange drafts.
+    below: Float[Array, "*width cells"]  # The mass of p before each cell.
+    above: Float[Array, "*width cells"]  # The mass of p after each cell.
+    mass: Float[Array, "*width cells"]  # The mass of p in each cell.
+    cell: Int[Array, "*width drafts"]  # The cell of each draft, before it moves.
+    rho: Float[Array, "*width drafts"]  # g / p of each draft.
 
 
 class _Plan(NamedTuple):
-    """The optimal plan at one node for the D drafts of the layer; for W nodes, with a leading W.
-
-    Attributes:
-      contest: how the drafts compete.
-      ratio: [D] w q / (b g) of each draft.
-      residual: [] the sum of R.
-    """
+    """The optimal plan at one node for the D drafts of the layer; for W nodes, with a leading W."""
 
     contest: _Contest
-    ratio: Float[Array, "*width drafts"]
-    residual: Float[Array, "*width"]
+    ratio: Float[Array, "*width drafts"]  # w q / (b g) of each draft.
+    residual: Float[Array, "*width"]  # The sum of R.
 
 
 def _classes(scored: ScoredTree) -> _Classes:
-    """Returns the classes of nodes that spell the same tokens."""
-    drawable = scored.drawable()
+    drawable, below = scored.draft_probability() > 0, base.candidates(scored, "iid")
     first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
-    below = base.candidates(scored, "iid")
-
-    def of_node(node: IntScalar) -> tuple[IntScalar, IntScalar]:
-        drafts = below(node)
-        child = jnp.where(jnp.any(drafts.valid), drafts.first(), 0)
-        return child, jnp.sum(drafts.valid, dtype=jnp.int32)
-
-    child, drafts = jax.vmap(of_node)(jnp.arange(scored.tree.size + 1))
+    drafts = base.counts(scored, below)
+    child = jax.vmap(lambda node: below(node).first())(jnp.arange(scored.tree.size + 1))
+    child = jnp.where(drafts > 0, child, 0)
     return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
-def _p_and_q(
-    scored: ScoredTree, child_N: Int[Array, " nodes"], node: IntScalar
-) -> tuple[Probs, Probs]:
+def _p_and_q(scored: ScoredTree, classes: _Classes, node: IntScalar) -> tuple[Probs, Probs]:
     """Returns p and q at a node; p is 0 where the draft distribution is undefined."""
-    p, q = scored.p_and_q(node, child_N[node])
+    p, q = scored.p_and_q(node, classes.child[node])
     return jnp.where(p > 0, p, 0), q
 
 
 def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
     """Returns the scores of all nodes, computed from the root down. Consumes `key`."""
     depths = jnp.asarray(scored.tree.depth)
-    p_and_q_at = base.at_nodes(scored, functools.partial(_p_and_q, scored, classes.child))
+    p_and_q_at = base.at_nodes(scored, functools.partial(_p_and_q, scored, classes))
 
-    def cells_of(node: IntScalar, p: Probs | None = None, q: Probs | None = None) -> otm.Cells:
-        if p is None or q is None:
-            p, q = p_and_q_at(node)
+    def cells_of(node: IntScalar, *known: Probs) -> otm.Cells:
+        p, q = known or p_and_q_at(node)
         return otm.cells_of(p, q, MOST)
 
     cells_at = base.at_nodes(scored, cells_of)
 
     def plan_at(
-        tokens_D: Int[Array, " drafts"],
-        node: IntScalar,
-        k: IntScalar,
-        score: FloatScalar,
-        budget: FloatScalar,
+        tokens_D: PerDraft, node: IntScalar, k: IntScalar, score: FloatScalar, budget: FloatScalar
     ) -> _Plan:
         p, q = p_and_q_at(node)
 
@@ -199,8 +162,7 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         return _Plan(contest=contest, ratio=ratio_D, residual=residual)
 
     def alive(carry: tuple[IntScalar, _Scores]) -> BoolScalar:
-        depth, scores = carry
-        return jnp.any((scores.score > 0) & (depths == depth))
+        return jnp.any((carry[1].score > 0) & (depths == carry[0]))
 
     def step(carry: tuple[IntScalar, _Scores]) -> tuple[IntScalar, _Scores]:
         depth, scores = carry
@@ -241,7 +203,7 @@ def _compete(
     belongs_WxD = (owner_D == nodes_W[:, None]) & (score_W > 0)[:, None]
     competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & classes.drawable[drafts_D]
     node_D = jnp.argmax(belongs_WxD, axis=0)
-    share_D = _shares(key, plans_W.contest, _kappa(k_W, budget_W), node_D, competes_D, competitions)
+    share_D = _shares(key, plans_W.contest, node_D, competes_D, competitions)
     ratio_D = jnp.take_along_axis(plans_W.ratio, node_D[None], axis=0)[0]
     won_D = jnp.sum(jnp.where(first_D[:, None] == first_D, share_D, 0), axis=1)
     below_D = jnp.where(competes_D & (first_D == drafts_D), won_D * jnp.minimum(ratio_D, 1), 0)
@@ -254,25 +216,22 @@ def _compete(
 
 
 def _at_level(
-    tree: Tree, depth: IntScalar, values_W: Float[Array, " width"], of_nodes: Float[Array, " nodes"]
-) -> Float[Array, " nodes"]:
+    tree: Tree, depth: IntScalar, values_W: Float[Array, " width"], of_nodes: PerNode
+) -> PerNode:
     """Returns `of_nodes` with the entries of one level replaced by `values_W`."""
     rank = np.concatenate([np.arange(len(nodes)) for nodes in tree.levels])
     return jnp.where(jnp.asarray(tree.depth) == depth, values_W[rank], of_nodes)
 
 
 def _contest(
-    p: Probs,
-    q: Probs,
-    cells: otm.Cells,
-    k: IntScalar,
-    budget: FloatScalar,
-    tokens_D: Int[Array, " drafts"],
+    p: Probs, q: Probs, cells: otm.Cells, k: IntScalar, budget: FloatScalar, tokens_D: PerDraft
 ) -> tuple[_Contest, Probs]:
     """Returns how drafts with tokens `tokens_D` compete, and the winner's distribution g."""
-    winner, shared = _winner(cells, k, budget)
-    rho = otm.token_ratios(p, q, cells.of_token, shared)
+    kappa = _kappa(k, budget)
+    winner = otm.winner_pmf(cells.p, cells.q, kappa)
+    rho = otm.token_ratios(p, q, cells.of_token, otm.shared_ratios(cells, winner))
     contest = _Contest(
+        kappa=kappa,
         matching=otm.matched(cells, winner),
         below=otm.cumulative(jnp, cells.p) - cells.p,
         above=otm.cumulative(jnp, cells.p[::-1])[::-1] - cells.p,
@@ -283,20 +242,13 @@ def _contest(
     return contest, p * rho
 
 
-def _winner(
-    cells: otm.Cells, k: IntScalar, budget: FloatScalar
-) -> tuple[otm.WinnerPmf, Float[Array, " cells"]]:
-    """Returns the winner's distribution by cell for kappa drafts, and the cells' shared ratios."""
-    winner = otm.winner_pmf(cells.p, cells.q, _kappa(k, budget))
-    return winner, otm.shared_ratios(cells, winner)
-
-
 def _winner_pmf(p: Probs, q: Probs, k: IntScalar, budget: FloatScalar) -> Probs:
     """Returns the winner's distribution g."""
 
     def several() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
         cells = otm.cells_of(p, q, MOST)
-        return cells.of_token, _winner(cells, k, budget)[1]
+        winner = otm.winner_pmf(cells.p, cells.q, _kappa(k, budget))
+        return cells.of_token, otm.shared_ratios(cells, winner)
 
     def alone() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
         of_token, shared = zeros_like_output(several)
@@ -311,7 +263,7 @@ def _is_alone(k: IntScalar, budget: FloatScalar) -> BoolScalar:
     return (k == 1) & (budget == 1)
 
 
-def _kappa(k: Int[Array, "*width"], budget: Float[Array, "*width"]) -> Float[Array, "*width"]:
+def _kappa(k: IntScalar, budget: FloatScalar) -> FloatScalar:
     """Returns k / b, kept finite: a budget below 1e-30 does not matter in practice."""
     return jnp.maximum(k / jnp.clip(budget, 1e-30, 1), 1)
 
@@ -319,25 +271,22 @@ def _kappa(k: Int[Array, "*width"], budget: Float[Array, "*width"]) -> Float[Arr
 def _shares(
     key: PRNGKeyArray,
     contests_W: _Contest,
-    kappa_W: Float[Array, " width"],
-    node_D: Int[Array, " drafts"],
+    node_D: PerDraft,
     competes_D: Bool[Array, " drafts"],
     competitions: int,
 ) -> Float[Array, " drafts"]:
     """Returns the share of the competitions that each draft of the layer wins; consumes `key`."""
-    alone_D = competes_D.astype(kappa_W.dtype)
-    D = len(competes_D)
+    D, alone_D = len(competes_D), competes_D.astype(contests_W.kappa.dtype)
     if D == 1:
         return alone_D
-
     uniforms_Dx3xM = lattice.uniforms(key, (D, 3), competitions)
 
     def drawn() -> Float[Array, " drafts"]:
-        places = jax.vmap(functools.partial(_places, contests_W, kappa_W))
+        places = jax.vmap(functools.partial(_places, contests_W))
         places_DxM = places(uniforms_Dx3xM, node_D, jnp.arange(D))
         winner_M = jnp.argmax(jnp.where(competes_D[:, None], places_DxM, -jnp.inf), axis=0)
         wins_D = jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1)
-        return wins_D * jnp.asarray(1 / competitions, kappa_W.dtype)
+        return wins_D * jnp.asarray(1 / competitions, alone_D.dtype)
 
     shares_D: Array = jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
     return shares_D
@@ -345,20 +294,19 @@ def _shares(
 
 def _places(
     contests_W: _Contest,
-    kappa_W: Float[Array, " width"],
     uniforms_3xM: Float[Array, "3 competitions"],
     node: IntScalar,
     draft: IntScalar,
 ) -> Float[Array, " competitions"]:
     """Returns kappa log U of one draft in each competition, precise near U = 1 for large kappa."""
-    contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
+    contest: _Contest = jax.tree.map(lambda leaf: leaf[node], contests_W)
     level, move, place = uniforms_3xM
     cell = otm.moved(contest.matching, contest.cell[draft], contest.rho[draft], level, move)
     below = contest.below[cell] + place * contest.mass[cell]
     above = contest.above[cell] + (1 - place) * contest.mass[cell]
     near_1 = jnp.log1p(-jnp.minimum(above, 0.75))
     elsewhere = jnp.log(jnp.maximum(below, jnp.finfo(below.dtype).tiny))
-    return kappa_W[node] * jnp.where(above < 0.5, near_1, elsewhere)
+    return contest.kappa * jnp.where(above < 0.5, near_1, elsewhere)
 
 
 def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Scores) -> Selection:
@@ -376,7 +324,7 @@ def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Sc
     # All weights are 0 only by rounding.
     node = draw(node_key, or_else(weights, is_root.astype(weights.dtype)))
 
-    p, q = _p_and_q(scored, classes.child, node)
+    p, q = _p_and_q(scored, classes, node)
     g = _winner_pmf(p, q, classes.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
     token = base.last_token(token_key, or_else(left, q))

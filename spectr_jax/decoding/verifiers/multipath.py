@@ -23,7 +23,6 @@ These are sums of positive numbers, which stay accurate however improbable the p
 import dataclasses
 from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -48,9 +47,8 @@ class MultiPath(Verifier):
     def check(self, tree: Tree) -> None:
         """Raises `UserError` unless the tree is K chains of one length."""
         if tree.size and tree != trees.iid_chains(len(tree.levels[1]), tree.height):
-            raise UserError(
-                f"parents={tree.parents!r:.60}: must be K chains of one length; give num_drafts"
-            )
+            wanted = "must be K chains of one length; give num_drafts"
+            raise UserError(f"parents={tree.parents!r:.60}: {wanted}")
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`."""
@@ -75,19 +73,12 @@ class MultiPath(Verifier):
 
 
 class Ranked(NamedTuple):
-    """The order of tokens by q / p, ties by index. All fields are [V], by token.
-
-    Attributes:
-      rank: int32.
-      p: draft distribution.
-      below: mass of p that ranks below the token.
-      upto: the same, including the token.
-    """
+    """The order of tokens by q / p, ties by index. All fields are [V], by token."""
 
     rank: Int[Array, " vocab"]
     p: Probs
-    below: Probs
-    upto: Probs
+    below: Probs  # The mass of p that ranks below the token.
+    upto: Probs  # The same, including the token.
 
 
 def ranked_by_ratio(p: Probs, q: Probs) -> Ranked:
@@ -114,10 +105,7 @@ def winner_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, P
 
 def _mixed_powers(x: AnyFloat, y: AnyFloat, k: int) -> AnyFloat:
     """Returns the sum of x^j y^(k-1-j) over j = 0..k-1, which is (x^k - y^k) / (x - y)."""
-
-    def add(_: IntScalar | int, carry: tuple[AnyFloat, AnyFloat]) -> tuple[AnyFloat, AnyFloat]:
-        total, power = carry
-        return total * x + power, power * y
-
-    total: AnyFloat = jax.lax.fori_loop(1, k, add, (jnp.ones_like(x), y), unroll=True)[0]
+    total, power = jnp.ones_like(x), y
+    for _ in range(1, k):
+        total, power = total * x + power, power * y
     return total

@@ -10,28 +10,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.verifiers.base import Selection, Verifier, at_nodes, candidates, repeat
+from spectr_jax.decoding.verifiers import base
+from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.transport.base import Plan
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
 
-class _Chosen(NamedTuple):
-    token: IntScalar
-    next: IntScalar  # The node where the walk continues.
-    accepted: BoolScalar  # Whether there is such a node.
-    drafts: IntScalar
-
-
 class _Walk(NamedTuple):
-    depth: IntScalar
-    node: IntScalar
+    node: IntScalar  # The node of the last accepted draft.
+    token: IntScalar  # The last choice, which no draft has once the walk has ended.
     alive: BoolScalar
-    tokens: Int[Array, " steps"]
-    path: Int[Array, " steps"]
-    drafts: Int[Array, " steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,35 +46,22 @@ class TokenByToken(Verifier):
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
-        tree, depth = scored.tree, jnp.asarray(scored.tree.depth)
-        below = candidates(scored, self.rule)
+        depth, below = jnp.asarray(scored.tree.depth), base.candidates(scored, self.rule)
 
-        def choose(node: IntScalar) -> _Chosen:
+        def choose(node: IntScalar) -> _Walk:
             drafts = below(node)
             p, q = scored.p_and_q(node, drafts.first())
             own_key = jax.random.fold_in(key, scored.length + depth[node])
             token = self.plan.select(own_key, p, q, drafts.tokens, drafts.valid).token
-            next_node, accepted = drafts.carrying(tree, token)
-            count = jnp.sum(drafts.valid)
-            return _Chosen(token=token, next=next_node, accepted=accepted, drafts=count)
+            carrier, accepted = drafts.carrying(scored.tree, token)
+            return _Walk(node=jnp.where(accepted, carrier, node), token=token, alive=accepted)
 
-        chosen_at = at_nodes(scored, choose)
+        chosen_at = base.at_nodes(scored, choose)
 
         def step(walk: _Walk) -> _Walk:
-            chosen = chosen_at(walk.node)
-            return _Walk(
-                depth=walk.depth + 1,
-                node=chosen.next,
-                alive=chosen.accepted,
-                tokens=walk.tokens.at[walk.depth].set(chosen.token),
-                path=walk.path.at[walk.depth].set(chosen.next),
-                drafts=walk.drafts.at[walk.depth].set(chosen.drafts),
-            )
+            return chosen_at(walk.node)
 
-        zero, zeros = jnp.zeros((), jnp.int32), jnp.zeros(tree.height + 1, jnp.int32)
-        start = _Walk(
-            depth=zero, node=zero, alive=jnp.ones((), bool), tokens=zeros, path=zeros, drafts=zeros
-        )
-        end = repeat(scored, tree.height + 1, lambda walk: walk.alive, step, start)
-        path = end.path[: tree.height]  # The last token is never a node.
-        return Selection(tokens=end.tokens, emitted=end.depth, path=path, drafts=end.drafts)
+        start = _Walk(node=jnp.int32(0), token=jnp.int32(0), alive=jnp.ones((), bool))
+        times = scored.tree.height + 1
+        end = base.repeat(scored, times, lambda walk: walk.alive, step, start, settles=True)
+        return base.ending_at(scored, end.node, end.token, base.counts(scored, below))

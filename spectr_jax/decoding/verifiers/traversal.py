@@ -19,6 +19,7 @@ where N normalises. The root is accepted if no other node is. On a chain this is
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,21 +36,13 @@ from spectr_jax.transport.types import BoolScalar, IntScalar, Probs
 
 
 class _State(NamedTuple):
-    """The state of the traversal. Rows belong to the nodes at depths 0..height of the current path.
+    """The state of the traversal. Rows belong to the nodes at depths 0..height of the current path."""
 
-    Attributes:
-      visit: [] the index of the next visit.
-      accepted: [] bool, whether the last node was accepted.
-      score: [height + 1] r.
-      q: [height + 1, V] distribution of the next token.
-      p: [height + 1, V] draft distribution of the next child.
-    """
-
-    visit: IntScalar
-    accepted: BoolScalar
-    score: Float[Array, " steps"]
-    q: Float[Array, "steps vocab"]
-    p: Float[Array, "steps vocab"]
+    visit: IntScalar  # The index of the next visit.
+    accepted: BoolScalar  # Whether the last node was accepted.
+    score: Float[Array, " steps"]  # r
+    q: Float[Array, "steps vocab"]  # The distribution of the next token.
+    p: Float[Array, "steps vocab"]  # The draft distribution of the next child.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +61,8 @@ class Traversal(Verifier):
 
         def step(state: _State) -> _State:
             node, begin = nodes[state.visit], begins[state.visit]
-            state = jax.lax.cond(begin, _begun, _ended, scored, uniforms, state, node)
+            end = functools.partial(_ended, uniforms)
+            state = jax.lax.cond(begin, _begun, end, scored, state, node)
             return state._replace(visit=state.visit + 1)
 
         rows = jnp.zeros((tree.height + 1, scored.vocab_size), scored.p.dtype)
@@ -82,12 +76,8 @@ class Traversal(Verifier):
         return base.ending_at(scored, node, token, children)
 
 
-def _begun(
-    scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar
-) -> _State:
-    """Returns the state with the score of `node`, which depends on its parent's current state, and
-    with its distributions."""
-    del uniforms
+def _begun(scored: ScoredTree, state: _State, node: IntScalar) -> _State:
+    """Returns the state with the distributions of `node`, and its score given its parent's state."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
     chance, own = state.p[above, token], state.score[above] * state.q[above, token]
@@ -100,7 +90,7 @@ def _begun(
 
 
 def _ended(
-    scored: ScoredTree, uniforms: Float[Array, " nodes"], state: _State, node: IntScalar
+    uniforms: Float[Array, " nodes"], scored: ScoredTree, state: _State, node: IntScalar
 ) -> _State:
     """Returns the state after the decision on `node`; if it is rejected, its parent is updated."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
@@ -130,12 +120,12 @@ def _visits(tree: Tree) -> tuple[Int[np.ndarray, " visits"], Bool[np.ndarray, " 
 
     A node is visited before its children, to get its score, and after them, to be decided.
     """
-    nodes, begins, stack = [], [], [(0, True)]
+    visits, stack = [], [(0, True)]
     while stack:
         node, first = stack.pop()
-        nodes.append(node)
-        begins.append(first)
+        visits.append((node, first))
         if first:
             stack.append((node, False))
             stack += [(int(child), True) for child in tree.children_table[node][::-1] if child >= 0]
+    nodes, begins = zip(*visits, strict=True)
     return np.array(nodes, np.int32), np.array(begins)
