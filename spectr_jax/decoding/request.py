@@ -15,11 +15,11 @@ from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, check_policy, for_rows
 from spectr_jax.decoding.tree import Keys
 from spectr_jax.models.base import Model
-from spectr_jax.models.frozen import Frozen, Loaded, freeze
+from spectr_jax.models.frozen import Frozen, Trained, freeze
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
-AnyModel: TypeAlias = Model | Frozen | Loaded
+AnyModel: TypeAlias = Model | Frozen | Trained
 Observe: TypeAlias = Callable[[Call], Any]
 
 BUCKET = 16

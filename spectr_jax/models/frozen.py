@@ -64,9 +64,6 @@ class Trained(NamedTuple):
     tokenizer: Any
 
 
-Loaded = Trained
-
-
 def freeze(model: Model | Frozen | Trained) -> Frozen:
     """Returns a model in its frozen form, which later changes of its weights do not affect.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache, keep
-from spectr_jax.models.frozen import Frozen, Loaded, freeze
+from spectr_jax.models.frozen import Frozen, Trained, freeze
 from spectr_jax.utils.errors import UserError
 
 BATCH, TOKENS, CAPACITY = 4, 12, 20
@@ -24,7 +24,7 @@ AT = np.array(PREFIXES)[:, None] + np.arange(4)
 
 
 def check_model(
-    model: Model | Frozen | Loaded, *, layers: int | None = None, tolerance: float = 1e-4
+    model: Model | Frozen | Trained, *, layers: int | None = None, tolerance: float = 1e-4
 ) -> None:
     """Checks that a model follows the protocol of `spectr_jax.models.base`, on random tokens.
 
