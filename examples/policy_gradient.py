@@ -3,7 +3,7 @@ one `jax.jit`.
 
     python examples/policy_gradient.py
 
-The rollout uses drafts of the policy as it was at the start: it becomes a worse draft, and the
+The initial policy drafts in the rollout. As training continues it agrees less, but the
 samples stay exact. The log-probabilities come from the calls that verified the tokens, so the
 importance ratio of the first update is 1.
 """

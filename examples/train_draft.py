@@ -1,4 +1,4 @@
-"""Trains a small draft for a target, on the target's own samples, and measures what it is worth.
+"""Trains a small draft for a target, on the target's own samples, and measures tokens per call.
 
     python examples/train_draft.py
 

@@ -49,7 +49,7 @@ _HELDOUT = flags.DEFINE_string(
 _TFDS = flags.DEFINE_string("tfds_dir", "", "Where TFDS keeps LM1B, if not in its default folder.")
 _ONLY = flags.DEFINE_list("only", [], "The stages to run; all by default.")
 _STAGE_FLAGS = flags.DEFINE_multi_string(
-    "stage_flags", [], "STAGE,...: FLAG ..., more flags of stages; may be repeated."
+    "stage_flags", [], "Extra flags for stages, as STAGE,...: FLAG ...; may be repeated."
 )
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"

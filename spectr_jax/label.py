@@ -31,7 +31,7 @@ _COUNT = flags.DEFINE_integer(
     "count",
     10_000,
     "Number of sentences to label, or of sequences to write, rounded up to a multiple of 512. A "
-    "corpus may have fewer.",
+    "corpus to label must have this number before rounding.",
     lower_bound=1,
 )
 _FIRST = flags.DEFINE_integer("first", 0, "First sentence of the corpus to take.", lower_bound=0)

@@ -8,7 +8,7 @@
 
 Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
 in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.
-With --chat an instructed model answers, its text shown as it is decoded; without --prompt and --file in a conversation.
+With --chat an instructed model answers; without --prompt and --file it holds a conversation.
 With --chat and --compare or --html each prompt is a conversation of its own, shown once it is answered.
 """
 
@@ -164,11 +164,11 @@ def _prompts() -> Iterable[str]:
         return prompts.from_file(_FILE.value)
     if _PROMPT.value is None:
         if sys.stdin is not None and sys.stdin.isatty():
-            print("a prompt a line, Ctrl-D to end:", file=sys.stderr)
+            print("one prompt per line, Ctrl-D to end:", file=sys.stderr)
         return prompts.from_stdin(sys.stdin)
     if not _PROMPT.value.strip():
         if _CHAT.value:
-            raise UserError("--prompt is empty, which is nothing to answer; give --chat a message")
+            raise UserError("--prompt is empty: nothing to answer; give --chat a message")
         print("--prompt is empty: the sequence begins from nothing", file=sys.stderr)
     return prompts.from_flag(_PROMPT.value)
 

@@ -118,9 +118,9 @@ def test_text_that_is_none_and_tokens_that_are_not_there(toy):
     for tokens, lengths, message in (
         ([[5, 10**6]], [2], "token 1000000 is outside 0..282"),
         ([[5, 6]], [3], r"lengths \[3\] are not within 0..2"),
-        ([5, 6], [2], "tokens and lengths are not whole numbers of shapes"),
-        ([[5.5]], [1], "tokens and lengths are not whole numbers of shapes"),
-        ([[5], [5, 6]], [1, 2], "tokens and lengths are not whole numbers of shapes"),
+        ([5, 6], [2], "tokens and lengths must be integers of shapes"),
+        ([[5.5]], [1], "tokens and lengths must be integers of shapes"),
+        ([[5], [5, 6]], [1, 2], "tokens and lengths must be integers of shapes"),
     ):
         with pytest.raises(UserError, match=message):
             tokenizer.texts(tokens, lengths)

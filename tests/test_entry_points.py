@@ -71,7 +71,7 @@ CASES = [
     (
         TRAIN,
         "--config.early_exit.layer=2",
-        "early_exit.layer=2 is not below model.layers=2, so that a layer is left behind",
+        "early_exit.layer=2 is not below model.layers=2; a layer must follow",
     ),
     (TRAIN, "--config.batch_size=0", "config field 'batch_size' is 0; give at least 1"),
     (TRAIN, "--config.optimizer.name=sgd", "unknown optimizer.name 'sgd'; known: adamw, muon"),
@@ -268,11 +268,7 @@ CASES = [
         "--layers=2",
         "--layers=2 is for --method=self_speculative; give both, or leave it out",
     ),
-    (
-        SAMPLE,
-        "--chat --prompt=",
-        "--prompt is empty, which is nothing to answer; give --chat a message",
-    ),
+    (SAMPLE, "--chat --prompt=", "--prompt is empty: nothing to answer; give --chat a message"),
     (SAMPLE, "--tree=4;2", "tree='4;2'"),
     (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give random:NAME"),
     (SAMPLE, "--target=", "no model at ''; give random:NAME"),

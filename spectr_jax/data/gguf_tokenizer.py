@@ -79,7 +79,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     first = eos if bos is None else bos  # Qwen's files have no BOS.
     for token in (first, *ends):
         if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise damaged(f"names token {token!r} of {len(tokens)}")
+            raise damaged(f"names token {token!r}, but has only {len(tokens)} tokens")
     return HuggingFaceTokenizer(
         made,
         first,
@@ -91,7 +91,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
 
 
 def _pre_tokenizer(name: str, source: str) -> pre_tokenizers.PreTokenizer:
-    """Returns what splits a text before bytes are paired, by llama.cpp's name."""
+    """Returns the pre-tokenizer of this llama.cpp name, which splits text before byte pairing."""
     if name == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if name == "smollm":

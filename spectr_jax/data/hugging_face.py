@@ -34,7 +34,7 @@ LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 def _bytes_by_letter() -> dict[str, int]:
     """Returns the byte that each letter of a GPT-2's vocabulary stands for: itself if printable;
-    the letters above stand for the other bytes in order."""
+    letters above U+00FF stand for the other bytes in order."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     printable = [ord(letter) for letter in letters if ord(letter) < 256]
     others = sorted(set(range(256)) - set(printable))
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer(AnyTokenizer):
         """Writes tokenizer.json and tokenizer_config.json to an existing folder, so that
         `AutoTokenizer` reads it. `context` is the model's, in tokens."""
         written = self._tokenizer
-        # The metadata of a GGUF file say so, and not the tokenizer itself.
+        # A GGUF file says in its metadata that BOS is added; its tokenizer does not.
         if self._adds_bos and first_added(written) != self.bos:
             written = tokenizers.Tokenizer.from_str(written.to_str())
             begin = written.id_to_token(self.bos)

@@ -16,7 +16,7 @@ from spectr_jax.utils.errors import UserError
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the model's answers for training; here only its contents."""
+    """Renders only the contents of `{% generation %}`, which marks answers for training."""
 
     tags = {"generation"}
 

@@ -18,7 +18,7 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
 """SentencePiece's symbol for a space inside a piece."""
 NO_PIECE = "<none>"
-"""How -1 is shown, which stands where the target had no distribution."""
+"""Shown for token -1, which marks a place where the target had no distribution."""
 
 
 class AnyTokenizer(Protocol):
@@ -115,7 +115,7 @@ class AnyTokenizer(Protocol):
         rows, ends = _integers(tokens), _integers(lengths)
         if rows is None or ends is None or rows.ndim != 2 or ends.shape != rows.shape[:1]:
             raise UserError(
-                "tokens and lengths are not whole numbers of shapes [B, T], [B]; see Generation"
+                "tokens and lengths must be integers of shapes [B, T] and [B]; see Generation"
             )
         if np.any((ends < 0) | (ends > rows.shape[1])):
             raise UserError(

@@ -33,7 +33,7 @@ def whole_numbers(name: str, given: Any) -> Int[np.ndarray, "..."]:
     """Returns `given` as an int32 array.
 
     Raises:
-      UserError: not integers, outside int32, or rows of unequal lengths.
+      UserError: a value is not an integer or is outside int32, or rows differ in length.
     """
     help_ = "give tokens, such as those of `tokenizer.prompts`"
     try:
@@ -64,7 +64,7 @@ def check_request(
         shapes = f"prompts {prompts.shape} and prompt_lengths {prompt_lengths.shape}"
         raise UserError(f"{shapes}: must have shapes [B, T] and [B]")
     if not len(prompts) or prompt_lengths.min() < 1 or prompt_lengths.max() > prompts.shape[1]:
-        within = f"1..{prompts.shape[1]}; a prompt is at least BOS"
+        within = f"1..{prompts.shape[1]}; a prompt needs at least BOS"
         raise UserError(f"prompt_lengths={prompt_lengths}: must be within {within}")
     V, longest = target.vocab_size, int(prompt_lengths.max())
     if prompts.min() < 0 or prompts.max() >= V:

@@ -94,7 +94,7 @@ RULES: dict[str, Rule] = {
 """The rules that draw the children of the W inner nodes of a level, by their name in `Plan.drafts`.
 
 A rule is a function of a key, the distributions p [W, V], and the number of children of each node,
-`counts` [W]. It returns tokens [W, C], where C is the largest count. Entries from a node's count on
+`counts` [W]. It returns tokens [W, C], where C is the largest count. Entries past a node's count
 are unused.
 """
 
@@ -179,7 +179,7 @@ def _run_on_level(
     inner_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
     own = None if above.own is None else above.own[:, np.searchsorted(inner_above, parents)]
     positions_B = jnp.minimum(positions_B, model.context - 1)
-    # Pending are the R recalled tokens, then the inner nodes up to and including this level.
+    # The pending rows are the R recalled tokens, then the inner nodes through this level.
     sees_recalled_BxR = jnp.arange(R) <= root_B[:, None]
     sees_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : last + 1])]
     visible = (
@@ -212,7 +212,7 @@ def commit(
         return Cache(cache.rows, committed_length(new_lengths_B, features.recalled(model, tree)))
     roots_B = old_lengths_B - 1 - cache.lengths
     height = path_BxD.shape[1]
-    # The first recalled row is in its place already.
+    # The first recalled row is already in place.
     index_D = jnp.arange(1, height + features.RECALLED)
     below_root = index_D[None, :] - roots_B[:, None] - 1
     nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, height - 1), axis=1)

@@ -1,6 +1,6 @@
 """Whole generations in one jitted call: draft, score, select and commit until all sequences end.
 
-`generate` checks its arguments and runs on any devices. `decode` is the pure function below it, for
+`generate` checks its arguments and runs on any devices. `decode` is the pure function it wraps, for
 your own `jax.jit`.
 
 Shape suffixes: B sequences, T tokens of a sequence.
@@ -93,7 +93,7 @@ def generate(
         number of devices. The sequences are the same without a mesh. In a run of several processes,
         all pass the same arguments.
       draft_policy: the policy of the draft model, without its EOS; `policy` by default. The outputs
-        are exact with any.
+        are exact with any draft policy.
       logprobs: static; whether to return the log-probabilities of the emitted tokens.
       stop: a string, several strings, or several token sequences. A sequence ends with the token
         that completes the first of them in the continuation (`stopping.before` cuts the string
@@ -162,7 +162,7 @@ def decode(
       prompts: [B, T] int32, padded at the end.
       prompt_lengths: [B] int32, from 1 to T.
       max_new_tokens: static; the longest prompt and this must fit the target's context.
-      policy: its numbers may be traced, as those of `draft_policy`.
+      policy: its numbers may be traced, like those of `draft_policy`.
       stop: from `stopping.prepared`; traced.
 
     Returns:

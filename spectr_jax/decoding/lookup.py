@@ -1,6 +1,6 @@
 """Prompt lookup: drafts without a model, copied from earlier occurrences of the last tokens.
 
-It pays where outputs repeat their inputs: summaries, edits, retrieval, chats that quote.
+It pays off when outputs repeat their inputs: summaries, edits, retrieval, quotes in chats.
 
 Sources: Saxena, 2023; LLMA (Yang et al., 2023, arXiv 2304.04487).
 
@@ -57,7 +57,7 @@ class Lookup:
 
         Args:
           tree: static.
-          tokens: [T] int32; entries from `length` on are ignored.
+          tokens: [T] int32; entries at `length` and later are ignored.
           length: [] int32, the number of committed tokens, at least 1.
         """
         rank = self._ranks(tokens, length)

@@ -31,7 +31,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
 PIECE = 64
-"""The most prompt tokens that a model runs on at once; this bounds the memory of attention."""
+"""Prefill runs on at most this many prompt tokens at once, which bounds attention memory."""
 
 Prefilled: TypeAlias = tuple[Cache, Float[Array, "batch padded features"] | None]
 

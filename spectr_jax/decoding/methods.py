@@ -55,7 +55,7 @@ class Method:
       name: the name in `METHODS`.
       tree: the tree that is drafted; `tree.none()` for no drafts.
       verifier: chooses the tokens that a call emits; its `rule` says how siblings are drafted.
-      exit_layer: if not 0, the draft is this number of the target's first layers.
+      exit_layer: if not 0, the target's first `exit_layer` layers are the draft.
       drafter: drafts without a model; None for a draft model.
 
     Raises:
@@ -240,7 +240,7 @@ def register(name: str, factory: Factory) -> None:
       UserError: the name is taken, or `factory` is not callable.
     """
     if name in METHODS:
-        raise UserError(f"name={name!r}: is a registered method already; choose another name")
+        raise UserError(f"name={name!r}: is already a registered method; choose another name")
     if not callable(factory):
         raise UserError(f"factory={factory!r}: must be a function of options that returns a Method")
     METHODS[name] = factory
@@ -250,7 +250,7 @@ def get_method(name: str, **options: Any) -> Method:
     """Returns the method `name`, such as `get_method("spectr", num_drafts=8, draft_length=4)`.
 
     Raises:
-      UserError: an unknown method or option, or a value out of range.
+      UserError: the method or an option is unknown, or a value is out of range.
     """
     if not isinstance(name, str) or name not in METHODS:
         raise unknown("method", name, METHODS)

@@ -23,7 +23,7 @@ Limits: TypeAlias = dict[str, Array] | None
 Process: TypeAlias = Callable[[Array, Array, Array], Array]
 
 LOWEST = -(2**31) + 0x7FFFFF
-"""The integer of -inf, where integers order the float32 numbers."""
+"""The integer for -inf under the map from float32 to int32 that preserves order."""
 
 STEPS = 31
 """The number of bisection steps between `LOWEST` and 0, the integer of the largest logit."""
@@ -41,7 +41,7 @@ class Policy:
     Attributes:
       temperature: 0 is greedy: all mass on the most probable token.
       top_k: keeps the k most probable tokens, and ties of the last; 0 keeps all.
-      top_p: then keeps the fewest most probable tokens with this mass, and ties; 1 keeps all.
+      top_p: then keeps the smallest set of top tokens with this mass, and ties; 1 keeps all.
       eos: the token that ends a sequence, or several; -1 for none. The same for all sequences.
       min_p: keeps tokens with at least this fraction of the largest probability; 0 keeps all.
       process: a function of logits [V], tokens [T] and their number, applied first
@@ -180,7 +180,7 @@ def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
 
 
 def probabilities(logits: Logits, policy: Policy) -> Logits:
-    """Returns the distribution, in float32, that `policy` makes of `logits`.
+    """Returns the float32 distribution of `logits` under `policy`.
 
     If the policy has one row per sequence, the first dimension of the logits is the sequences.
     """

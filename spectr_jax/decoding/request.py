@@ -26,7 +26,7 @@ BUCKET = 16
 """The padded length of prompts is a multiple of this."""
 
 LONG = 256
-"""The padded length of prompts of `stream`, and of longer prompts, is a multiple of this."""
+"""Prompts of `stream`, and prompts longer than this, are padded to a multiple of this."""
 
 STATIC = {"static": True}
 

@@ -78,7 +78,7 @@ class ScoredTree:
         return jnp.concatenate([jnp.ones(1, self.p.dtype), self.p[rows, self.tokens[1:]]])
 
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
-        """Returns the part of this on `tree`, whose nodes are `nodes` [N' + 1] of this one's."""
+        """Returns the subtree `tree`, whose nodes are the `nodes` [N' + 1] of this tree."""
         p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
         return dataclasses.replace(
             self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes]

@@ -34,7 +34,7 @@ def score(
 def commit(cache: Cache, tree: Tree, path_BxD: Paths, new_lengths_B: PerRow) -> Cache:
     """Keeps the root and the accepted path [B, D] (nodes, root excluded) in the target's cache.
 
-    The root's row is in its place already, and so are the rows of a chain.
+    The root's row is already in place, and so are the rows of a chain.
     """
     moved = path_BxD[:, : 0 if tree.size == tree.height else None]
     return keep(cache, moved, new_lengths_B - 1, settled=1)

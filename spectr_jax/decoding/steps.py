@@ -63,7 +63,7 @@ def stream(
       logprobs: whether each step has the log-probabilities of its tokens. Static.
 
     Raises:
-      UserError: as in `generate`; at once, not at the first step.
+      UserError: as in `generate`; raised by the call itself, not by the first step.
     """
     tokens = checks.whole_numbers("prompt", prompt)
     rows = tokens[None], np.array([tokens.size])

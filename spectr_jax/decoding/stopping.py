@@ -19,13 +19,13 @@ from spectr_jax.decoding.tree import PerRow
 from spectr_jax.utils.errors import UserError
 
 START, MATCHED = 0, 1
-"""The states in which nothing of a stop sequence was read, or all of one."""
+"""The states after no part of a stop sequence, and after a complete one."""
 
 BUCKET = 16
 """The number of states is a multiple of this: stop sequences of similar lengths share a program."""
 
 MOST_SYMBOLS = 1024
-"""The most characters or tokens of all stop sequences together; this bounds the table."""
+"""The largest total length of all stop sequences; this bounds the table."""
 
 StopSpec: TypeAlias = "Stop | str | Sequence[str] | Sequence[Sequence[int]] | None"
 
@@ -125,7 +125,7 @@ def _transitions(
 ) -> Int[np.ndarray, "states symbols"]:
     """Returns the next state for each symbol; `MATCHED` is final.
 
-    Any other state is the longest prefix of a pattern that the symbols so far end with. On a symbol
+    Any other state is the longest pattern prefix that ends the symbols read so far. On a symbol
     that does not continue it, the state goes where the next shorter such prefix goes.
     """
     patterns = {tuple(pattern) for pattern in several}
@@ -173,7 +173,7 @@ def before(text: str, stop: StopSpec) -> str:
 
 
 def settled(text: str, stop: StopSpec) -> int:
-    """Returns how many leading characters of an unfinished text no later stop string can cut."""
+    """Returns how many leading characters of `text` can no longer be cut by a stop string."""
     text = before(text, stop)
     longest = max(map(len, _texts(stop)), default=0)
     for count in range(min(len(text), longest), 0, -1):

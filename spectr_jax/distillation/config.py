@@ -51,7 +51,7 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.
             "cross_entropy": 0.0,  # Weight of the cross-entropy of the text's next token.
-            "depth": 2,  # Levels of a tree that a student with features learns at once.
+            "depth": 2,  # Drafts in a row for which a student with features is trained.
         }
     )
     config.update(steps=4_000, batch_size=32, log_every=50, eval_every=500, checkpoint_every=500)

@@ -3,7 +3,7 @@
 The student's distribution p is over the tokens that its head scores. Of the teacher's distribution
 q only the likeliest tokens are known; all others are one more outcome of both. Divergences ignore
 the probability that q gives to labelled tokens outside the head, because no student can learn it.
-They keep that of tokens without a label, which may be in the head. Every loss is non-negative, is
+They keep q's mass on unlabelled tokens, which may be in the head. Every loss is non-negative, is
 for one place, and works under vmap. The acceptance is that of one draft, sum min(p, q) =
 1 - TV(p, q) (Leviathan et al., 2023, corollary 3.6).
 """
@@ -57,7 +57,7 @@ def optimal_acceptance(place: Place, drafts: int) -> jax.Array:
 
 
 def kl(place: Place) -> jax.Array:
-    """Returns [] KL(q, p): Hinton et al., 2015, and what most drafts are trained with."""
+    """Returns [] KL(q, p) (Hinton et al., 2015), the usual loss for drafts."""
     p, q = _outcomes(place)
     return _divergence(q, p)
 
@@ -126,7 +126,7 @@ def _outcomes(place: Place) -> tuple[_Outcomes, _Outcomes]:
     p, q = (jnp.where(known, jnp.exp(part), 0) for part in (log_p, log_q))
     rest = 1 - jnp.sum(jnp.exp(place.log_q)) if place.rest is None else place.rest
     unlabelled = jnp.maximum(rest, TINY)
-    # Not 1 minus the other labels: they may have nearly all, and labels are rounded.
+    # Not 1 - the labels outside the head: they may hold nearly all, and labels are rounded.
     total = q.sum() + unlabelled
     log_q = jnp.where(known, log_q - jnp.log(total), 0)
     return (

@@ -82,7 +82,7 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):
-        # Earlier levels are pending: of level r, a place sees the one `level - r` places before.
+        # Earlier levels are pending. Of level r, a place sees only the place `level - r` before it.
         blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
         visible = jnp.concatenate([same & block for block in blocks], axis=-1)
         before = jnp.where(positions[..., None] > 0, jnp.roll(seen, 1, axis=1), 0)

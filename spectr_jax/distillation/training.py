@@ -116,6 +116,11 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
             f"model.width={model.width}: must be a multiple of 2 * model.heads={model.heads}; "
             "change one"
         )
+    if model.feature_layers and not config.online:
+        raise UserError(
+            f"model.feature_layers={tuple(model.feature_layers)}: labels on disk have no features "
+            "of lower layers; set online=True"
+        )
     check_dtype(config.teacher_dtype)
     preparation.check_optimizer(config)
 
@@ -131,7 +136,7 @@ def _student(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons
 ) -> runs.Student:
     """Returns the run's student. It is chosen before the first step and stored in the workdir."""
-    # A start that took no step does not bind.
+    # A start that stopped before the run wrote its config may choose another student.
     if hosts.is_first() and not (workdir / runs.CONFIG).exists():
         shape = student_config(config.model, rows.vocab_size, rows.context)
         count = shape.head_tokens or rows.vocab_size

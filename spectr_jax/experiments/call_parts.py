@@ -39,7 +39,7 @@ class Times(NamedTuple):
       start: to start a sequence, without and with drafts.
       first_level: to draft the first level, by number of drafts.
       level: to draft another level, by number of drafts.
-      select: by method, per emitted token, by number of drafts.
+      select: to select one emitted token, by method and by number of drafts.
     """
 
     target: Callable[[int], float]
@@ -104,7 +104,7 @@ def call_time(times: Times, name: str, tree: Tree, expected: float) -> float:
     if not tree.size:
         return times.target(1)
     widths = [len(np.intersect1d(level, tree.inner)) for level in tree.levels[:-1]]
-    # The first level costs as much as its children, the others as much as their parents.
+    # The first level is timed by its number of children, the others by their number of parents.
     drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
     select = expected * times.select[name](max(len(tree.levels[1]), widths[-1]))
     return times.together * (drafting + times.target(tree.size + 1) + select)

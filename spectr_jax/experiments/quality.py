@@ -180,7 +180,7 @@ def markdown(result: dict[str, Any]) -> str:
     header += [f"Bits per character, {dtype}" for dtype in config["dtypes"]]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
-        f"Scored are the {result['sentences']:,} of the first {config['sentences']:,} sentences of "
+        f"Scores use the {result['sentences']:,} of the first {config['sentences']:,} sentences of "
         f"`{config['heldout']}` that fit every model's context, each on its own. BOS, or "
         f"`{SEPARATOR}` for a model that adds no BOS, precedes a sentence and is not scored. The "
         "line end, a newline or EOS, is scored and counts as one character. Bits per character can "

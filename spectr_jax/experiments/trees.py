@@ -266,7 +266,7 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
     def measured_row(row: Row, program: Program) -> dict[str, Any]:
         for each in (baseline, program):
             bench.run(each, 0, batches=1)  # The first run is not timed.
-        # The baseline runs close in time, for the ratio.
+        # The baseline runs just before and after the method, so that their ratio is fair.
         before = bench.run(baseline, 0, batches=2)
         runs = [bench.run(program, seed) for seed in seeds]
         return _summary(row, runs, [before, bench.run(baseline, 0, batches=2)])

@@ -54,7 +54,7 @@ class Model(Protocol):
           cache: the KV cache of earlier calls; None for a call on whole sequences (M = N), as in
             training.
           pending: static number of pending tokens already in the cache.
-          layers: static; run only this number of first layers, and the head; None for all. The
+          layers: static; runs only the first `layers` layers and the head; None for all. The
             cache rows of the other layers stay as they are.
 
         Returns:
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Returns an empty cache: rows (keys, values) of each layer, each [B, T, K, D]."""
         config = self.config
-        # One array a layer: stacked layers would be sliced, that is copied, in every call.
+        # One array per layer: slicing stacked layers would copy them in every call.
         shape = (batch, capacity, config.kv_heads, config.head_width)
         empty = functools.partial(cache_lib.zeros, shape, config.dtype)
         rows = tuple((empty(), empty()) for _ in range(config.layers))
@@ -198,7 +198,7 @@ class Decoder(nnx.Module):
         Args:
           run: (index of a block, x, mask [B, N, T], rows, starts [B]) -> (x, new rows).
           x_BxNxE: the input of the first block.
-          visible_BxNxM: see `Model.extend`, as the others.
+          visible_BxNxM: see `Model.extend`, also for the other arguments.
 
         Returns:
           The output of each block, [B, N, E], and the cache with the new rows.

@@ -68,7 +68,7 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
     """Returns a model in its frozen form, which later changes of its weights do not affect.
 
     Raises:
-      UserError: `model` is not an `nnx.Module`, frozen, or with its tokenizer.
+      UserError: `model` is neither an `nnx.Module` nor an output of `freeze` or `load`.
     """
     if isinstance(model, Frozen):
         return model

@@ -18,7 +18,7 @@ from spectr_jax.models.cache import Cache
 class TableModel(nnx.Module):
     """A model whose next-token logits are log table[token before the last, last token].
 
-    Before the first token of a sequence stands token 0. Cache rows are (token, position).
+    Token 0 precedes the first token of a sequence. Cache rows are (token, position).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The checks that every plan, method and model of this library passes, for your own.
+"""Checks for your own plans, methods and models. This library's own pass all of them.
 
     from spectr_jax import check_method, check_model, check_plan, get_method, transport
 

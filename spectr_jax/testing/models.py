@@ -132,7 +132,7 @@ def _check_mask(model: _Checked) -> None:
     logits, _ = model.extend(packed, place[None] % half, visible[None])
     apart = np.concatenate([whole[:1, :half], whole[1:2, :half]], axis=1)
     model.same(logits, apart, "two sequences in one row see each other, which `visible` hides")
-    odd = np.arange(BATCH)[:, None] % 2 == 1  # Each second row is packed, so that masks differ.
+    odd = np.arange(BATCH)[:, None] % 2 == 1  # Every second row is packed, so that masks differ.
     _, positions, causal = _causal(tokens)
     masks = np.where(odd[:, :, None], visible, causal)
     logits, _ = model.extend(
@@ -158,7 +158,7 @@ def _check_cache(model: _Checked) -> None:
 
 
 def _check_tree(model: _Checked) -> None:
-    """Branches scored together, level by level, match each alone, also after one is committed."""
+    """Branches scored together, level by level, match each one alone, even after a commit."""
     branches, alone = [], []
     for number in range(2):
         sequences = model.tokens.copy()

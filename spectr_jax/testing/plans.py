@@ -155,7 +155,7 @@ def check_precision(plan: Plan) -> None:
     Small and large vocabularies are checked.
 
     Raises:
-      AssertionError: a product does.
+      AssertionError: a product uses the default precision.
     """
     for V in VOCABULARIES:
         pmf, drafts = jnp.zeros(V), jnp.zeros(len(VALID[0]), jnp.int32)

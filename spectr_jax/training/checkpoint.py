@@ -173,7 +173,7 @@ class Checkpoints:
         except jax.errors.JaxRuntimeError:
             raise
         except _FAILURES as error:
-            self._checkpointer.reload()  # Orbax counts a step from the start of its save.
+            self._checkpointer.reload()  # Orbax lists a step as soon as its save starts.
             others = " or see why another process ended" if jax.process_count() > 1 else ""
             reason, step = first_line(error), self.latest_step() or 0
             raise UserError(

@@ -51,8 +51,8 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
     if not 0 <= exits.layer < model.layers:
         raise UserError(
-            f"early_exit.layer={exits.layer} is not below model.layers={model.layers}, so that a "
-            "layer is left behind it; lower it, or give 0 for no exit"
+            f"early_exit.layer={exits.layer} is not below model.layers={model.layers}; a layer "
+            "must follow the exit; lower it, or give 0 for no exit"
         )
     if not exits.weight >= 0:
         raise UserError(f"early_exit.weight={exits.weight} is negative; give a weight such as 0.5")
@@ -117,7 +117,7 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     for name, wanted in sorted(config.model.items()):
         if name not in ("dtype", "dropout") and wanted != given[name]:
             raise UserError(
-                f"init={config.init!r} has {name}={given[name]}, the config "
+                f"init={config.init!r} has {name}={given[name]}, but the config has "
                 f"model.{name}={wanted}; change one of them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:

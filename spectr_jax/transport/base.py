@@ -236,7 +236,7 @@ def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "...
 def or_else(weights: Probs, fallback: Probs) -> Probs:
     """Returns `weights` [V] if any is positive, else `fallback`.
 
-    In exact arithmetic a residual that is drawn from has mass; rounding can leave none.
+    In exact arithmetic, a residual that is needed has positive mass; rounding can make it all 0.
     """
     return jnp.where(jnp.any(weights > 0), weights, fallback)
 

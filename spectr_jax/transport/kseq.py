@@ -90,7 +90,7 @@ def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
 
     Runs Newton's method within a bracket. S_k(beta(gamma)) rises with gamma, so it lies between
     gamma and gamma*, and becomes an end of the bracket. A Newton step that would leave the bracket
-    is replaced by its middle.
+    is replaced by the bracket's midpoint.
     """
 
     def step(_: IntScalar, carry: _Bracket) -> _Bracket:

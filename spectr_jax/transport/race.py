@@ -136,7 +136,7 @@ def _advance(
             state[:, :, m + 1] += state[:, :, m] * later[:, m, None]
         return state
     # The matrix exponential of the generator: a series for a halved time, squared repeatedly. All
-    # entries are positive. Squaring could only make the diagonal inexact, and that is known.
+    # entries are positive. Squaring loses accuracy only on the diagonal, whose value is known.
     fastest = max(float(leave.max()), 1e-300)
     halvings = max(0, int(np.ceil(np.log2(fastest * duration * TIMES[-1]))))
     time = fastest * duration * TIMES[:, None, None] / 2**halvings

@@ -32,7 +32,7 @@ def maximise(
     """Returns the x [n] >= 0 with `rows @ x <= bounds` and the largest `gain @ x`.
 
     Starts at x = 0, which is feasible because `bounds` are at least 0, and follows Dantzig's rule.
-    Up to rounding x stays feasible, also if the limit on pivots ends the search. In float32 the
+    Up to rounding x stays feasible, even if the limit on pivots ends the search. In float32 the
     rounding is large for ill-conditioned programs: callers that need a feasible x must check it.
     """
     m, n = rows.shape

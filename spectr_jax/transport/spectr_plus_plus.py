@@ -129,7 +129,7 @@ def _iopt(
         raised = jnp.maximum(stages.thresholds, alphas * (1 + tolerance))
         thresholds = jnp.where(active, raised, -jnp.inf)
         same = jnp.all(sizes(thresholds) == sizes(stages.thresholds))
-        # The last alphas are the best for the subsets before the change, so these are kept.
+        # The last alphas are the best for the subsets before the change, so those subsets are kept.
         last = same | (done + 1 == iterations)
         return _Stages(alphas, jnp.where(last, stages.thresholds, thresholds)), ~same, done + 1
 

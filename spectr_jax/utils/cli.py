@@ -33,7 +33,7 @@ and experiments. configs/ has examples.
 _STATUS_HELP = f"""
 Exit status:
   0    done
-  {BAD_INPUT}    bad input, no room, no memory: one line on stderr says what to do
+  {BAD_INPUT}    bad input, full disk or out of memory: one line on stderr says what to do
 {{saved}}  {CTRL_C}  stopped by Ctrl-C
   {CLOSED_PIPE}  the pipe that it prints to was closed
   1    a bug: please report its traceback
@@ -268,7 +268,7 @@ def _reason(error: Exception) -> str:
 def _exit(
     line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False
 ) -> NoReturn:
-    """Prints `line`, with --verbose after the traceback, and exits.
+    """Prints `line`, after the traceback if --verbose is given, and exits.
 
     It exits `at_once` if JAX would wait for other processes, which wait for this one.
     """

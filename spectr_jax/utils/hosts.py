@@ -38,7 +38,7 @@ def connect(
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(
             f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} "
-            "has its own"
+            "processes needs its own"
         )
     where = f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
     try:

@@ -350,11 +350,12 @@ def test_what_is_refused(config, folder, teacher):
         "no model at 'none'": {"teacher": "none"},
         "teacher='': the labels in .* do not name theirs": {"teacher": ""},
         "model.width=18: .* model.heads=2": {"model.width": 18},
+        r"model.feature_layers=\(1,\): .* online=True": {**SEES, "model.feature_layers": (1,)},
     }
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), folder / "refused" / str(len(message)))
-    for mlp in (24, 16):  # A start that took no step does not bind.
+    for mlp in (24, 16):  # A start that stopped before its config was written.
         with pytest.raises(UserError, match="no model at 'none'"):
             training.distil(config(teacher="none", **{"model.mlp": mlp}), folder / "again")
         assert runs.read_student(folder / "again").shape.mlp == mlp

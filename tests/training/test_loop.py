@@ -312,7 +312,10 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
         list(open_sentences(str(corpus / "train.txt")))[:300], tmp_path / "own.model", 320
     )
     for changes, message in (
-        ({"model.layers": 2}, r"has layers=1, the config model.layers=2; change one of them"),
+        (
+            {"model.layers": 2},
+            r"has layers=1, but the config has model.layers=2; change one of them",
+        ),
         ({"data.tokenizer": str(tmp_path / "own.model")}, r"init='.*data\.tokenizer"),
     ):
         with pytest.raises(UserError, match=message):

@@ -1,6 +1,6 @@
 """Phase 3 of a call (select): the verifier interface, and helpers that run a verifier's walk.
 
-A walk descends the tree level by level. On an accelerator, launch overhead and host stops dominate
+A walk descends the tree level by level. On an accelerator, kernel launches and host syncs dominate
 its time: everything of the size of the vocabulary is computed at all nodes at once, and the number
 of steps is static. On a CPU, arithmetic dominates: a node is computed when the walk reaches it.
 """
@@ -37,7 +37,7 @@ class Selection(NamedTuple):
     """The tokens that one call emits for one sequence; for a batch, all shapes have a leading B.
 
     Attributes:
-      tokens: [height + 1] int32; entries from `emitted` on are unused.
+      tokens: [height + 1] int32; entries at `emitted` and later are unused.
       emitted: [] int32, the number of accepted drafts plus one for the correction or bonus token.
       path: [height] int32, the node of each accepted draft.
       drafts: [height + 1] int32, the number of drafts for each token; 0 for a bonus.

@@ -10,7 +10,7 @@ over the nodes of the layer that have drafts. From the root down:
    with winner's distribution $g_v$. Each draft takes a cell as in that plan, draws a uniform place
    U in it (within the cumulative sum of p), and competes with $U^{\kappa_v}$. The highest value of
    the layer wins. It belongs to token t of v with probability $b_v g_v(t)$.
-2. Let $\pi(v, t)$ be the probability of that given the drafts. The child of v with token t gets
+2. Let $\pi(v, t)$ be the probability of this win given the drafts. The child of v with token t gets
    the score $w_{vt}$, and v keeps the residual $R_v$ (at a leaf, $w_v q_v$):
 
 $$w_{vt} = \pi(v, t) \min\left(1, \frac{w_v q_v(t)}{b_v g_v(t)}\right), \qquad

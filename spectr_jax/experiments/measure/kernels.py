@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     stops: Counter[str]
 
     def add(self, other: "Counts", times: int = 1) -> None:
-        """Adds `times` the counts of `other`."""
+        """Adds the counts of `other`, multiplied by `times`."""
         for mine, theirs in zip(self, other, strict=True):
             mine.update({phase: times * number for phase, number in theirs.items()})
 

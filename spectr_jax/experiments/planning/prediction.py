@@ -33,7 +33,7 @@ CARRIERS, WINNERS, CHILDREN = "carriers", "winners", "children"
 
 
 def statistic(method: Method) -> str | None:
-    """Returns the statistic of a method's drafts that predicts its tokens per call, or None.
+    """Returns the name of the statistic that predicts a method's tokens per call, or None.
 
     For i.i.d. drafts it is `CARRIERS`, how many of k drafts carry the token, or, for block
     verification, `WINNERS`, which includes the winner's ratio. For drafts without replacement it is
@@ -77,7 +77,7 @@ def block_predictor(winners: np.ndarray) -> Callable[[Sequence[int]], float]:
         index r and that j drafts carry the winner's token.
 
     Returns:
-      A function of (k_1, ..., k_L), that prefix tree of i.i.d. drafts. It raises `UserError` if a
+      A function of a prefix tree (k_1, ..., k_L) of i.i.d. drafts. It raises `UserError` if a
       level may have more live nodes than `winners` covers.
     """
     most = len(winners) - 1

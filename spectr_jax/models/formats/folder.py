@@ -21,7 +21,7 @@ DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jn
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive integer": lambda value: type(value) is int and value >= 1,
     "a positive number": lambda value: type(value) in (int, float) and 0 < value < math.inf,
-    "a number from 0 on": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+    "a non-negative number": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
     "true or false": lambda value: type(value) is bool,
 }
 """Checks of metadata, by the words for them in errors."""

@@ -34,7 +34,7 @@ FIELDS = {
         "rope.dimension_count",
     ),
     "a positive number": ("rope.freq_base",),
-    "a number from 0 on": (
+    "a non-negative number": (
         *("rope.scaling.factor", "rope.scale_linear", "attention.layer_norm_rms_epsilon"),
     ),
 }
@@ -100,7 +100,7 @@ class GGUF:
         found = self.tensors[name]
         view, kind, start = found.data, found.tensor_type, found.data_offset
         try:
-            # Not from the reader's map of the file, whose pages would stay in memory.
+            # This bypasses the reader's memory map, whose pages would stay in memory.
             stored = np.fromfile(self.path, view.dtype, view.size, offset=start)
             return np.asarray(gguf.dequantize(stored.reshape(view.shape), kind), np.float32)
         except (NotImplementedError, ValueError) as error:

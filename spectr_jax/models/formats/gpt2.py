@@ -49,7 +49,7 @@ SHAPE = {
 """Fields of config.json by those of `TransformerConfig`."""
 FIELDS = {
     "a positive integer": tuple(SHAPE.values())[:-1],
-    "a number from 0 on": ("layer_norm_epsilon",),
+    "a non-negative number": ("layer_norm_epsilon",),
     "true or false": ("tie_word_embeddings",),
 }
 BLOCK = {
@@ -175,7 +175,7 @@ def _names(layers: int) -> Iterator[tuple[str, str]]:
 def _with_bias_channel(
     config: dict[str, Any], tensors: Tensors, bias: np.ndarray
 ) -> tuple[dict[str, Any], Tensors]:
-    """Returns the same decoder, wider by a channel a head, with `bias` [V] in its head.
+    """Returns the same decoder with one more channel per head, and `bias` [V] in its output head.
 
     The last norm gives 1 in the first new channel, whose weights in the head are the bias; no other
     part reads or writes a new channel. The old channels are centred, which changes nothing since

@@ -28,7 +28,7 @@ SHAPE = {
 """Fields of config.json by those of `LlamaConfig`. It may leave out the last three."""
 FIELDS = {
     "a positive integer": tuple(set(SHAPE.values()) - {"rms_norm_eps", "tie_word_embeddings"}),
-    "a number from 0 on": ("rms_norm_eps",),
+    "a non-negative number": ("rms_norm_eps",),
     "true or false": ("tie_word_embeddings", "use_sliding_window"),
 }
 ROPE_NUMBERS = (
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-"""Values of transformers for fields that a config.json leaves out, but not for null."""
+"""Defaults of transformers for fields missing from config.json; a null is not replaced."""
 NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -184,7 +184,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
         ("hidden_act", given.get("hidden_act", "silu"), ("silu",)),
     ):
         if value not in known:
-            raise UserError(f"{str(folder)!r} has {name}={value!r}; read are {', '.join(known)}")
+            raise UserError(f"{str(folder)!r} has {name}={value!r}; use one of {', '.join(known)}")
     check_fields(folder, given, FIELDS)
     if missing := [name for name in tuple(SHAPE.values())[:-3] if name not in given]:
         raise UserError(f"{str(folder)!r} has a config.json without {missing[0]!r}")
@@ -223,7 +223,7 @@ def _rotary(
     scaling = scaling_of(field)
     if any(scaling.get(name) != value for name, value in scaling_of("rope_scaling").items()):
         raise UserError(
-            f"{str(folder)!r} has rope_scaling={given['rope_scaling']} beside other "
+            f"{str(folder)!r} has rope_scaling={given['rope_scaling']} and conflicting "
             "rope_parameters; keep one in its config.json"
         )
     if "factor" in scaling and "rope_type" not in scaling:
@@ -231,7 +231,7 @@ def _rotary(
     if scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)) != 1:
         raise UserError(f"{str(folder)!r} has partial_rotary_factor, which is not supported")
     if (kind := scaling.get("rope_type", "default")) not in ("default", "linear", "llama3"):
-        raise UserError(f"{str(folder)!r} has rope_type={kind!r}; read are default, linear, llama3")
+        raise UserError(f"{str(folder)!r} has rope_type={kind!r}; use default, linear or llama3")
     scaling = {"rope_theta": given.get("rope_theta", 10_000.0), **scaling}
     check_fields(folder, scaling, {"a positive number": ROPE_NUMBERS})
     theta = float(scaling["rope_theta"])

@@ -89,8 +89,8 @@ def llama_arrays(
       tensor: reads a tensor of the checkpoint by its name; raises KeyError if there is none.
       names: the checkpoint's names of `embed` [V, E], `norm` [E], `head` [V, E], and in each layer
         of `q`, `k`, `v`, `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape
-        has them of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
-      prefix: before names of a layer, with `{}` for its index.
+        has them, also of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+      prefix: precedes the names of a layer; `{}` stands for its index.
       source: named in errors.
 
     Raises:

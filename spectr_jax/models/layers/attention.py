@@ -35,7 +35,7 @@ def attention(
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
-    """Returns the mask [B, N, N] by which tokens see their own segment up to themselves."""
+    """Returns the causal mask [B, N, N] within each segment; a token also sees itself."""
     N = segments_BxN.shape[-1]
     return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
 

@@ -249,7 +249,7 @@ def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
         ({"vocab_size": True}, "has vocab_size=True, which is not a positive integer"),
         (
             {"layer_norm_epsilon": "1e-5"},
-            "has layer_norm_epsilon='1e-5', which is not a number from 0 on",
+            "has layer_norm_epsilon='1e-5', which is not a non-negative number",
         ),
     ],
 )

@@ -128,10 +128,10 @@ def test_what_a_config_may_leave_out(folder):
     [
         (
             {"model_type": "mixtral"},
-            "has model_type='mixtral'; read are llama, mistral, qwen2, qwen3",
+            "has model_type='mixtral'; use one of llama, mistral, qwen2, qwen3",
         ),
-        ({"model_type": "gone"}, "has model_type=None; read are llama"),
-        ({"hidden_act": "gelu"}, "has hidden_act='gelu'; read are silu"),
+        ({"model_type": "gone"}, "has model_type=None; use one of llama"),
+        ({"hidden_act": "gelu"}, "has hidden_act='gelu'; use one of silu"),
         ({"attention_bias": True}, "has attention_bias=True, which is not supported"),
         ({"mlp_bias": True}, "has mlp_bias=True, which is not supported"),
         (
@@ -148,7 +148,7 @@ def test_what_a_config_may_leave_out(folder):
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "has rope_type='yarn'; read are default, linear, llama3",
+            "has rope_type='yarn'; use default, linear or llama3",
         ),
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor"),
         (
@@ -173,7 +173,7 @@ def test_what_a_config_may_leave_out(folder):
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
-            "has rope_scaling={'type': 'linear', 'factor': 2.0} beside other rope_parameters",
+            "has rope_scaling={'type': 'linear', 'factor': 2.0} and conflicting rope_parameters",
         ),
         (
             {"rope_scaling": {**dict.fromkeys(STRETCH, 4.0), "rope_type": "llama3"}},
@@ -194,9 +194,9 @@ def test_what_a_config_may_leave_out(folder):
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "has rope_type='dynamic'; read are default, linear, llama3",
+            "has rope_type='dynamic'; use default, linear or llama3",
         ),
-        ({"rms_norm_eps": "small"}, "has rms_norm_eps='small', which is not a number from 0 on"),
+        ({"rms_norm_eps": "small"}, "has rms_norm_eps='small', which is not a non-negative number"),
         ({"rms_norm_eps": "gone"}, "has a config.json without 'rms_norm_eps'"),
         ({"vocab_size": 2.5}, "has vocab_size=2.5, which is not a positive integer"),
         ({"num_hidden_layers": "gone"}, "has a config.json without 'num_hidden_layers'"),

@@ -1,4 +1,4 @@
-"""What only a CPU needs: kernels for calls on a few tokens, and memory layouts that are fast in XLA.
+"""CPU-only code: kernels for calls on a few tokens, and memory layouts that are fast in XLA.
 
 Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them in every call;
 the kernels of `products.cc` read each weight once, in the layout of the model. They are an optional
@@ -21,12 +21,12 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 FEW = 16
-"""Most rows that kernels multiply with float weights; XLA is faster for more."""
+"""Kernels multiply at most this many rows with float weights; XLA is faster for more."""
 MOST_QUERIES = 512
 """Most new tokens of a sequence whose attention the kernel computes.
 
 It covers prompts, so that int8 models have the same bits in prompts and in calls on a few tokens.
-For float models XLA is as fast or faster from some dozens of tokens on.
+For float models, XLA is at least as fast beyond a few dozen tokens.
 """
 FLOATS = (jnp.float32, jnp.bfloat16)
 SWITCH = "SPECTR_JAX_KERNELS"
@@ -152,7 +152,7 @@ def norm(plain: Function, *, centered: bool, epsilon: float) -> Function:
 
 
 def in_memory(x: jax.Array) -> jax.Array:
-    """Returns `x` with its axes in memory in their order on a CPU, and unchanged elsewhere.
+    """Returns `x` stored in row-major order on a CPU, and unchanged elsewhere.
 
     XLA fuses a transpose into the product that reads it, and a CPU multiplies transposed factors at
     half the speed.

@@ -143,7 +143,7 @@ namespace avx512 {
 #endif
 #endif
 
-// The levels that this CPU has, from the plainest on.
+// The levels that this CPU supports, from the plainest up.
 std::vector<Kernels> Levels() {
   std::vector<Kernels> levels = {any_cpu::kKernels};
 #if defined(__x86_64__)
@@ -178,7 +178,7 @@ void InParallel(ffi::ThreadPool& pool, long count, long work, const Part& part) 
   struct Progress {
     std::atomic<long> begun{0}, done{0};
   };
-  auto progress = std::make_shared<Progress>();  // A thread that comes too late finds it after this call is over.
+  auto progress = std::make_shared<Progress>();  // Late threads read it after this call is over.
   auto share_out = [progress, shares, share, count, &part] {
     for (long i; (i = progress->begun.fetch_add(1)) < shares;) {
       part(i * share, std::min(count, (i + 1) * share));
