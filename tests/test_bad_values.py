@@ -11,6 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 from spectr_jax import check_method, check_model, check_plan, load, transport
+from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import get_method, stream
 from spectr_jax.decoding.generate import generate
 from spectr_jax.models.formats.gpt2 import load_gpt2, save_gpt2
@@ -106,6 +107,17 @@ def test_other_arguments(function, message):
 
 def test_a_model_may_be_named_by_its_path(toy):
     assert load(pathlib.Path(toy.folder / "draft"), "float32").name == "draft"
+
+
+def test_prompts_of_a_tokenizer_that_checks_nothing():
+    class Unchecked(AnyTokenizer):
+        bos = 1
+
+        def prompt(self, text):
+            return [1, *text]
+
+    with pytest.raises(UserError, match="must be a string"):
+        Unchecked().prompts([[2, 3]])
 
 
 def test_text_that_is_none_and_tokens_that_are_not_there(toy):

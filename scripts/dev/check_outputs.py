@@ -116,7 +116,8 @@ def main() -> None:
     models = freeze(target), freeze(drafts[0]) if drafts else None
     prompt = target.tokenizer.prompt(_PROMPT.value)
     pmf = exact_pmf(models[0], prompt, policy)
-    rows = []
+    names = ("target", "draft", "dtype", "layers", "methods", "tree", "top_k", "prompt", "outputs")
+    settings, rows = {name: flags.FLAGS[name].value for name in names}, []
     for name, method in methods.items():
         counts, per_call = sampled(method, models, prompt, policy)
         p = p_value(np.array([counts[pair] for pair in pmf]), np.array(list(pmf.values())))
@@ -124,15 +125,10 @@ def main() -> None:
         impossible = sum(count for pair, count in counts.items() if pair not in pmf)
         rows.append({**row, "impossible": impossible})
         print(rows[-1], flush=True)
-    names = ("target", "draft", "dtype", "layers", "methods", "tree", "top_k", "prompt", "outputs")
-    result = {
-        "settings": {name: flags.FLAGS[name].value for name in names},
-        "outcomes": len(pmf),
-        "rows": rows,
-        "seconds": time.monotonic() - started,
-        **report.provenance(),
-    }
-    report.write(pathlib.Path(_WORKDIR.value), "outputs", result, markdown(result))
+        seconds = time.monotonic() - started
+        result = {"settings": settings, "outcomes": len(pmf), "rows": rows, "seconds": seconds}
+        result |= report.provenance()
+        report.write(pathlib.Path(_WORKDIR.value), "outputs", result, markdown(result))
 
 
 if __name__ == "__main__":

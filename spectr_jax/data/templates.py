@@ -2,7 +2,6 @@
 names."""
 
 import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,8 +47,7 @@ def render(
     )
     sandbox.globals["raise_exception"] = _refuse
     sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Jinja's own filter escapes `<` and others for web pages.
-    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    sandbox.filters["tojson"] = _to_json
     given = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
     try:
         return sandbox.from_string(template).render(messages=messages, **given)
@@ -61,6 +59,13 @@ def render(
         raise UserError(
             f"the model's chat template refuses these messages ({error}); change them"
         ) from error
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Replaces Jinja's own filter, which escapes `<` and others for web pages."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

@@ -98,7 +98,8 @@ class AnyTokenizer(Protocol):
         Raises:
           UserError: there are no prompts, or one is not a string.
         """
-        encoded = [self.prompt(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        several = [checked_text(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        encoded = [self.prompt(text) for text in several]
         if not encoded:
             raise UserError("no prompts; give at least one string, which may be empty")
         lengths = np.array([len(tokens) for tokens in encoded], np.int32)

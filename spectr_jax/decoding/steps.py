@@ -18,6 +18,7 @@ from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, sequence_keys
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.models.frozen import Frozen
+from spectr_jax.utils.errors import UserError
 
 
 class Step(NamedTuple):
@@ -65,6 +66,9 @@ def stream(
     Raises:
       UserError: as in `generate`; raised by the call itself, not by the first step.
     """
+    if getattr(key, "shape", ()) != ():
+        given = f"{key.dtype}{list(key.shape)}"
+        raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
     tokens = checks.whole_numbers("prompt", prompt)
     rows = tokens[None], np.array([tokens.size])
     request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)

@@ -265,6 +265,7 @@ def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
         "{% if tools is not none %}many{% endif %}{% if documents is not none %}many{% endif %}{{ messages[0].content }}",
         "{{ messages | tojson(indent=2, separators=(',', ':'), sort_keys=True) }}{{ messages | tojson(ensure_ascii=True) }}",
+        "{{ messages | tojson(true, 2) }}",
         "{{ strftime_now('%Y') }}",
     ],
 )
