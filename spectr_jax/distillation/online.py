@@ -34,11 +34,11 @@ Source = Sentences | LabelledRows
 
 
 class Lessons:
-    """Packed text from several sources and the teacher that labels it. Its other attributes are
-    those of `LabelledRows`.
+    """Packed text from several sources and the teacher that labels it.
 
     Attributes:
       model: the teacher's model.
+      teacher, vocabulary, vocab_size, context, features, length, counts: as in `LabelledRows`.
     """
 
     def __init__(

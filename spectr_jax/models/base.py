@@ -123,7 +123,7 @@ def feature_layers(model: Any) -> tuple[int, ...]:
 
 
 def features_shown(model: Any) -> int:
-    """Returns the width of the features that a target can show to drafts; 0 if none."""
+    """Returns the width E of a hidden state that a target can show to drafts; 0 if none."""
     return getattr(model, "features_shown", 0)
 
 

@@ -31,7 +31,7 @@ class Frozen:
       context: longest supported sequence.
       layers: number of layers.
       features_seen: width of the target features that a draft consumes; 0 if none.
-      features_shown: width of the features that a target can show; 0 if none.
+      features_shown: width of a hidden state that a target can show; 0 if none.
       feature_layers: target layers that a draft sees besides the last hidden state.
     """
 

@@ -10,7 +10,7 @@ from spectr_jax.transport import checks, otm
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 5_000_000
-"""The most terms of `theorem_1_bound`."""
+"""The largest number of terms of `theorem_1_bound`."""
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> float:

@@ -20,7 +20,7 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 40
-"""The most binary variables, V * k. More take hours."""
+"""The largest number of binary variables, V * k. More take hours."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:

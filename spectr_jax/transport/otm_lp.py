@@ -20,7 +20,7 @@ from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 1_000_000
-"""The most variables. More take minutes and gigabytes."""
+"""The largest number of variables. More take minutes and gigabytes."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:

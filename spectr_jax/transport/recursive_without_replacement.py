@@ -18,7 +18,7 @@ from spectr_jax.utils.errors import UserError
 
 DRAFTS = "without_replacement"
 LARGEST = 10_000_000
-"""The most sequences of drafts that `acceptance` enumerates."""
+"""The largest number of sequences of drafts that `acceptance` enumerates."""
 
 
 def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:

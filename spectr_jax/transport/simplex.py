@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
 PIVOTS = 100
-"""The most pivots. Programs with 16 variables take about 10 to 30."""
+"""The largest number of pivots. Programs with 16 variables take about 10 to 30."""
 
 _Carry: TypeAlias = tuple[
     Float[Array, "rows columns"], Int[Array, " m"], Int[Array, " n"], IntScalar

@@ -43,7 +43,7 @@ from spectr_jax.transport.types import (
 )
 
 ITERATIONS = 32
-"""The most iterations of Algorithm 2, which usually stops after 2 to 6."""
+"""The largest number of iterations of Algorithm 2, which usually stops after 2 to 6."""
 LARGEST_ALPHA = 1e3
 """The largest alpha. This limit binds only if Omega_i has less than a thousandth of q."""
 

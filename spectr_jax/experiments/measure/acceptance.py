@@ -62,7 +62,7 @@ def observe_accepted(call: Call) -> dict[str, jax.Array]:
 
 
 def observe_optimum(call: Call) -> dict[str, jax.Array]:
-    """Returns the optimal acceptance at the nodes of `observe_accepted`, on prefix trees.
+    """Returns the summed optimal acceptance at the nodes of `observe_accepted`, on prefix trees.
 
     It is slow.
 

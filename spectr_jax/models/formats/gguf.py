@@ -25,7 +25,7 @@ NAMES = {
     **{f"norm_{name}": f"attn_{name}_norm.weight" for name in "qk"},
     **{name: f"ffn_{name}.weight" for name in ("gate", "up", "down")},
 }
-"""llama.cpp's names of the parts of a model; `blk.LAYER.` is before those of a layer."""
+"""llama.cpp's names of the parts of a model; `blk.LAYER.` precedes those of a layer."""
 ROPE_DIVISORS = "rope_freqs.weight"
 FIELDS = {
     "a positive integer": (

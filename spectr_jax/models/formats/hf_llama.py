@@ -53,7 +53,7 @@ NAMES = {
     **{f"norm_{name}": f"self_attn.{name}_norm.weight" for name in "qk"},
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
-"""Hugging Face's names of the parts of a model; `LAYER` is before those of a layer."""
+"""Hugging Face's names of the parts of a model; `LAYER` precedes those of a layer."""
 LAYER = "model.layers.{}."
 UNUSED = r"lm_head\.weight|.*\.rotary_emb\.inv_freq"
 """Tensors that are ignored: a head that is tied, and buffers of older versions of transformers."""

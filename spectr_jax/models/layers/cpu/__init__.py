@@ -23,7 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 FEW = 16
 """Kernels multiply at most this many rows with float weights; XLA is faster for more."""
 MOST_QUERIES = 512
-"""Most new tokens of a sequence whose attention the kernel computes.
+"""The kernel computes attention for at most this many new tokens of a sequence.
 
 It covers prompts, so that int8 models have the same bits in prompts and in calls on a few tokens.
 For float models, XLA is at least as fast beyond a few dozen tokens.
