@@ -250,7 +250,7 @@ def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
     ]
     first, second = (next(iter(each.batches(0, 1))) for each in made)
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    changes = {"data.train": str(tmp_path / "bare"), "data.shares": (1,)}
+    changes = {"data.train": str(tmp_path / "bare"), "model.feature_layers": ()}
     with pytest.raises(
         UserError, match="must have labels, which `label --labels=false` leaves out"
     ):
