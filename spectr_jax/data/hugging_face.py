@@ -232,7 +232,7 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None
         tokenizer.add_tokens([tokenizers.AddedToken(content, **given_options)])
         if (found := tokenizer.token_to_id(content)) != index:
             raise ValueError(
-                f"token {content!r} is {index} in the files beside {FILE} and would be {found}"
+                f"token {content!r} is {index} in the files next to {FILE} and would be {found}"
             )
 
 

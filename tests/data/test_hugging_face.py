@@ -231,7 +231,7 @@ def test_tokens_that_only_the_other_files_declare(tmp_path):
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size + 5}))
     with pytest.raises(
         UserError,
-        match=r"has no tokenizer to be read \(token '<\|.*\|>' is \d+ in the files beside tokenizer",
+        match=r"has no tokenizer to be read \(token '<\|.*\|>' is \d+ in the files next to tokenizer",
     ):
         read_tokenizer(tmp_path)
 
