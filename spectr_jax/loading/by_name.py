@@ -217,7 +217,7 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
     tokenizer = Tokenizer(path.with_name("tokenizer.model"))
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"{str(path)!r} was trained with another tokenizer than the one beside it; restore that"
+            f"{str(path)!r} was trained with another tokenizer than the one next to it; restore that"
         )
     return Trained(name, model, tokenizer)
 

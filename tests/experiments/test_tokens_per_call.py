@@ -319,7 +319,7 @@ def test_the_wrong_tokenizer_is_refused(toy, tmp_path):
     train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283)
     (tmp_path / "m.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     with pytest.raises(
-        UserError, match="was trained with another tokenizer than the one beside it"
+        UserError, match="was trained with another tokenizer than the one next to it"
     ):
         load(str(tmp_path / "m.safetensors"))
 
