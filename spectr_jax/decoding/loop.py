@@ -338,7 +338,7 @@ def _commit(
 ) -> Loop:
     """Appends the chosen tokens, up to EOS, a stop or the limit, and commits the accepted path."""
     emitted = jnp.minimum(chosen.emitted, limits_B - loop.lengths)
-    is_end, stop_states = ends(chosen.tokens, policy), loop.stop_states
+    is_end, stop_states, states_BxS = ends(chosen.tokens, policy), loop.stop_states, None
     if stop is not None and stop_states is not None:
         states_BxS = stop.follow(stop_states, chosen.tokens)
         is_end |= states_BxS == MATCHED
@@ -346,7 +346,7 @@ def _commit(
     ended = jnp.any(is_end, axis=1)
     emitted = jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, emitted)
     emitted = emitted.astype(jnp.int32)  # argmax gives int64 with x64.
-    if stop_states is not None:
+    if states_BxS is not None:
         stop_states = jnp.take_along_axis(states_BxS, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
     lengths = loop.lengths + emitted
