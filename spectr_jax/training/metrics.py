@@ -89,7 +89,7 @@ class Window:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """A context whose time does not count."""
-        jax.block_until_ready(self.metrics[-1:])  # The time of earlier steps counts.
+        jax.block_until_ready(self.metrics[-1:])  # The time of steps still under way counts.
         started = time.monotonic()
         yield
         self._aside += time.monotonic() - started
