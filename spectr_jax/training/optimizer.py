@@ -21,8 +21,8 @@ def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
 
     - `rsqrt`: peak * sqrt(warm-up / step), the recipe of Flax's LM1B example;
     - `cosine`: a cosine to zero at `steps`, for short runs;
-    - `constant`: the peak until the last `DECAY` of `steps`, then linearly to zero. `steps` can be
-      lowered at any time.
+    - `constant`: the peak until the last `DECAY` of `steps`, then linearly to zero. A lower
+      `steps` ends a run early, after the decay.
     """
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
     rising = optax.linear_schedule(0.0, peak, warmup)
