@@ -1,7 +1,7 @@
 """Exports a trained model with its tokenizer, as safetensors or as a folder for transformers.
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
-    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=results/target_97m --dtype=int8 --part_mb=16
+    python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=spectr_jax/embedded --dtype=int8 --part_mb=16
     python -m spectr_jax.export --model=6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 

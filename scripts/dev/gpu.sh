@@ -7,7 +7,7 @@
 #   large         methods on the shapes of an 8B target
 # All parts together take at most $SECONDS_IN_ALL (540). Results are kept in $OUT (runs/gpu): the same command resumes and
 # skips parts that are done. --toy rehearses all parts on a CPU. Needs the packages of requirements.txt; speed and tables
-# also need results/target_97m (100 MB). On a borrowed machine run one part a call.
+# also need the weights of `97m` (98 MB). On a borrowed machine run one part a call.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/gpu} python=${PYTHON:-python3} toy="" parts=()

@@ -36,7 +36,7 @@ PUBLISHED = {
     "2m": EMBEDDED / "draft_2m",
     "6m": EMBEDDED / "draft_6m",
     "20m": EMBEDDED / "draft_20m",
-    "97m": EMBEDDED.parents[1] / "results/target_97m/target_97m",
+    "97m": EMBEDDED / "target_97m",
     "smollm2-draft": EMBEDDED / "smollm2_eagle",
     "smollm2-6m": EMBEDDED / "smollm2_6m",
 }
