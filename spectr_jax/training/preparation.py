@@ -43,22 +43,23 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     model, exits = config.model, config.early_exit
     if model.width % (2 * model.heads):
         raise UserError(
-            f"model.width={model.width} is not a multiple of 2 * model.heads={model.heads}; fix one"
+            f"model.width={model.width}: must be a multiple of 2 * model.heads={model.heads}; "
+            "change one"
         )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if not 0.0 <= model.dropout < 1.0:
-        raise UserError(f"model.dropout={model.dropout} is not in [0, 1); give a rate such as 0.1")
+        raise UserError(f"model.dropout={model.dropout}: must be in [0, 1); 0.1 is common")
     if not 0 <= exits.layer < model.layers:
         raise UserError(
-            f"early_exit.layer={exits.layer} is not below model.layers={model.layers}; a layer "
-            "must follow the exit; lower it, or give 0 for no exit"
+            f"early_exit.layer={exits.layer}: must be below model.layers={model.layers}; lower it, "
+            "or give 0 for no exit"
         )
     if not exits.weight >= 0:
-        raise UserError(f"early_exit.weight={exits.weight} is negative; give a weight such as 0.5")
+        raise UserError(f"early_exit.weight={exits.weight}: must not be negative; 0.5 is common")
     if config.init and not weight_files(expanded(config.init)):
         raise UserError(
-            f"no model at init={config.init!r}; give a file, or FOLDER/NAME, that "
+            f"init={config.init!r}: is not a model; give a file, or FOLDER/NAME, that "
             "spectr_jax.export wrote, such as spectr_jax/embedded/draft_6m"
         )
     check_optimizer(config)
@@ -70,15 +71,13 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
     if config.seed < 0:
-        raise UserError(f"seed={config.seed} is negative; give at least 0")
+        raise UserError(f"seed={config.seed}: must be at least 0")
     for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
         if not optimizer[name] >= 0:
-            raise UserError(f"optimizer.{name}={optimizer[name]} is negative; give at least 0")
+            raise UserError(f"optimizer.{name}={optimizer[name]}: must be at least 0")
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
-            raise UserError(
-                f"optimizer.{name}={optimizer[name]} is not in [0, 1); give a rate such as 0.9"
-            )
+            raise UserError(f"optimizer.{name}={optimizer[name]}: must be in [0, 1)")
     learning_rate(optimizer, config.steps)  # Raises for an unknown schedule.
 
 
@@ -90,16 +89,15 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
     """
     if config.batch_size % (devices * config.accumulate):
         raise UserError(
-            f"batch_size={config.batch_size} does not divide over {devices} devices in "
+            f"batch_size={config.batch_size}: must divide over {devices} devices in "
             f"accumulate={config.accumulate} parts; give a multiple of "
             f"{devices * config.accumulate}"
         )
     streams = math.gcd(config.batch_size, config.data.streams)
     if streams % processes:
         raise UserError(
-            f"{streams} streams (data.streams={config.data.streams}, "
-            f"batch_size={config.batch_size}) do not divide over {processes} processes; make both "
-            f"multiples of {processes}"
+            f"data.streams={config.data.streams}, batch_size={config.batch_size}: their {streams} "
+            f"streams do not divide over {processes} processes; make both multiples of {processes}"
         )
     return streams
 
@@ -117,12 +115,11 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     for name, wanted in sorted(config.model.items()):
         if name not in ("dtype", "dropout") and wanted != given[name]:
             raise UserError(
-                f"init={config.init!r} has {name}={given[name]}, but the config has "
-                f"model.{name}={wanted}; change one of them"
+                f"model.{name}={wanted}: init={config.init!r} has {given[name]}; change one of them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
-            f"init={config.init!r} has another tokenizer than data.tokenizer; give that of init"
+            f"init={config.init!r}: has another tokenizer than data.tokenizer; give that of init"
         )
     return nnx.state(model)
 
@@ -143,7 +140,7 @@ def claim_workdir(
             stored = json.loads(path.read_text())
         except ValueError as error:
             raise UserError(
-                f"{str(path)!r} is not JSON ({error}); choose a new --workdir"
+                f"workdir={str(workdir)!r}: its {CONFIG} is not JSON ({error}); choose a new one"
             ) from error
         # A field newer than the run had its default.
         defaults = flatten_dict(to_json(known or train_config()), sep=".")
@@ -152,14 +149,14 @@ def claim_workdir(
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
                 raise UserError(
-                    f"workdir {str(workdir)!r} was made with {name}={theirs.get(name)!r}, the "
-                    f"config has {ours.get(name)!r}; choose a new --workdir or restore the field"
+                    f"{name}={ours.get(name)!r}: the run in {str(workdir)!r} has "
+                    f"{theirs.get(name)!r}; choose a new --workdir, or restore the field"
                 )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"workdir {str(workdir)!r} cannot be made ({error.strerror}); choose another"
+            f"workdir={str(workdir)!r}: cannot be created ({error.strerror}); choose another"
         ) from error
 
 
@@ -179,7 +176,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process trains in {str(workdir)!r}; wait, or choose another --workdir"
+                f"workdir={str(workdir)!r}: another process trains there; wait, or choose another"
             ) from error
         yield
 

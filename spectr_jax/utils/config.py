@@ -17,19 +17,19 @@ def check_fields(
         if name not in defaults:
             raise unknown("config field", prefix + name, [prefix + known for known in defaults])
     for name, default in defaults.items():
-        field = f"config field {prefix + name!r}"
+        field = prefix + name
         if name not in config:
-            raise UserError(f"{field} is missing; the default is {default!r}")
+            raise UserError(f"config field {field!r} is missing; the default is {default!r}")
         value = config[name]
         if not isinstance(default, ml_collections.ConfigDict):
             if not _same_kind(value, default):
                 kind = f"{type(default).__name__}, such as {default!r}"
                 kind = "number, or None" if default is None else kind
-                raise UserError(f"{field} is {value!r}; give a {kind}")
+                raise UserError(f"{field}={value!r}: must be a {kind}")
         elif isinstance(value, ml_collections.ConfigDict):
             check_fields(value, default, f"{prefix}{name}.")
         else:
-            raise UserError(f"{field} is {value!r}; it must hold {', '.join(default)}")
+            raise UserError(f"{field}={value!r}: must have fields {', '.join(default)}")
 
 
 def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
@@ -41,7 +41,7 @@ def check_positive(config: ml_collections.ConfigDict, *names: str) -> None:
             value = value[part]
         for entry in value if isinstance(value, tuple | list) else (value,):
             if entry < 1:
-                raise UserError(f"config field {name!r} is {entry}; give at least 1")
+                raise UserError(f"{name}={entry}: must be at least 1")
 
 
 def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def connect(
         )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise UserError(
-            f"--coordinator={coordinator!r} is not HOST:PORT; give process 0's, as host0:1234"
+            f"--coordinator={coordinator!r}: must be process 0's HOST:PORT, such as host0:1234"
         )
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(
-            f"--process_id={process} is not in 0..{processes - 1}; each of --processes={processes} "
-            "processes needs its own"
+            f"--process_id={process}: must be in 0..{processes - 1}; each of "
+            f"--processes={processes} processes needs its own"
         )
     where = f"at {coordinator}" if coordinator else "in the environment (TPU pod, Slurm, Open MPI)"
     try:

@@ -18,7 +18,7 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     shares one copy of the parameters. Raises `UserError` if `fsdp` does not divide the devices."""
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:
-        raise UserError(f"mesh.fsdp={fsdp} does not divide the {count} devices; choose a divisor")
+        raise UserError(f"mesh.fsdp={fsdp}: must divide the {count} devices; choose a divisor")
     return jax.make_mesh(
         (count // fsdp, fsdp), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices
     )

@@ -225,7 +225,7 @@ def test_carriers_of_iid_drafts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sizes": (0,)}, "config field 'sizes' is 0; give at least 1"),
+        ({"sizes": (0,)}, "sizes=0: must be at least 1"),
         ({"extra_trees": ("star:3",)}, "tree='star:3'"),
         ({"extra_trees": ("specinfer:9",), "sizes": (16,)}, "prefix tree"),
         ({"extra_trees": ("4,4",)}, "extra_trees='4,4': has 20 nodes"),

@@ -202,19 +202,19 @@ def test_decoding_spreads_over_devices_and_processes(one, corpus):
             {"batch_size": 12},
             8,
             1,
-            "batch_size=12 does not divide over 8 devices in .* give a multiple of 8",
+            "batch_size=12: must divide over 8 devices in .* give a multiple of 8",
         ),
         (
             {"accumulate": 3},
             1,
             1,
-            "batch_size=8 does not divide over .* in accumulate=3 parts; give a multiple of 3",
+            "batch_size=8: must divide over .* in accumulate=3 parts; give a multiple of 3",
         ),
         (
             {"batch_size": 48, "data.streams": 4},
             8,
             3,
-            r"4 streams \(data.streams=4, batch_size=48\) do not divide over 3",
+            r"data.streams=4, batch_size=48: their 4 streams do not divide over 3",
         ),
     ],
 )
