@@ -122,7 +122,7 @@ def prefill(
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
-        logprobs=Logprobs(jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)) if logprobs else None,
+        logprobs=Logprobs(*[jnp.zeros(tokens.shape, jnp.float32)] * 2) if logprobs else None,
         stop_states=jnp.full(B, START, jnp.int32) if stops else None,
     )
 

@@ -101,6 +101,16 @@ def test_logprobs_and_greedy_sequences_with_a_process():
     assert streamed == np.asarray(whole.tokens)[0, 5 : 5 + NEW].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
+def test_logprobs_are_float32_with_x64():
+    with jax.enable_x64(True):
+        rows = PROMPTS[:1], [5], 4
+        out = generate(
+            jax.random.key(0), get_method("baseline"), TARGET, None, *rows, logprobs=True
+        )
+    assert out.logprobs.model.dtype == np.float32 and np.all(out.logprobs.model[0, 5:9] < 0)
+
+
 def test_logprobs_must_be_true_or_false():
     with pytest.raises(UserError, match="logprobs=3"):
         generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, logprobs=3)
