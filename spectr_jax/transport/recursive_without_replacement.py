@@ -1,7 +1,7 @@
 r"""Recursive rejection of drafts without replacement (GSD, ERSD's Algorithm 4).
 
-The plan is that of Yang et al., 2024, and Jeon et al., 2024. It is `recursive`, but each draft is
-drawn from p without the drafts before it, renormalised, and tested against this distribution. Let
+The plan is that of Yang et al., 2024, and Jeon et al., 2024. It is `recursive` with one change:
+each draft is drawn from, and tested against, p without the drafts before it, renormalised. Let
 $p_1 = p$ and $q_1 = q$, and let N normalise. Draft i is accepted with probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p_i(x_i)}\right), \qquad q_{i+1} = N (q_i - p_i)_+, \qquad
