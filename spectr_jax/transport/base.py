@@ -246,3 +246,10 @@ def exact_residual(p: ExactProbs, q: ExactProbs) -> ExactProbs:
     """Returns (q - p)+ [V], normalised, in float64; q itself if nothing is left."""
     rest = np.maximum(q - p, 0)
     return rest / rest.sum() if rest.sum() > 0 else q
+
+
+def without(p: ExactProbs, tokens: ArrayLike) -> ExactProbs:
+    """Returns p [V] without `tokens`, renormalised, in float64; all 0 if nothing is left."""
+    rest = p.copy()
+    rest[np.asarray(tokens, int)] = 0
+    return rest / rest.sum() if rest.sum() > 0 else rest
