@@ -66,8 +66,7 @@ class Verifier(abc.ABC):
     @property
     @abc.abstractmethod
     def rule(self) -> str:
-        """Returns how siblings must be drafted: a key of `drafting.RULES`, or "given" for drafts
-        that come from the method's drafter."""
+        """Returns the rule that drafts siblings: a key of `drafting.RULES`; "given" for a drafter."""
 
     def check(self, tree: Tree) -> None:  # noqa: B027
         """Raises `UserError` if this verifier is not exact on `tree`; by default it accepts all."""
@@ -95,7 +94,7 @@ def in_turn(vocab_size: int) -> bool:
 
 
 def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns `function` of a node; on an accelerator, as a lookup in its results at all nodes.
+    """Returns `function` itself on a CPU; on an accelerator, a lookup in its results at all nodes.
 
     Further arguments of the returned function are values already known at the node. A CPU passes
     them to `function`, and an accelerator ignores them.
