@@ -66,7 +66,7 @@ class Verifier(abc.ABC):
     @property
     @abc.abstractmethod
     def rule(self) -> str:
-        """Returns the rule that drafts siblings: a key of `drafting.RULES`; "given" for a drafter."""
+        """Returns the drafting rule: a key of `drafting.RULES`, or "given" for a drafter."""
 
     def check(self, tree: Tree) -> None:  # noqa: B027
         """Raises `UserError` if this verifier is not exact on `tree`; by default it accepts all."""
