@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """A function from tokens [N] to the distributions [N, V] after each, by one forward pass."""
+    """Returns a function from tokens [N] to the distributions [N, V] after each, in one call."""
 
     @jax.jit
     def forward(tokens_N):
@@ -47,7 +47,7 @@ def full(model):
 @pytest.mark.parametrize("case", PATHS)
 @pytest.mark.xdist_group("drafting")  # The tests share the program of `full`.
 def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
-    """In two calls, with a commit between them."""
+    """Checks two calls, with a commit between them."""
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
     rng = np.random.default_rng(0)
@@ -96,7 +96,7 @@ PROBS = np.float32(
 
 
 def _drawn(rule, probs, count, draws, seed):
-    """Draws [draws, nodes, count] of a rule, by one key each."""
+    """Returns the tokens [draws, nodes, count] that a rule draws with one key per draw."""
 
     def draw(key):
         return drafting.RULES[rule](key, jnp.asarray(probs), np.full(len(probs), count))

@@ -165,7 +165,7 @@ def test_a_row_alone_equals_its_row_of_a_batch():
     "case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"]
 )
 def test_sequences_in_turn_and_at_once_are_equal(case, monkeypatch):
-    """A CPU walks one tree after another, an accelerator all at once (`verifiers.base.in_turn`)."""
+    """A CPU verifies one tree after another, an accelerator all at once (`base.in_turn`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
     outs, in_turn, lax_map = [], [], jax.lax.map
     monkeypatch.setattr(
@@ -350,7 +350,7 @@ def test_races_give_the_same_sequences_with_any_draft_and_tree():
 
 @pytest.mark.slow
 def test_expected_tokens_per_call_of_block_verification():
-    """Two drafts: enumeration of token-by-token and block verification (Sun et al., 2024)."""
+    """Compares token-by-token and block verification (Sun et al., 2024) with enumeration."""
 
     def mean(method):
         def emitted(call):

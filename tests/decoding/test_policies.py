@@ -31,13 +31,13 @@ VALUES = ("temperature", "top_k", "top_p", "min_p")
 
 
 def _batch(policies, repeated=1):
-    """One policy for a batch whose rows cycle through `policies`."""
+    """Returns one policy for a batch whose rows cycle through `policies`."""
     columns = {name: [getattr(each, name) for each in policies] for name in VALUES}
     return Policy(**{name: np.tile(column, repeated) for name, column in columns.items()})
 
 
 def _expected(logits, policy):
-    """The distribution by definition, in float64 and with a sort."""
+    """Returns the distribution by its definition, in float64 and with a sort."""
     if policy.temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     p = np.exp((logits - logits.max()) / policy.temperature)
@@ -54,7 +54,7 @@ def _expected(logits, policy):
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_limits_equal_those_of_a_sort(on_cpu, monkeypatch):
-    """With ties, logits of -inf, and a dimension of nodes."""
+    """The logits have ties, entries of -inf, and a dimension of nodes."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     rng = np.random.default_rng(0)
@@ -140,6 +140,8 @@ def test_all_policies_share_two_programs(count_compilations):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (Policy(temperature=-1.0), "temperature=-1.0"),
+        (Policy(temperature=float("nan")), "temperature=nan"),
         (Policy(temperature=1e39), r"temperature=1e\+39"),
         (Policy(temperature=1e-50), "temperature=1e-50"),
         (Policy(temperature=None), "temperature=None"),
@@ -147,17 +149,22 @@ def test_all_policies_share_two_programs(count_compilations):
         (Policy(temperature=True), "temperature=True"),
         (Policy(temperature=np.ones(3)), r"temperature: has shape \[3\]"),
         (Policy(top_k=np.array([3, -1])), r"top_k=\[ 3 -1\]"),
+        (Policy(top_k=2.5), "top_k=2.5"),
         (Policy(top_k=2**32 + 1), "top_k=4294967297"),
+        (Policy(top_p=0.0), "top_p=0.0"),
         (Policy(top_p=1e-50), "top_p=1e-50"),
         (Policy(top_p=None), "top_p=None"),
         (Policy(min_p=1.5), "min_p=1.5"),
         (Policy(min_p=float("nan")), "min_p=nan"),
+        (Policy(eos=[[3, 4]]), r"eos=\[\[3, 4\]\]"),
+        (Policy(eos=2.7), "eos=2.7"),
+        (Policy(eos=None), "eos=None"),
         (Policy(eos=2**32 + 1), "eos=4294967297"),
         ({"temperature": 1.0}, "policy={'temperature': 1.0}"),
     ],
 )
 @pytest.mark.parametrize("owner", ["", "draft_"])
-def test_values_out_of_range_in_float32_are_refused(policy, message, owner):
+def test_values_out_of_range_are_refused(policy, message, owner):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4
     with pytest.raises(UserError, match=owner + message):

@@ -22,7 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """A function from tokens [12] to their logits [12, V]."""
+    """Returns a function from tokens [12] to their logits [12, V]."""
     place = np.arange(12)[None], causal(np.zeros((1, 12)))
     forward = jax.jit(lambda tokens: model.extend(tokens[None], *place)[0][0])
     return lambda tokens: np.asarray(forward(tokens))

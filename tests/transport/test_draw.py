@@ -1,3 +1,5 @@
+"""Draws from weights follow them, down to the last bit of the uniform."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
