@@ -113,7 +113,7 @@ def test_a_perfect_draft_is_always_accepted(case):
     """Each call emits a path from the root to a leaf and a bonus token, until the end."""
     method, policy = _method(case), _policy(case)
     prompts, lengths = checks._ragged_prompts(8)
-    result = checks._texts(method, checks._keys(0), prompts, lengths, policy, TARGET, TARGET)
+    result = checks._decode(method, checks._keys(0), prompts, lengths, policy, TARGET, TARGET)
     new, tree = np.asarray(result.lengths) - lengths, method.tree
     leaves = sorted({*range(tree.size + 1)} - {*tree.parent[1:]})
     shortest = min(tree.depth[leaf] for leaf in leaves)
