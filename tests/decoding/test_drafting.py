@@ -1,6 +1,9 @@
 """The rules of drafting, and the draft's cache, which must equal that of a run without a cache."""
 
 import functools
+import pathlib
+import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +129,15 @@ def test_rules_draw_from_their_pmfs(rule, count):
             assert scipy.stats.chisquare(found, expected).pvalue > 1e-3
         if rule in ("without_replacement", "race"):
             assert all(len(set(row)) == count for row in drawn[:100, node].tolist())
+
+
+def test_the_rule_of_the_guide(monkeypatch):
+    guide = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    block = r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n)+)"
+    exec(textwrap.dedent(re.search(block, guide, re.DOTALL)[1]), names := {"jax": jax, "jnp": jnp})
+    monkeypatch.setitem(drafting.RULES, "likeliest", names["likeliest"])
+    drawn = _drawn("likeliest", PROBS, 2, 3, seed=0)
+    np.testing.assert_array_equal(drawn, [[[0, 1], [3, 2], [1, 3]]] * 3)
 
 
 def test_only_the_race_of_ersd_is_shared_by_the_nodes_of_a_level():
