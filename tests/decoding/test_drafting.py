@@ -54,22 +54,22 @@ def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
     rng = np.random.default_rng(0)
-    text = rng.integers(1, 17, (3, 20))
+    sequences = rng.integers(1, 17, (3, 20))
     lengths = jnp.asarray(LENGTHS)
     path = np.zeros((3, shape.height), np.int32)
     for row, nodes in enumerate(accepted):
         path[row, : len(nodes)] = nodes
 
     @jax.jit
-    def call(key, text, lengths, cache):
+    def call(key, sequences, lengths, cache):
         keys, own = jax.random.split(key, 3), nnx.merge(graphdef, state)
         how = drafting.RULES["iid"], shape, Policy()
-        return drafting.draft(keys, own, *how, text, lengths, cache)
+        return drafting.draft(keys, own, *how, sequences, lengths, cache)
 
-    def check(drafts, text, lengths):
+    def check(drafts, sequences, lengths):
         p, drawn = np.asarray(drafts.p), np.asarray(drafts.tokens)
         for row in range(3):
-            spelled = list(text[row, : lengths[row]])
+            spelled = list(sequences[row, : lengths[row]])
             for index, node in enumerate(shape.inner):
                 ancestors = np.flatnonzero(shape.ancestors[node])[1:]
                 whole = np.zeros(24, np.int32)
@@ -78,19 +78,23 @@ def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
                 np.testing.assert_allclose(p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
-    start = text[:, :8], positions, causal(jnp.zeros((3, 8)))
+    start = sequences[:, :8], positions, causal(jnp.zeros((3, 8)))
     _, cache = jax.jit(lambda: model.extend(*start, model.init_cache(3, 32)))()
     cache = Cache(cache.rows, drafting.committed_length(lengths))
-    first = call(jax.random.key(0), text, lengths, cache)
-    check(first, text, LENGTHS)
+    first = call(jax.random.key(0), sequences, lengths, cache)
+    check(first, sequences, LENGTHS)
 
     new_lengths = LENGTHS + 1 + np.array([len(nodes) for nodes in accepted])
     for row, nodes in enumerate(accepted):
         accepted_tokens = np.asarray(first.tokens)[row, np.array(nodes, int)]
-        text[row, LENGTHS[row] : new_lengths[row]] = [*accepted_tokens, rng.integers(1, 17)]
+        sequences[row, LENGTHS[row] : new_lengths[row]] = [*accepted_tokens, rng.integers(1, 17)]
     commit = jax.jit(functools.partial(drafting.commit, model), static_argnums=1)
     committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
-    check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
+    check(
+        call(jax.random.key(1), sequences, jnp.asarray(new_lengths), committed),
+        sequences,
+        new_lengths,
+    )
 
 
 PROBS = np.float32(

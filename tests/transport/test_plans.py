@@ -156,7 +156,7 @@ def test_one_draft_is_maximal_coupling_draw_for_draw(pmf, name):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-30])
-def test_kseq_gamma_when_supports_nearly_part(scale):
+def test_kseq_gamma_when_supports_barely_overlap(scale):
     """As beta tends to 0, gamma* tends to k."""
     p, q = jnp.float32([1.0, scale]), jnp.float32([scale, 1.0])
     gamma = kseq.optimal_gamma(p / p.sum(), q / q.sum(), jnp.int32(3), 3)

@@ -56,9 +56,8 @@ class Verifier(abc.ABC):
     A verifier is a frozen dataclass. Equal verifiers must hash alike, or `generate` recompiles.
 
     Attributes:
-      statistic: the statistic of the drafts that predicts the verifier's tokens per call
-        (`planning.prediction`): "carriers", "winners" or "children". Such a verifier has an
-        attribute `plan`. None if none of these statistics predicts them.
+      statistic: the statistic of drafts that predicts tokens per call (`planning.prediction`):
+        "carriers", "winners" or "children", for a verifier with an attribute `plan`; or None.
     """
 
     statistic: ClassVar[str | None] = None
