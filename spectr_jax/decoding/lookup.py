@@ -95,7 +95,7 @@ def _children(
 ) -> tuple[Int[Array, "children width"], Bool[Array, "children width time"]]:
     """Returns the best `count` distinct tokens of `following` for each row of `agree`.
 
-    A token is -1 where no occurrence is left. Also returns where each token occurs.
+    A token is -1 where no occurrence is left. Also returns the occurrences that go with each token.
     """
     tokens, agreeing = [], []
     for _ in range(count):
