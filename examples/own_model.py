@@ -1,10 +1,9 @@
-"""Decodes with a model of your own: one layer of attention that follows the protocol
-`spectr_jax.models.base.Model`.
+"""Decodes with a model of your own, one layer of attention.
 
     python examples/own_model.py
 
-A model scores any set of new tokens after a committed prefix: `visible` says which new tokens see
-which, as in a tree.
+The model follows the protocol `spectr_jax.models.base.Model`. It scores any set of new tokens after
+a committed prefix: `visible` says which new tokens see which, as in a tree.
 """
 
 import jax
@@ -41,9 +40,8 @@ class Attention(nnx.Module):
         mask = visible_BxNxM
         if cache is not None:
             starts_B = cache.lengths + pending
-            rows = tuple(
-                caches.write(old, row, starts_B) for old, row in zip(cache.rows, new, strict=True)
-            )
+            old_and_new = zip(cache.rows, new, strict=True)
+            rows = tuple(caches.write(old, added, starts_B) for old, added in old_and_new)
             cache, new = Cache(rows, cache.lengths), rows
             mask = caches.visible_slots(visible_BxNxM, cache.lengths, rows[0].shape[1])
         keys, values = new
@@ -56,18 +54,12 @@ def main() -> float:
     """Checks the model, decodes with it, and returns the tokens per call of the target."""
     target, draft = (Attention(vocab_size=50, width=32, context=64, seed=seed) for seed in (0, 1))
     check_model(target)
-    prompts, lengths = (
-        [[1, 2, 3], [4, 0, 0]],
-        [3, 1],
-    )  # The second prompt has one token, and padding.
-    out = generate(
-        jax.random.key(0), get_method("otm_block", tree="2,1"), target, draft, prompts, lengths, 24
-    )
+    prompts, lengths = [[1, 2, 3], [4, 0, 0]], [3, 1]  # The second prompt is padded.
+    method = get_method("otm_block", tree="2,1")
+    out = generate(jax.random.key(0), method, target, draft, prompts, lengths, 24)
     per_call = float(jnp.sum(out.lengths - jnp.array(lengths)) / jnp.sum(out.target_calls))
-    print(
-        f"tokens: {out.tokens[0, : int(out.lengths[0])].tolist()}\n{per_call:.2f} tokens per call "
-        "of the target"
-    )
+    print(f"tokens: {out.tokens[0, : int(out.lengths[0])].tolist()}")
+    print(f"{per_call:.2f} tokens per call of the target")
     return per_call
 
 

@@ -26,15 +26,13 @@ def choose(key: jax.Array, plan: transport.Plan, p: jax.Array, q: jax.Array) -> 
 
 
 def main(name: str = "otm") -> tuple[float, float, float]:
-    """Returns the measured acceptance, the exact one, and the largest difference of a frequency
-    from q."""
+    """Returns the measured and the exact acceptance, and the largest error of a frequency."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(VOCAB)), rng.dirichlet(np.ones(VOCAB))
     plan = transport.get(name)
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    chosen = jax.vmap(choose, in_axes=(0, None, None, None))(
-        keys, plan, jnp.float32(p), jnp.float32(q)
-    )
+    choose_all = jax.vmap(choose, in_axes=(0, None, None, None))
+    chosen = choose_all(keys, plan, jnp.float32(p), jnp.float32(q))
     accepted, exact = float(jnp.mean(chosen.accepted)), plan.acceptance(p, q, DRAFTS)
     error = float(np.abs(np.bincount(chosen.token, minlength=VOCAB) / DRAWS - q).max())
     best = transport.optimal_acceptance(p, q, DRAFTS)

@@ -1,11 +1,10 @@
-"""Trains a policy by policy gradient, on exact samples of it and their log-probabilities, within
-one `jax.jit`.
+"""Trains a policy by policy gradient: each step samples and updates inside one `jax.jit`.
 
     python examples/policy_gradient.py
 
-The initial policy drafts in the rollout. As training continues it agrees less, but the
-samples stay exact. The log-probabilities come from the calls that verified the tokens, so the
-importance ratio of the first update is 1.
+The initial policy is the draft. As training continues, draft and policy agree less, but the samples
+stay exact. The log-probabilities come from the calls that verified the tokens, so the importance
+ratio of each update is 1.
 """
 
 import jax
@@ -32,19 +31,15 @@ def reward(tokens: jax.Array, new: jax.Array) -> jax.Array:
 def logprobs_of(model: Transformer, tokens: jax.Array) -> jax.Array:
     """Returns the log-probability [B, T] of each token given those before it; 0 for the first."""
     B, T = tokens.shape
-    positions, visible = (
-        jnp.broadcast_to(jnp.arange(T), (B, T)),
-        jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)),
-    )
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    visible = jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
     table = jax.nn.log_softmax(model.extend(tokens, positions, visible)[0][:, :-1])
-    return jnp.pad(
-        jnp.take_along_axis(table, tokens[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0))
-    )
+    chosen = jnp.take_along_axis(table, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0)))
 
 
 def main(steps: int = 40) -> tuple[float, float, float]:
-    """Returns the reward of the first step and of the last, and how far a ratio of an update is
-    from 1."""
+    """Returns the first and the last reward, and the largest distance of a ratio from 1."""
     graphdef, params = nnx.split(Transformer(SHAPE, rngs=nnx.Rngs(0)))
     prompts, lengths = jnp.ones((ROWS, PROMPT), jnp.int32), jnp.full(ROWS, PROMPT)
 
@@ -58,12 +53,10 @@ def main(steps: int = 40) -> tuple[float, float, float]:
         advantages = (rewards - rewards.mean())[:, None]
 
         def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            ratio = jnp.exp(
-                logprobs_of(nnx.merge(graphdef, params), out.tokens) - out.logprobs.policy
-            )
-            return -jnp.sum(jnp.where(new, ratio * advantages, 0)) / ROWS, jnp.max(
-                jnp.where(new, jnp.abs(ratio - 1), 0)
-            )
+            logprobs = logprobs_of(nnx.merge(graphdef, params), out.tokens)
+            ratio = jnp.exp(logprobs - out.logprobs.policy)
+            gain = jnp.sum(jnp.where(new, ratio * advantages, 0)) / ROWS
+            return -gain, jnp.max(jnp.where(new, jnp.abs(ratio - 1), 0))
 
         gradients, apart = jax.grad(loss, has_aux=True)(params)
         updates, state = OPTIMIZER.update(gradients, state)
@@ -71,9 +64,8 @@ def main(steps: int = 40) -> tuple[float, float, float]:
 
     state, draft, seen = OPTIMIZER.init(params), freeze(nnx.merge(graphdef, params)), []
     for number in range(steps):
-        params, state, mean, apart = step(
-            jax.random.fold_in(jax.random.key(0), number), params, state, draft
-        )
+        key = jax.random.fold_in(jax.random.key(0), number)
+        params, state, mean, apart = step(key, params, state, draft)
         seen.append((float(mean), float(apart)))
     print(f"share of even tokens: {seen[0][0]:.2f}, after {steps} steps {seen[-1][0]:.2f}")
     return seen[0][0], seen[-1][0], max(apart for _, apart in seen)

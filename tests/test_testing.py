@@ -149,8 +149,8 @@ def _changed(result, **change):
     ids=["calls by row", "lengths", "target_calls", "after the end", "the prompt", "an empty call"],
 )
 def test_what_is_wrong_with_sequences_is_said(monkeypatch, check, change, message):
-    texts = checks._texts
-    monkeypatch.setattr(checks, "_texts", lambda *args: _changed(texts(*args), **change))
+    decode = checks._decode
+    monkeypatch.setattr(checks, "_decode", lambda *args: _changed(decode(*args), **change))
     with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
         check(decoding.get_method("baseline"))
 

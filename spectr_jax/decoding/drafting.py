@@ -205,7 +205,7 @@ def commit(
     The last node may be a leaf, on which the draft has not run, so the next call recalls it. A
     draft that sees features recalls all tokens that the call added, with the target's features.
 
-    `model` may be frozen. The `cache` has the inner nodes of a drafted tree pending, and the lengths
+    `model` may be frozen. The `cache` has the inner nodes of a drafted tree pending. The lengths
     are those of the sequences before and after the call.
     """
     if features_seen(model):

@@ -62,14 +62,14 @@ def extend(
     show: tuple[int, ...] | None = None,
     only_B: PerRow | None = None,
 ) -> tuple[Float[Array, "batch scored vocab"], Float[Array, "batch scored features"] | None, Cache]:
-    """Returns the logits, features and cache that `Model.extend` gives.
+    """Runs a model on new tokens; returns their logits and features, and the cache.
 
     Args:
       model: the target or the draft model.
       tokens_BxN, positions_BxN, visible_BxNxM, cache, pending: as in `Model.extend`.
       features_BxNxE: for a model that sees features: those of the token before each new token.
-      show: static; the layers whose outputs follow the last hidden states in the features. None if
-        the model sees no features and its own are not needed: then the features are None.
+      show: static; the layers whose outputs follow the last hidden states in the features. With
+        None, the features are None unless the model sees features.
       only_B: int32, the index of the one new token of each sequence that is scored; None for all.
 
     Returns:
@@ -77,7 +77,7 @@ def extend(
     """
     if tokens_BxN.size == 1 and not cpu.on_cpu():
         # For a single row, XLA's GPU kernels write every product of a weight to memory; for two
-        # they do not. Nothing sees the second row, and the next call overwrites it in the cache.
+        # rows they do not. No row sees the second, and the next call overwrites it in the cache.
         given = tokens_BxN, positions_BxN, visible_BxNxM, features_BxNxE
         twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), given)
         tokens_BxN, positions_BxN, visible_BxNxM, features_BxNxE = twice

@@ -33,7 +33,7 @@ def of_call(
 ) -> Logprobs:
     """Returns the log-probabilities [B, S] of a call's tokens; undefined after the emitted ones.
 
-    `scored` and `chosen` are batches. `logits_BxNxV` are the target's before the policy's `process`.
+    `scored` and `chosen` are batches. `logits_BxNxV` are the target's, before the policy's process.
     """
     above_BxS = jnp.pad(jnp.maximum(chosen.path, 0), ((0, 0), (1, 0)))  # The root comes first.
     tokens_BxSx1 = jnp.maximum(chosen.tokens, 0)[..., None]

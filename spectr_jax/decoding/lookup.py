@@ -75,9 +75,9 @@ class Lookup:
         return jnp.concatenate(by_level).astype(jnp.int32)
 
     def _ranks(self, tokens: Places, length: IntScalar) -> Places:
-        """Returns [T]: how the tokens before each place rank as an occurrence of the last tokens.
+        """Returns the rank [T] of each place, by how many tokens before it match the last tokens.
 
-        Ranks are distinct, and higher is better; 0 means that they do not match.
+        A higher rank is better, and later places win ties; 0 means that too few tokens match.
         """
         T = len(tokens)
         place = jnp.arange(T)
@@ -93,8 +93,10 @@ class Lookup:
 def _children(
     rank: Places, following: Places, agree: Bool[Array, "width time"], count: int
 ) -> tuple[Int[Array, "children width"], Bool[Array, "children width time"]]:
-    """Returns the best `count` distinct tokens of `following` for each row of `agree`, or -1 where
-    no occurrence is left, and the occurrences that agree with the path to each token."""
+    """Returns the best `count` distinct tokens of `following` for each row of `agree`.
+
+    A token is -1 where no occurrence is left. Also returns the occurrences that go with each token.
+    """
     tokens, agreeing = [], []
     for _ in range(count):
         best = jnp.max(jnp.where(agree, rank, 0), axis=1)

@@ -1,4 +1,4 @@
-"""The loop of `generate`: its state, its start on the prompts, and one call of the target.
+"""The loop of `generate`: its state, the prefill, and one call of the target.
 
 Shape suffixes: B sequences, T tokens of a sequence.
 """
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The state of a decoding between calls."""
+    """The state of a generation between calls."""
 
     step: IntScalar  # The number of calls so far.
     tokens: Tokens  # The committed tokens of each sequence, then unused room.
@@ -68,10 +68,10 @@ class Loop(NamedTuple):
 
 
 class _Selected(NamedTuple):
-    """The outputs of the target and the verifier; `shown` are the features that the draft sees."""
+    """The outputs of the target and the verifier."""
 
     logits: Float[Array, "batch nodes vocab"]
-    shown: Float[Array, "batch nodes features"] | None
+    shown: Float[Array, "batch nodes features"] | None  # The features that the draft sees.
     cache: Cache
     chosen: Selection
 

@@ -1,8 +1,8 @@
 """Methods: a draft tree and a verifier, by name.
 
-To add a method, add a line to `METHODS`, or call `register` in your own program. A factory takes
-keyword options, and `get_method` names what it returns. Methods on i.i.d. drafts take `num_drafts`
-chains (K) of `draft_length` tokens (L), or instead a `tree`, as in `tree.parse`.
+To add a method, add a line to `METHODS`, or call `register` in your own program. A factory is a
+function of keyword options that returns a `Method`; `get_method` sets its name. Methods on i.i.d.
+drafts take `num_drafts` (K) and `draft_length` (L), or instead a `tree`, as in `tree.parse`.
 """
 
 import dataclasses
@@ -136,10 +136,7 @@ def otm_layer(
     tree: Shape = None,
     competitions: int = COMPETITIONS,
 ) -> Method:
-    """Returns `otm` where all drafts of a layer compete and any path can be accepted.
-
-    See `decoding.verifiers.layer`.
-    """
+    """Returns the method in which all drafts of a layer compete (`decoding.verifiers.layer`)."""
     return Method("", _shape(num_drafts, draft_length, tree), Layer(competitions))
 
 

@@ -78,10 +78,9 @@ def stream(
 
 def _steps(request: Request) -> Iterator[Step]:
     """Yields the tokens of each call of the target."""
-    loop = _begin(
-        *(request.method, request.target, request.draft, request.prompts, request.prompt_lengths),
-        *(request.max_new_tokens, request.logprobs, request.stop is not None),
-    )
+    rows = request.prompts, request.prompt_lengths
+    options = request.max_new_tokens, request.logprobs, request.stop is not None
+    loop = _begin(request.method, request.target, request.draft, *rows, *options)
     length, done = int(request.prompt_lengths[0]), False
     while not done:
         loop, new, observed, scores = _advance(loop, request)

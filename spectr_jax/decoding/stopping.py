@@ -19,7 +19,7 @@ from spectr_jax.decoding.tree import PerRow
 from spectr_jax.utils.errors import UserError
 
 START, MATCHED = 0, 1
-"""The states after no part of a stop sequence, and after a complete one."""
+"""The states before any part of a stop sequence, and after a complete one."""
 
 BUCKET = 16
 """The number of states is a multiple of this: stop sequences of similar lengths share a program."""
@@ -33,7 +33,7 @@ StopSpec: TypeAlias = "Stop | str | Sequence[str] | Sequence[Sequence[int]] | No
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """The automaton of stop sequences, as `decode` takes it; `prepared` makes it.
+    """The automaton of stop sequences, which `prepared` returns and `decode` takes.
 
     Attributes:
       table: [states, V] int16, the next state for each token.
@@ -125,8 +125,8 @@ def _transitions(
 ) -> Int[np.ndarray, "states symbols"]:
     """Returns the next state for each symbol; `MATCHED` is final.
 
-    Any other state is the longest pattern prefix that ends the symbols read so far. On a symbol
-    that does not continue it, the state goes where the next shorter such prefix goes.
+    Any other state is the longest prefix of a pattern that is a suffix of the symbols read so far.
+    A symbol that does not extend this prefix has the next state of the next shorter such prefix.
     """
     patterns = {tuple(pattern) for pattern in several}
     prefixes = {pattern[:length] for pattern in patterns for length in range(1, len(pattern))}
@@ -168,21 +168,21 @@ def _read(
 
 def before(text: str, stop: StopSpec) -> str:
     """Returns `text` up to the first stop string, or all of it; stop tokens are ignored."""
-    found = [text.find(each) for each in _texts(stop)]
+    found = [text.find(each) for each in _strings(stop)]
     return text[: min((place for place in found if place >= 0), default=len(text))]
 
 
 def settled(text: str, stop: StopSpec) -> int:
     """Returns how many leading characters of `text` can no longer be cut by a stop string."""
     text = before(text, stop)
-    longest = max(map(len, _texts(stop)), default=0)
+    longest = max(map(len, _strings(stop)), default=0)
     for count in range(min(len(text), longest), 0, -1):
-        if any(each.startswith(text[-count:]) for each in _texts(stop)):
+        if any(each.startswith(text[-count:]) for each in _strings(stop)):
             return len(text) - count
     return len(text)
 
 
-def _texts(stop: StopSpec) -> list[str]:
+def _strings(stop: StopSpec) -> list[str]:
     """Returns the stop strings."""
     if stop is None or isinstance(stop, Stop):
         return []

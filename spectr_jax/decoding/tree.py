@@ -18,14 +18,12 @@ from spectr_jax.utils.errors import UserError
 
 Keys: TypeAlias = Key[Array, " batch"]
 PerRow: TypeAlias = Int[Array, " batch"]
-Tokens: TypeAlias = Int[Array, "batch time"]
-NodeTokens: TypeAlias = Int[Array, "batch nodes"]
-Paths: TypeAlias = Int[Array, "batch height"]
-"""The arrays of a batch: a key and an integer per sequence, its tokens, those of its tree, and the
-accepted nodes in order (root excluded; entries after them are ignored)."""
+Tokens: TypeAlias = Int[Array, "batch time"]  # Of the sequences.
+NodeTokens: TypeAlias = Int[Array, "batch nodes"]  # Of the trees, the root's first.
+Paths: TypeAlias = Int[Array, "batch height"]  # The accepted nodes in order, without the root.
 
 MOST_NODES = 10_000
-"""The size of the largest tree: the ancestor mask is a square matrix. Useful trees have dozens."""
+"""The most nodes of a tree: the ancestor mask is a square matrix. Useful trees have dozens."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ DRAFT = perturbed(TARGET, 1, 0.8)
 PROMPT, LENGTH = (1, 2), 5
 """The prompt of `check_outputs`, and the largest number of new tokens."""
 GENERATIONS, BATCH = 200_000, 4_000
+"""The number of sequences of `check_outputs`, and of a batch in all checks."""
 PLAIN = Policy(eos=EOS)
 SHAPED = Policy(temperature=0.7, top_k=3, top_p=0.9, eos=EOS)
 GREEDY_SEEDS = (0, 3, 4, 5)
@@ -77,7 +78,7 @@ def check_outputs(
     for chunk in range(generations // BATCH):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(11), chunk), BATCH)
         own = policy.temperature * (1, 2, 0)[chunk % 3]
-        result = _texts(method, keys, prompts, lengths, policy, draft_temperature=own)
+        result = _decode(method, keys, prompts, lengths, policy, draft_temperature=own)
         new = result.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH]
         outside = new[(new < 0) | (new >= VOCAB)]
         if len(outside):
@@ -111,7 +112,7 @@ def check_greedy(method: Method, seed: int, policy: Policy = PLAIN) -> None:
     table, (prompts, lengths) = random_table(seed, VOCAB), _ragged_prompts(seed)
     greedy = dataclasses.replace(policy, temperature=0.0)
     models = table, perturbed(table, seed + 1, 0.8)
-    result = _texts(method, _keys(seed), prompts, lengths, greedy, *models, seed % 2)
+    result = _decode(method, _keys(seed), prompts, lengths, greedy, *models, seed % 2)
     tokens, ends = _likeliest(table, prompts, lengths)
     wrong = np.flatnonzero((result.tokens != tokens).any(axis=1) | (result.lengths != ends))
     if len(wrong):
@@ -131,10 +132,10 @@ def check_rows(method: Method, policy: Policy = PLAIN) -> None:
       AssertionError: a sequence depends on one of these.
     """
     keys, (prompts, lengths) = _keys(3), _ragged_prompts(5)
-    together = _texts(method, keys, prompts, lengths, policy)
+    together = _decode(method, keys, prompts, lengths, policy)
     # The sequences that finished first, repeated in other rows.
     order = np.tile(np.argsort(together.target_calls, kind="stable")[: BATCH // 8], 8)[::-1]
-    again = _texts(method, keys[order], prompts[order], lengths[order], policy)
+    again = _decode(method, keys[order], prompts[order], lengths[order], policy)
     for field in ("tokens", "lengths", "target_calls", "emitted_per_call"):
         before, after = getattr(together, field)[order], getattr(again, field)
         wrong = np.flatnonzero((before != after).reshape(BATCH, -1).any(axis=1))
@@ -155,7 +156,7 @@ def check_counters(method: Method, policy: Policy = PLAIN) -> None:
       AssertionError: one of these fails.
     """
     prompts, lengths = _ragged_prompts(6)
-    result = _texts(method, _keys(0), prompts, lengths, policy)
+    result = _decode(method, _keys(0), prompts, lengths, policy)
     tokens, calls = result.tokens, result.emitted_per_call
     place, padded = np.arange(tokens.shape[1]), np.pad(prompts, ((0, 0), (0, LENGTH)))
     new = calls @ np.arange(calls.shape[1])
@@ -185,9 +186,9 @@ def check_compilations(first: Method, second: Method, policy: Policy = PLAIN) ->
     Raises:
       AssertionError: it compiles.
     """
-    _texts(first, _keys(0), *_ragged_prompts(7), dataclasses.replace(policy, temperature=0.9))
+    _decode(first, _keys(0), *_ragged_prompts(7), dataclasses.replace(policy, temperature=0.9))
     with count_compilations() as compiled:
-        _texts(second, _keys(1), *_ragged_prompts(8), dataclasses.replace(policy, temperature=0.3))
+        _decode(second, _keys(1), *_ragged_prompts(8), dataclasses.replace(policy, temperature=0.3))
     if compiled:
         _fail(
             second,
@@ -212,7 +213,7 @@ def count_compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def _texts(
+def _decode(
     method, keys, prompts, lengths, policy, table=TARGET, draft=DRAFT, draft_temperature=None
 ) -> Any:
     """Decodes `BATCH` sequences of at most `LENGTH` new tokens; returns a `Generation` in NumPy.
@@ -232,13 +233,13 @@ def _keys(seed: int) -> jax.Array:
     return jax.random.split(jax.random.key(seed), BATCH)
 
 
-def _ragged_prompts(seed: int, longest: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts [B, T] of 1 to `longest` tokens and their lengths [B].
+def _ragged_prompts(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts [B, T] of 1 to 6 tokens and their lengths [B].
 
     Random tokens follow each prompt and must not matter.
     """
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, longest + 1, BATCH).astype(np.int32)
+    lengths = rng.integers(1, 7, BATCH).astype(np.int32)
     return rng.integers(0, VOCAB - 1, (BATCH, BUCKET)).astype(np.int32), lengths
 
 

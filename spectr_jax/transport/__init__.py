@@ -56,8 +56,8 @@ class PlanFunctions(Protocol):
     """A module, or any object, with the functions of a plan; `Plan` has methods of the same names.
 
     All take the plan's options as keyword-only arguments with defaults. Two more attributes are
-    optional: `DRAFTS`, one of `RULES`, if the drafts must not be i.i.d.; and `win`, if the plan
-    names a winner among them (`spectr_jax.transport.winner`).
+    optional: `DRAFTS`, one of `RULES`, if the drafts are not i.i.d.; and `win`, if the plan names
+    a winner among them (`spectr_jax.transport.winner`).
     """
 
     @property

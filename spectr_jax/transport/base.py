@@ -56,9 +56,9 @@ class Plan:
       name: as registered.
       options: sorted (name, value) pairs.
       functions: the plan's `select`, `pmf` and `acceptance`, without options.
-      drafts: how the k drafts are drawn from p. "iid"; "without_replacement"; "race", also without
-        replacement, with the key that `select` is given; or "greedy", the k - 1 likeliest tokens
-        and one draw from the rest.
+      drafts: the rule by which the k drafts are drawn from p: "iid"; "without_replacement"; "race",
+        also without replacement, but with the key of `select`; or "greedy", the k - 1 likeliest
+        tokens and one draw from the rest.
       winner: the plan's `win`, or None if the plan names no winner (`transport/winner.py`).
     """
 
@@ -177,7 +177,7 @@ def select_by_pmf(
 
 
 def cached(function: Callable[..., T]) -> Callable[..., T]:
-    """Caches `function(p, q, ...)` in float64, for `pmf` of many drafts from one pair (p, q)."""
+    """Caches `function(p, q, ...)` for float64 arrays: `pmf` is called often with the same p, q."""
 
     @functools.lru_cache(maxsize=64)
     def of_bytes(p: bytes, q: bytes, *rest: int) -> T:
@@ -191,10 +191,11 @@ def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[
 
     Inverts the cumulative sum in two stages, first for a block of tokens and then within it, so
     that nothing of size V is scanned. It needs one uniform per token; the Gumbel trick needs V. A
-    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, it is the last.
+    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, the last token is
+    drawn.
 
-    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens. So 23 of its 32
-    random bits choose the block, and the other nine refine the place within it.
+    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens. So each draw
+    uses 32 random bits: 23 choose the block, and nine refine the place within it.
     """
     V = weights.shape[-1]
     width = math.isqrt(V - 1) + 1
@@ -245,3 +246,10 @@ def exact_residual(p: ExactProbs, q: ExactProbs) -> ExactProbs:
     """Returns (q - p)+ [V], normalised, in float64; q itself if nothing is left."""
     rest = np.maximum(q - p, 0)
     return rest / rest.sum() if rest.sum() > 0 else q
+
+
+def without(p: ExactProbs, tokens: ArrayLike) -> ExactProbs:
+    """Returns p [V] without `tokens`, renormalised, in float64; all 0 if nothing is left."""
+    rest = p.copy()
+    rest[np.asarray(tokens, int)] = 0
+    return rest / rest.sum() if rest.sum() > 0 else rest

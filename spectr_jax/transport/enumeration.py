@@ -14,7 +14,7 @@ def draft_tuples(p: ExactProbs, k: int, rule: str) -> Iterator[tuple[tuple[int, 
 
     Args:
       p: [V] float64.
-      k: number of drafts. Distinct drafts are fewer if p has fewer tokens with p > 0.
+      k: number of drafts. Distinct drafts are fewer if fewer than k tokens have p > 0.
       rule: as in `Plan.drafts`.
     """
     support = np.flatnonzero(p)

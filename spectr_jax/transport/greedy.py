@@ -10,9 +10,9 @@ $$\alpha = q(H) + \sum_x \min(p'(x), q(x)).$$
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, draw, or_else
+from spectr_jax.transport.base import Choice, draw, or_else, without
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.transport.winner import winner_accepted_pmf
 
@@ -36,16 +36,10 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 
 def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
     """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return winner_accepted_pmf(q, _rest(p, drafts[:-1]), drafts[-1:], np.ones(1))
+    return winner_accepted_pmf(q, without(p, drafts[:-1]), drafts[-1:], np.ones(1))
 
 
 def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     """Returns the exact acceptance; see `Plan.acceptance`."""
     likeliest = np.argsort(-p, kind="stable")[: k - 1]
-    return float(np.minimum(_rest(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum())
-
-
-def _rest(p: ExactProbs, likeliest: tuple[int, ...] | Int[np.ndarray, " likeliest"]) -> ExactProbs:
-    rest = p.copy()
-    rest[list(likeliest)] = 0
-    return rest / rest.sum() if rest.sum() > 0 else rest
+    return float(np.minimum(without(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum())

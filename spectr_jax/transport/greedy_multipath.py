@@ -28,7 +28,7 @@ def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) 
 def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
     """Returns the winner; see `Plan.win`.
 
-    Ties are broken at random. For large V, ratios that agree to six bits are ties.
+    Ties are broken at random; for large V, ratios that agree to six bits count as ties.
     """
     cells = otm.cells_of(p, q, len(drafts))
     phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi

@@ -24,10 +24,10 @@ from spectr_jax.transport.base import exact_residual
 from spectr_jax.transport.types import ExactProbs
 
 NEGLIGIBLE = 1e-12
-"""Subsets with less mass of q than this have alpha = 0."""
+"""Subsets whose mass under q is less than this have alpha = 0."""
 
 DraftProbs: TypeAlias = Float[np.ndarray, "*k vocab"]
-"""The distribution of each draft [k, V]. Given a plan, also one distribution [V] of all drafts."""
+"""The distribution of each draft [k, V]; with `Stages`, also one distribution [V] for all."""
 Subsets: TypeAlias = Bool[np.ndarray, "k vocab"]
 
 

@@ -30,8 +30,8 @@ from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScala
 
 STEPS = 12
 """The number of Newton steps, each a pass over the vocabulary. On 1,500 varied pairs, 10 steps gave
-|S_k - gamma| < 4e-6. With one dominant token and p close to q, the steps left 2e-5 at k = 8 and
-9e-4 at k = 64; `sequential` corrects this."""
+|S_k - gamma| < 4e-6. With one dominant token and p close to q, it was 2e-5 at k = 8 and 9e-4 at
+k = 64; `sequential` corrects this."""
 
 _Bracket: TypeAlias = tuple[FloatScalar, FloatScalar, FloatScalar]
 

@@ -91,7 +91,7 @@ def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Bool[np.ndarray, 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Discards what HiGHS prints to file descriptor 1, whatever its options."""
+    """Discards output to file descriptor 1: no option of HiGHS turns all of it off."""
     sys.stdout.flush()
     saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -29,9 +29,9 @@ give other plans that attain it. The plan:
 For one draft g = p, and the plan is Algorithm 1. `pmf` and `acceptance` sort the tokens, and so
 does `select` for small vocabularies. For large ones `select` sorts nothing: tokens whose ratios
 agree to six bits share a cell, in O(V + cells). The plan stays exact, because the tokens of a cell
-may move with different probabilities. Only where rho meets low, high or phi inside a cell do its
+may move with different probabilities. In a cell that contains low, high or phi, the
 tokens share one rho. This lowers the acceptance by 1e-6 on average over 72 cases with V = 1,024 and
-8,192, and by at most 3e-5. In one other case, with q within 1 % of p everywhere, it is 1e-3.
+8,192, and by at most 3e-5. In another case, with q within 1 % of p everywhere, the loss is 1e-3.
 """
 
 import functools
@@ -189,9 +189,9 @@ def _levels(
 
 
 def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
-    """Returns rho [C] of cells whose tokens share it, and -1 for cells whose tokens have their own.
+    """Returns rho [C] for cells whose tokens share it, and -1 where each token has its own rho.
 
-    Tokens have their own rho if all ratios of the cell are on one side of low, high and phi.
+    Each token has its own if all ratios of the cell are in low..high and on one side of phi.
     """
     own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
     own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)

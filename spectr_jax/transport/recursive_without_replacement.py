@@ -1,7 +1,7 @@
 r"""Recursive rejection of drafts without replacement (GSD, ERSD's Algorithm 4).
 
-The plan is that of Yang et al., 2024, and Jeon et al., 2024. It is `recursive`, but each draft is
-drawn from p without the drafts before it, renormalised, and tested against this distribution. Let
+The plan is that of Yang et al., 2024, and Jeon et al., 2024. It is `recursive` with one change:
+each draft is drawn from, and tested against, p without the drafts before it, renormalised. Let
 $p_1 = p$ and $q_1 = q$, and let N normalise. Draft i is accepted with probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p_i(x_i)}\right), \qquad q_{i+1} = N (q_i - p_i)_+, \qquad
@@ -11,7 +11,7 @@ p_{i+1}(x) = \frac{p_i(x)}{1 - p_i(x_i)} \text{ for } x \ne x_i.$$
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, exact_residual
+from spectr_jax.transport.base import Choice, exact_residual, without
 from spectr_jax.transport.recursive import pmf_in_turn, reject_in_turn
 from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
 from spectr_jax.utils.errors import UserError
@@ -43,7 +43,7 @@ def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
 
 
 def _acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    if k == 0 or not p.any():
+    if not p.any():
         return 0.0
     overlap, left = float(np.minimum(p, q).sum()), exact_residual(p, q)
     if k == 1:
@@ -52,9 +52,3 @@ def _acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
     tokens = np.flatnonzero(rejected).tolist()
     later = sum(rejected[x] * _acceptance(without(p, x), left, k - 1) for x in tokens)
     return float(overlap + later)
-
-
-def without(p: ExactProbs, token: int) -> ExactProbs:
-    """Returns p [V] without `token`, renormalised; all 0 if nothing is left."""
-    rest = np.where(np.arange(len(p)) == token, 0, p)
-    return rest / rest.sum() if rest.sum() > 0 else rest

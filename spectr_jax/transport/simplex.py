@@ -1,4 +1,4 @@
-"""A dense simplex method for tiny linear programs under jit and vmap, which SpecTr++ needs.
+"""A dense simplex method under jit and vmap, for the tiny linear programs of SpecTr++.
 
 JAX has no linear programming, and one host call per node would take longer than the program. For a
 few variables and a few dozen constraints, a pivot is one rank-one update of a dense tableau.

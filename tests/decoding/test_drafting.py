@@ -1,12 +1,14 @@
 """The rules of drafting, and the draft's cache, which must equal that of a run without a cache."""
 
 import functools
+import pathlib
+import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 from flax import nnx
 
 from spectr_jax.decoding import drafting, tree
@@ -14,6 +16,7 @@ from spectr_jax.decoding.policy import Policy, probabilities
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.testing import chi_square
 from spectr_jax.transport.enumeration import draft_tuples
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=17, context=32)
@@ -33,7 +36,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """A function from tokens [N] to the distributions [N, V] after each, by one forward pass."""
+    """Returns a function from tokens [N] to the distributions [N, V] after each, in one call."""
 
     @jax.jit
     def forward(tokens_N):
@@ -47,26 +50,26 @@ def full(model):
 @pytest.mark.parametrize("case", PATHS)
 @pytest.mark.xdist_group("drafting")  # The tests share the program of `full`.
 def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
-    """In two calls, with a commit between them."""
+    """Checks two calls, with a commit between them."""
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
     rng = np.random.default_rng(0)
-    text = rng.integers(1, 17, (3, 20))
+    sequences = rng.integers(1, 17, (3, 20))
     lengths = jnp.asarray(LENGTHS)
     path = np.zeros((3, shape.height), np.int32)
     for row, nodes in enumerate(accepted):
         path[row, : len(nodes)] = nodes
 
     @jax.jit
-    def call(key, text, lengths, cache):
+    def call(key, sequences, lengths, cache):
         keys, own = jax.random.split(key, 3), nnx.merge(graphdef, state)
         how = drafting.RULES["iid"], shape, Policy()
-        return drafting.draft(keys, own, *how, text, lengths, cache)
+        return drafting.draft(keys, own, *how, sequences, lengths, cache)
 
-    def check(drafts, text, lengths):
+    def check(drafts, sequences, lengths):
         p, drawn = np.asarray(drafts.p), np.asarray(drafts.tokens)
         for row in range(3):
-            spelled = list(text[row, : lengths[row]])
+            spelled = list(sequences[row, : lengths[row]])
             for index, node in enumerate(shape.inner):
                 ancestors = np.flatnonzero(shape.ancestors[node])[1:]
                 whole = np.zeros(24, np.int32)
@@ -75,19 +78,23 @@ def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
                 np.testing.assert_allclose(p[row, index], full(whole)[len(tokens) - 1], atol=1e-5)
 
     positions = np.broadcast_to(np.arange(8), (3, 8))
-    start = text[:, :8], positions, causal(jnp.zeros((3, 8)))
+    start = sequences[:, :8], positions, causal(jnp.zeros((3, 8)))
     _, cache = jax.jit(lambda: model.extend(*start, model.init_cache(3, 32)))()
     cache = Cache(cache.rows, drafting.committed_length(lengths))
-    first = call(jax.random.key(0), text, lengths, cache)
-    check(first, text, LENGTHS)
+    first = call(jax.random.key(0), sequences, lengths, cache)
+    check(first, sequences, LENGTHS)
 
     new_lengths = LENGTHS + 1 + np.array([len(nodes) for nodes in accepted])
     for row, nodes in enumerate(accepted):
         accepted_tokens = np.asarray(first.tokens)[row, np.array(nodes, int)]
-        text[row, LENGTHS[row] : new_lengths[row]] = [*accepted_tokens, rng.integers(1, 17)]
+        sequences[row, LENGTHS[row] : new_lengths[row]] = [*accepted_tokens, rng.integers(1, 17)]
     commit = jax.jit(functools.partial(drafting.commit, model), static_argnums=1)
     committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
-    check(call(jax.random.key(1), text, jnp.asarray(new_lengths), committed), text, new_lengths)
+    check(
+        call(jax.random.key(1), sequences, jnp.asarray(new_lengths), committed),
+        sequences,
+        new_lengths,
+    )
 
 
 PROBS = np.float32(
@@ -96,7 +103,7 @@ PROBS = np.float32(
 
 
 def _drawn(rule, probs, count, draws, seed):
-    """Draws [draws, nodes, count] of a rule, by one key each."""
+    """Returns the tokens [draws, nodes, count] that a rule draws with one key per draw."""
 
     def draw(key):
         return drafting.RULES[rule](key, jnp.asarray(probs), np.full(len(probs), count))
@@ -119,13 +126,19 @@ def test_rules_draw_from_their_pmfs(rule, count):
         seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
         observed = {tuple(row.tolist()): number for row, number in zip(seen, counts, strict=True)}
         assert observed.keys() <= exact.keys()
-        if len(exact) > 1:
-            expected = np.array(list(exact.values()))
-            expected *= draws / expected.sum()
-            found = [observed.get(row, 0) for row in exact]
-            assert scipy.stats.chisquare(found, expected).pvalue > 1e-3
+        found = np.array([observed.get(row, 0) for row in exact])
+        assert chi_square.p_value(found, np.array(list(exact.values()))) > 1e-3
         if rule in ("without_replacement", "race"):
             assert all(len(set(row)) == count for row in drawn[:100, node].tolist())
+
+
+def test_the_rule_of_the_guide(monkeypatch):
+    guide = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    block = r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n)+)"
+    exec(textwrap.dedent(re.search(block, guide, re.DOTALL)[1]), names := {"jax": jax, "jnp": jnp})
+    monkeypatch.setitem(drafting.RULES, "likeliest", names["likeliest"])
+    drawn = _drawn("likeliest", PROBS, 2, 3, seed=0)
+    np.testing.assert_array_equal(drawn, [[[0, 1], [3, 2], [1, 3]]] * 3)
 
 
 def test_only_the_race_of_ersd_is_shared_by_the_nodes_of_a_level():

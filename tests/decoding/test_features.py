@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 from flax import nnx
 
 from spectr_jax.decoding import Policy, get_method, stream
@@ -19,6 +18,7 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import Kept
+from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError
 
 WIDTH, VOCABULARY, CONTEXT = 16, 11, 96
@@ -58,7 +58,7 @@ TARGETS = {"llama": llama_target, "ladder": our_target}
 
 
 def without_cache(model, tokens_BxT, features_BxTxE=None, **options):
-    """The last hidden states [B, T, E] of a model, in one call without a cache."""
+    """Returns the last hidden states [B, T, E] of a model, from one call without a cache."""
     B, T = tokens_BxT.shape
     place = tokens_BxT, jnp.broadcast_to(jnp.arange(T), (B, T)), causal(jnp.zeros((B, T)))
     options |= {} if features_BxTxE is None else {"features_BxNxE": features_BxTxE}
@@ -66,7 +66,7 @@ def without_cache(model, tokens_BxT, features_BxTxE=None, **options):
 
 
 def seen_of(target, draft, tokens_BxT):
-    """The target's features [B, T, E], mapped to the draft's own."""
+    """Returns the target's features [B, T, E], mapped to the width of the draft."""
     last = without_cache(target, tokens_BxT)
     if not draft.feature_layers:
         return last
@@ -77,7 +77,7 @@ def seen_of(target, draft, tokens_BxT):
 
 @functools.partial(jax.jit, static_argnums=2)
 def expected_pmf(target, draft, drafted, tokens_T, length):
-    """p [V] after `length` tokens, of which the last `drafted` are drafts."""
+    """Returns p [V] after `length` tokens, of which the last `drafted` are drafts."""
     target, draft = target.merge(), draft.merge()
     shown = seen_of(target, draft, tokens_T[None])
     seen = jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
@@ -108,7 +108,7 @@ def _seen(call):
     ],
 )
 def test_p_at_each_node_equals_that_without_a_cache(request, kind, sees, prompt, tree):
-    """After prompts of one token, of fewer than a call recalls, and of two pieces."""
+    """Checks prompts of one token, of fewer tokens than a call recalls, and of two pieces."""
     draft = request.getfixturevalue(sees)
     target, method = TARGETS[kind](), get_method("otm_block", tree=tree)
     models = freeze(target), freeze(draft)
@@ -133,7 +133,7 @@ def test_p_at_each_node_equals_that_without_a_cache(request, kind, sees, prompt,
 @pytest.mark.optimized
 @pytest.mark.parametrize("sees", ["draft", "deep_draft"])
 def test_outputs_follow_the_target(request, sees):
-    """Two tokens after two prompts, with a temperature of the draft's own."""
+    """Checks two tokens after two prompts; the draft has its own temperature."""
     draft = request.getfixturevalue(sees)
     target, prompts = llama_target(), np.array([[3, 1, 4, 0], [2, 0, 0, 0]])
     lengths, draws = np.array([3, 1]), 10_000
@@ -144,7 +144,6 @@ def test_outputs_follow_the_target(request, sees):
     calls = np.asarray(made.target_calls)
     assert 1 < calls.mean() < 2
     for row in range(2):
-        exact = np.zeros((VOCABULARY, VOCABULARY))
         whole = np.zeros((VOCABULARY, 5), np.int32)
         whole[:, : lengths[row]] = prompts[row, : lengths[row]]
         whole[:, lengths[row]] = np.arange(VOCABULARY)
@@ -155,7 +154,7 @@ def test_outputs_follow_the_target(request, sees):
         counts = np.zeros_like(exact)
         np.add.at(counts, tuple(ends.T), 1)
         assert counts[exact == 0].sum() == 0
-        assert scipy.stats.chisquare(counts[exact > 0], draws * exact[exact > 0]).pvalue > 1e-3
+        assert chi_square.p_value(counts[exact > 0], exact[exact > 0]) > 1e-3
 
 
 def _top_four(logits_BxV):

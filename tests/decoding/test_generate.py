@@ -33,7 +33,7 @@ def test_greedy_equals_the_baseline_on_a_transformer():
 
 
 def test_greedy_with_itself_as_draft_accepts_everything():
-    """Only if every accepted row of both caches is what a fresh forward would have written."""
+    """This holds only if both caches have the rows that a forward pass would have written."""
     model = _transformer(0)
     prompts, lengths = np.random.default_rng(0).integers(0, 13, (4, 5)), np.array([1, 2, 4, 5])
     method = get_method("spectr", num_drafts=2, draft_length=3)
@@ -87,30 +87,12 @@ def test_a_method_that_does_not_fit_the_models_is_refused(method, options, messa
         (TABLE, [[1.9, 2.2]], [1], 4, "prompts: must be integers, not float64"),
         (TABLE, [[1], [1, 2]], [1, 2], 4, "prompts: the rows have unequal lengths"),
         (OTHER, [[1]], [1], 4, "draft: has 6 tokens, but the target has 5"),
-        (None, [[1]], [1], 4, "method 'spectr': needs a draft model"),
+        (None, [[1]], [1], 4, "method 'spectr': needs a draft model.* 'lookup'"),
     ],
 )
 def test_prompts_and_drafts_that_do_not_fit_are_refused(draft, prompts, lengths, new, message):
     with pytest.raises(UserError, match=message):
         generate(KEY, SPECTR, TABLE, draft, prompts, lengths, new)
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (Policy(temperature=-1.0), "temperature=-1.0"),
-        (Policy(temperature=float("nan")), "temperature=nan"),
-        (Policy(top_p=0.0), "top_p=0.0"),
-        (Policy(top_k=-1), "top_k=-1"),
-        (Policy(top_k=2.5), "top_k=2.5"),
-        (Policy(eos=[[3, 4]]), r"eos=\[\[3, 4\]\]"),
-        (Policy(eos=2.7), "eos=2.7"),
-        (Policy(eos=None), "eos=None"),
-    ],
-)
-def test_policies_out_of_range_are_refused(policy, message):
-    with pytest.raises(UserError, match=message):
-        generate(KEY, SPECTR, TABLE, TABLE, [[1]], [1], 4, policy)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ EARLY_LEAF = Tree((0, 0, 0, 2, 3))
 
 
 def _win_probabilities(contests):
-    """The probability [D] that each draft has the highest U^kappa.
+    """Returns the probability [D] that each draft has the highest U^kappa.
 
     A contest is (kappa, edges of its cells [C + 1], masses of the cells [C] after the move).
     """
@@ -56,7 +56,10 @@ def _win_probabilities(contests):
 
 
 def _outputs(tree, tokens, p_of, q_of):
-    """{output of a call: probability} given all tokens; `p_of` and `q_of` take a path of tokens."""
+    """Returns the probability of each output of a call, given the tokens of the tree.
+
+    `p_of` and `q_of` are functions of a path of tokens.
+    """
     spelled = _spelled(tree, tokens)
     layers, residual, score = [], {}, {(): 1.0}
     for depth in range(tree.height + 1):
@@ -99,7 +102,7 @@ def _outputs(tree, tokens, p_of, q_of):
 
 
 def _spelled(tree, tokens):
-    """The tokens on the path to each node, without the root's."""
+    """Returns the tokens on the path to each node, without the root's."""
     return [
         tuple(tokens[above] for above in np.flatnonzero(tree.ancestors[node])[1:])
         for node in range(tree.size + 1)
@@ -144,7 +147,7 @@ def test_the_algorithm_is_exact(tree, V, noise):
 
 
 def _continued(q_of, path, length):
-    """The target's probabilities of all continuations of `path` to `length` tokens."""
+    """Returns the target's probabilities of all continuations of `path` to `length` tokens."""
     if len(path) == length:
         return 1.0
     return np.stack(
@@ -175,7 +178,7 @@ def _selections(method, keys, tokens, p, logits):
     ],
 )
 def test_outputs_given_the_drafts(tree, tokens):
-    """5,000 calls on one drafted tree; 128 competitions make the shares nearly probabilities."""
+    """Calls the verifier 5,000 times on one tree; 128 competitions make shares close to pi."""
     tree, V = parse(tree), 4
     method = get_method("otm_layer", tree=tree, competitions=128)
     p_of, q_of = _p_and_q(5, V, 1.0)

@@ -27,7 +27,7 @@ TARGET, DRAFT = _transformer(0, 2), _transformer(1, 1)
 
 
 def expected(out, policy, process=None):
-    """Both log-probabilities [B, T] of a generation, from a forward pass of whole sequences."""
+    """Returns both log-probabilities [B, T] of a generation, from one forward pass."""
     tokens = jnp.asarray(out.tokens)
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -62,7 +62,7 @@ def expected(out, policy, process=None):
     ],
 )
 def test_logprobs_are_those_of_a_full_forward_pass(name, options):
-    """For greedy and sampled rows, with and without limits, and in a stream."""
+    """Checks greedy and sampled rows, with and without limits, and a stream."""
     arguments = get_method(name, **options), TARGET, DRAFT
     keys = jax.random.split(jax.random.key(0), 4)
     out = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY, logprobs=True)

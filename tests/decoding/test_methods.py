@@ -113,7 +113,7 @@ def test_a_perfect_draft_is_always_accepted(case):
     """Each call emits a path from the root to a leaf and a bonus token, until the end."""
     method, policy = _method(case), _policy(case)
     prompts, lengths = checks._ragged_prompts(8)
-    result = checks._texts(method, checks._keys(0), prompts, lengths, policy, TARGET, TARGET)
+    result = checks._decode(method, checks._keys(0), prompts, lengths, policy, TARGET, TARGET)
     new, tree = np.asarray(result.lengths) - lengths, method.tree
     leaves = sorted({*range(tree.size + 1)} - {*tree.parent[1:]})
     shortest = min(tree.depth[leaf] for leaf in leaves)
@@ -165,7 +165,7 @@ def test_a_row_alone_equals_its_row_of_a_batch():
     "case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"]
 )
 def test_sequences_in_turn_and_at_once_are_equal(case, monkeypatch):
-    """A CPU walks one tree after another, an accelerator all at once (`verifiers.base.in_turn`)."""
+    """A CPU verifies one tree after another, an accelerator all at once (`base.in_turn`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
     outs, in_turn, lax_map = [], [], jax.lax.map
     monkeypatch.setattr(
@@ -350,7 +350,7 @@ def test_races_give_the_same_sequences_with_any_draft_and_tree():
 
 @pytest.mark.slow
 def test_expected_tokens_per_call_of_block_verification():
-    """Two drafts: enumeration of token-by-token and block verification (Sun et al., 2024)."""
+    """Compares token-by-token and block verification (Sun et al., 2024) with enumeration."""
 
     def mean(method):
         def emitted(call):

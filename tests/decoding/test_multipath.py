@@ -15,14 +15,14 @@ VOCAB, LENGTH = 3, 2
 
 
 def _p_and_q(path):
-    """Draft and target distributions after a path: (), (x,) or (x, y)."""
+    """Returns the draft and target distributions after a path: (), (x,) or (x, y)."""
     context = (2, 3, *path)[-2:]
     p, q = DRAFT[context][:VOCAB], TARGET[context][:VOCAB]
     return p / p.sum(), q / q.sum()
 
 
 def _chosen(chains):
-    """The lexicographically largest chain, with tokens ranked by q / p after each prefix."""
+    """Returns the lexicographically largest chain; tokens are ranked by q / p."""
 
     def ranks(chain):
         ratios = [np.divide(*_p_and_q(chain[:depth])[::-1]) for depth in range(LENGTH)]

@@ -1,4 +1,4 @@
-"""Policies per sequence, their limits against NumPy, and their valid ranges."""
+"""Distributions under a policy, policies per sequence, and the valid values of a policy."""
 
 import dataclasses
 import itertools
@@ -19,6 +19,7 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError
 
+LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
 POLICIES = [
     Policy(),
     Policy(temperature=0.0),
@@ -31,13 +32,13 @@ VALUES = ("temperature", "top_k", "top_p", "min_p")
 
 
 def _batch(policies, repeated=1):
-    """One policy for a batch whose rows cycle through `policies`."""
+    """Returns one policy for a batch whose rows cycle through `policies`."""
     columns = {name: [getattr(each, name) for each in policies] for name in VALUES}
     return Policy(**{name: np.tile(column, repeated) for name, column in columns.items()})
 
 
 def _expected(logits, policy):
-    """The distribution by definition, in float64 and with a sort."""
+    """Returns the distribution by its definition, in float64 and with a sort."""
     if policy.temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     p = np.exp((logits - logits.max()) / policy.temperature)
@@ -52,9 +53,60 @@ def _expected(logits, policy):
     return np.where(kept, p, 0) / np.where(kept, p, 0).sum()
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Policy(), [0.1, 0.4, 0.2, 0.3]),
+        (Policy(temperature=0.5), np.array([0.01, 0.16, 0.04, 0.09]) / 0.3),
+        (Policy(temperature=0.0), [0, 1, 0, 0]),
+        (Policy(top_k=2), [0, 4 / 7, 0, 3 / 7]),
+        (Policy(top_k=9), [0.1, 0.4, 0.2, 0.3]),
+        (Policy(top_p=0.65), [0, 4 / 7, 0, 3 / 7]),
+        (Policy(top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
+        (Policy(top_p=1e-6), [0, 1, 0, 0]),
+        (Policy(top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
+    ],
+)
+def test_probabilities_are_those_of_the_limits(policy, expected):
+    np.testing.assert_allclose(probabilities(LOGITS, policy), expected, atol=1e-6)
+
+
+def test_greedy_takes_the_first_of_equal_logits():
+    pmfs = probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0))
+    np.testing.assert_array_equal(pmfs, [[1, 0, 0]] * 2)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)],
+)
+def test_nan_logits_have_no_distribution(policy):
+    pmfs = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
+    assert np.isfinite(pmfs[0]).all()
+    assert not (pmfs[1] > 0).any()
+
+
+def test_vmap_over_temperatures_equals_each_alone():
+    def at(temperature):
+        return probabilities(LOGITS, Policy(temperature=temperature))
+
+    temperatures = [0.0, 0.5, 1.0]
+    expected = jnp.stack([at(temperature) for temperature in temperatures])
+    np.testing.assert_allclose(jax.vmap(at)(jnp.array(temperatures)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])
+@pytest.mark.parametrize("size", [5, 13, 300])
+@pytest.mark.optimized
+def test_a_tiny_temperature_is_greedy(size, temperature):
+    logits = 100 + 30 * np.random.default_rng(size).normal(size=(200, size))
+    pmfs = jax.jit(probabilities)(jnp.float32(logits), Policy(temperature=temperature, top_p=0.9))
+    np.testing.assert_array_equal(pmfs, np.eye(size)[logits.argmax(axis=1)])
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_limits_equal_those_of_a_sort(on_cpu, monkeypatch):
-    """With ties, logits of -inf, and a dimension of nodes."""
+    """The logits have ties, entries of -inf, and a dimension of nodes."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     rng = np.random.default_rng(0)
@@ -140,6 +192,8 @@ def test_all_policies_share_two_programs(count_compilations):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (Policy(temperature=-1.0), "temperature=-1.0"),
+        (Policy(temperature=float("nan")), "temperature=nan"),
         (Policy(temperature=1e39), r"temperature=1e\+39"),
         (Policy(temperature=1e-50), "temperature=1e-50"),
         (Policy(temperature=None), "temperature=None"),
@@ -147,17 +201,22 @@ def test_all_policies_share_two_programs(count_compilations):
         (Policy(temperature=True), "temperature=True"),
         (Policy(temperature=np.ones(3)), r"temperature: has shape \[3\]"),
         (Policy(top_k=np.array([3, -1])), r"top_k=\[ 3 -1\]"),
+        (Policy(top_k=2.5), "top_k=2.5"),
         (Policy(top_k=2**32 + 1), "top_k=4294967297"),
+        (Policy(top_p=0.0), "top_p=0.0"),
         (Policy(top_p=1e-50), "top_p=1e-50"),
         (Policy(top_p=None), "top_p=None"),
         (Policy(min_p=1.5), "min_p=1.5"),
         (Policy(min_p=float("nan")), "min_p=nan"),
+        (Policy(eos=[[3, 4]]), r"eos=\[\[3, 4\]\]"),
+        (Policy(eos=2.7), "eos=2.7"),
+        (Policy(eos=None), "eos=None"),
         (Policy(eos=2**32 + 1), "eos=4294967297"),
         ({"temperature": 1.0}, "policy={'temperature': 1.0}"),
     ],
 )
 @pytest.mark.parametrize("owner", ["", "draft_"])
-def test_values_out_of_range_in_float32_are_refused(policy, message, owner):
+def test_values_out_of_range_are_refused(policy, message, owner):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4
     with pytest.raises(UserError, match=owner + message):

@@ -20,7 +20,7 @@ ROWS = LARGER, None, [[1, 2]] * 4, [2] * 4, 12
 
 
 def no_token_again_within_two(logits, tokens, length):
-    """Bans the last two tokens: this depends on the order of the path, not only on its tokens."""
+    """Bans the last two tokens, so the result depends on the order of the path."""
     last = tokens[jnp.maximum(length - 1 - jnp.arange(2), 0)]
     return logits.at[last].set(-jnp.inf)
 
@@ -30,7 +30,7 @@ def penalised(logits, tokens, length):
 
 
 def _exact(process, temperature):
-    """The probability of each continuation, indexed by its tokens as digits."""
+    """Returns the probability of each continuation, indexed by its tokens as digits."""
     pmf, step, cache = np.zeros(V**LENGTH), jax.jit(process), {}
     for tokens in itertools.product(range(V), repeat=LENGTH):
         probability, sequence = 1.0, PROMPT

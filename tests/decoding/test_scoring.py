@@ -22,7 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """A function from tokens [12] to their logits [12, V]."""
+    """Returns a function from tokens [12] to their logits [12, V]."""
     place = np.arange(12)[None], causal(np.zeros((1, 12)))
     forward = jax.jit(lambda tokens: model.extend(tokens[None], *place)[0][0])
     return lambda tokens: np.asarray(forward(tokens))
@@ -33,14 +33,14 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
     shape = tree.parse(spec)
     rng = np.random.default_rng(0)
     lengths = np.array([1, 3, 6])
-    text, drafts = rng.integers(0, 29, (3, 6)), rng.integers(0, 29, (3, shape.size))
-    root = text[np.arange(3), lengths - 1]
+    sequences, drafts = rng.integers(0, 29, (3, 6)), rng.integers(0, 29, (3, shape.size))
+    root = sequences[np.arange(3), lengths - 1]
     positions = np.broadcast_to(np.arange(6), (3, 6))
 
     @jax.jit
     def packed():
         cache = model.init_cache(3, 7 + shape.size)
-        _, cache = model.extend(text, positions, causal(np.zeros((3, 6))), cache)
+        _, cache = model.extend(sequences, positions, causal(np.zeros((3, 6))), cache)
         tokens = jnp.asarray(np.concatenate([root[:, None], drafts], axis=1))
         lengths_B = jnp.asarray(lengths)
         return scoring.score(model, shape, tokens, lengths_B, Cache(cache.rows, lengths_B - 1))[0]
@@ -51,5 +51,5 @@ def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
             path = drafts[row, np.flatnonzero(shape.ancestors[node])[1:] - 1]
             end = lengths[row] + len(path)
             spelled = np.zeros(12, np.int32)
-            spelled[:end] = [*text[row, : lengths[row]], *path]
+            spelled[:end] = [*sequences[row, : lengths[row]], *path]
             np.testing.assert_allclose(logits[row, node], full(spelled)[end - 1], atol=1e-5)

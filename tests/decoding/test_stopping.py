@@ -38,7 +38,7 @@ LETTERS = Letters()
 
 
 def _until(tokens, ends):
-    """The shortest prefix of `tokens` for which `ends` is true, or all tokens."""
+    """Returns the shortest prefix of `tokens` for which `ends` is true, or all tokens."""
     for count in range(1, len(tokens) + 1):
         if ends(tokens[:count]):
             return tokens[:count]
@@ -47,7 +47,7 @@ def _until(tokens, ends):
 
 @pytest.mark.parametrize("name", ["otm_block", "baseline"])
 def test_a_sequence_ends_with_the_first_stop(name):
-    """It equals the whole sequence, cut; for strings and for tokens, and in a stream."""
+    """Strings, tokens and streams give the whole sequence, cut at the first stop."""
     options = {"tree": "2,2"} if name == "otm_block" else {}
     arguments = get_method(name, **options), Trained("letters", TARGET, LETTERS), DRAFT
     keys = jax.random.split(jax.random.key(0), 40)
@@ -130,7 +130,7 @@ class _Bytes:
 
 
 def test_pieces_spell_the_text(toy, tmp_path):
-    """For SentencePiece, for the same model in Hugging Face's layout, and for byte pairs."""
+    """Checks SentencePiece, the same model in Hugging Face's layout, and byte pairs."""
     text = "draft target\n\ntoken é 日本 law  two"
     ours = load(toy.folder / "target", "float32").tokenizer
     save_tokenizer(tmp_path, ours, 32)

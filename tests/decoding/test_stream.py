@@ -21,7 +21,7 @@ LENGTH = 12
     [("baseline", {}), ("otm_block", {"tree": "2,2"}), ("lookup", {"tree": "2,1"})],
 )
 def test_steps_equal_the_calls_of_generate(name, options, count_compilations):
-    """For sequences that end with EOS, with one of several EOS tokens, or at the limit."""
+    """Sequences end with EOS, with one of several EOS tokens, or at the limit."""
     method = get_method(name, **options)
 
     def start(call):
@@ -55,7 +55,7 @@ def test_bad_arguments_are_refused_before_the_first_step():
 
 
 def test_prompts_in_pieces_leave_the_cache_of_one_run(monkeypatch):
-    """Prompts of several lengths, in pieces of 4; the last piece is not full."""
+    """Prompts of several lengths run in pieces of 4 tokens; the last piece is not full."""
     shape = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=32)
     model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11)))

@@ -41,13 +41,13 @@ VERIFIERS = {
 
 
 def _kinds(V):
-    """The kind of each token [V]: 0 for the head, 1 to 6 for the tail."""
+    """Returns the kind of each token [V]: 0 in the head, 1 to 6 in the tail."""
     return np.where(np.arange(V) < HEAD, 0, 1 + np.arange(V) % 6)
 
 
 @functools.cache
 def _p_and_q(V):
-    """p and q [CONTEXTS, V] in float64; the context is the parity of the last token."""
+    """Returns p and q [CONTEXTS, V] in float64; the context is the parity of the last token."""
     rng, kinds = np.random.default_rng(0), _kinds(V)
     # Ratios by kind of the tail: equal, too small for a cell, too large, q = 0, and p = 0.
     ratio = np.array([0, 1, 1, 2.0**-18, 200, 0, 0])[kinds]
@@ -68,7 +68,7 @@ def _p_and_q(V):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _emitted(verifier, tree, keys, p, q):
-    """The first two tokens of each call; if a call emits one, the target draws the second."""
+    """Returns two tokens of each call; if a call emits one, the target draws the second."""
 
     def call(key):
         draft_key, verify_key, last_key = jax.random.split(key, 3)

@@ -56,9 +56,8 @@ class Verifier(abc.ABC):
     A verifier is a frozen dataclass. Equal verifiers must hash alike, or `generate` recompiles.
 
     Attributes:
-      statistic: the statistic of the drafts that predicts the verifier's tokens per call
-        (`planning.prediction`): "carriers", "winners" or "children". Such a verifier has an
-        attribute `plan`. None if none of these statistics predicts them.
+      statistic: the statistic of drafts that predicts tokens per call (`planning.prediction`):
+        "carriers", "winners" or "children", for a verifier with an attribute `plan`; or None.
     """
 
     statistic: ClassVar[str | None] = None
@@ -66,8 +65,7 @@ class Verifier(abc.ABC):
     @property
     @abc.abstractmethod
     def rule(self) -> str:
-        """Returns how siblings must be drafted: a key of `drafting.RULES`, or "given" for drafts
-        that come from the method's drafter."""
+        """Returns the drafting rule: a key of `drafting.RULES`, or "given" for a drafter."""
 
     def check(self, tree: Tree) -> None:  # noqa: B027
         """Raises `UserError` if this verifier is not exact on `tree`; by default it accepts all."""
@@ -95,7 +93,7 @@ def in_turn(vocab_size: int) -> bool:
 
 
 def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns `function` of a node; on an accelerator, as a lookup in its results at all nodes.
+    """Returns `function` itself on a CPU; on an accelerator, a lookup in its results at all nodes.
 
     Further arguments of the returned function are values already known at the node. A CPU passes
     them to `function`, and an accelerator ignores them.

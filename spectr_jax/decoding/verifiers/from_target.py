@@ -1,8 +1,8 @@
 """A verifier for drafts that no model draws: it draws each token from the target.
 
 The walk continues at the draft that equals the drawn token. Drafts that a `Drafter` finds, such as
-`decoding.lookup`, are functions of the sequence so far, so a draw from q is exact. Acceptance has
-the probability that q gives to the set of drafts, which no exact verifier exceeds.
+`decoding.lookup`, are functions of the sequence so far, so a draw from q is exact. The acceptance
+is the probability of the set of drafts under q; no exact verifier has a higher one.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ over the nodes of the layer that have drafts. From the root down:
 1. v runs the optimal plan (`transport.otm`) for a real number $\kappa_v = k_v / b_v$ of drafts,
    with winner's distribution $g_v$. Each draft takes a cell as in that plan, draws a uniform place
    U in it (within the cumulative sum of p), and competes with $U^{\kappa_v}$. The highest value of
-   the layer wins. It belongs to token t of v with probability $b_v g_v(t)$.
+   the layer wins. A draft of v with token t wins with probability $b_v g_v(t)$.
 2. Let $\pi(v, t)$ be the probability of this win given the drafts. The child of v with token t gets
    the score $w_{vt}$, and v keeps the residual $R_v$ (at a leaf, $w_v q_v$):
 
@@ -100,7 +100,7 @@ class _Scores(NamedTuple):
 
 
 class _Contest(NamedTuple):
-    """How the D drafts of a layer would compete at one node; for W nodes, with a leading W."""
+    """How the D drafts of a layer would compete at one node; a batch of nodes has a leading W."""
 
     kappa: Float[Array, "*width"]
     matching: otm.Matching  # The cells that exchange drafts.
@@ -112,7 +112,7 @@ class _Contest(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The optimal plan at one node for the D drafts of the layer; for W nodes, with a leading W."""
+    """The optimal plan at one node, for the D drafts of a layer; a batch has a leading W."""
 
     contest: _Contest
     ratio: Float[Array, "*width drafts"]  # w q / (b g) of each draft.

@@ -1,11 +1,11 @@
 r"""Phase 3 of a call (select): greedy multi-path block verification, GBV.
 
 Source: Thomas and Pal, 2026, arXiv 2602.16961. Block verification (`decoding/verifiers/block.py`)
-is applied to one of K i.i.d. chains, the lexicographically largest when the tokens at each node are
-ranked by q / p: among the chains that share its prefix, its next token has the highest ratio. Let u
-be the draft probability of the path so far, and a that of all paths of its length that rank below
-it. Let P be the prefix sums of p in the order of the ratios. The next token c of the chosen chain
-has the distribution
+is applied to one of K i.i.d. chains. Tokens at each node are ranked by q / p, and the chain is the
+lexicographically largest: among the chains that share its prefix, its next token has the highest
+ratio. Let u be the draft probability of the path so far, and a that of all paths of its length that
+rank below it. Let P be the prefix sums of p in the order of the ratios. The next token c of the
+chosen chain has the distribution
 
 $$g_c = \frac{(a + u P_c)^K - (a + u P_{c-1})^K}{(a + u)^K - a^K}.$$
 

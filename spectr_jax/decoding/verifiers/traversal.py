@@ -36,7 +36,7 @@ from spectr_jax.transport.types import BoolScalar, IntScalar, Probs
 
 
 class _State(NamedTuple):
-    """The state of the traversal. Rows belong to the nodes at depths 0..height of the current path."""
+    """The state of the traversal. Rows belong to the depths 0..height of the current path."""
 
     visit: IntScalar  # The index of the next visit.
     accepted: BoolScalar  # Whether the last node was accepted.
@@ -77,7 +77,7 @@ class Traversal(Verifier):
 
 
 def _begun(scored: ScoredTree, state: _State, node: IntScalar) -> _State:
-    """Returns the state with the distributions of `node`, and its score given its parent's state."""
+    """Returns the state with the distributions of `node`, and its score given its parent's."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
     chance, own = state.p[above, token], state.score[above] * state.q[above, token]
