@@ -230,7 +230,7 @@ def _shapes(
         given = [tree_search.branching_of(tree) for tree in extra if below < tree.size <= size]
         if size >= 2 * length:
             given.insert(0, (size // length, *[1] * (length - 1)))
-        best = tree_search.best_prefix_trees(table, size, length)[0].branching
+        best = tree_search.best_prefix_tree(table, size, length)
         notes = {best: ", best"} if name in carriers else {}
         return {
             f"({tree_lib.spelled(each)}){notes.get(each, '')}": tree_lib.prefix_tree(*each)
