@@ -202,9 +202,9 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
     """The machine is three times as slow on the second seed, and ten times on the third seed."""
     found = auto.to_try(_config(tmp_path, tries=1), _found(lambda _: 100.0, tmp_path))
 
-    def measured(method, target, draft, prompts, config, seed, **_):
-        seconds = (1, 3, 10)[seed] * (2 if method.tree.size else 8)
-        return Measurement(80, 80 if not method.tree.size else 40, seconds, {})
+    def measured(program, target, prompts, config, seed, **_):
+        drafts = program.method.tree.size > 0
+        return Measurement(80, 40 if drafts else 80, (1, 3, 10)[seed] * (2 if drafts else 8), {})
 
     given = types.SimpleNamespace(measure=measured, compile_program=lambda *_: None)
     monkeypatch.setattr(bench, "measurement", given)

@@ -185,25 +185,18 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)
     prompts = read_prompts(config, target.tokenizer)
-
-    def measured(method, observe):
-        measure(method, target, draft, prompts, config, 0, observe=observe)
-
-    measured(
-        get_method("speculative", draft_length=1), None
-    )  # Compiles the small programs around it, which do not count.
-    programs = {
-        "block": Program(get_method("block", draft_length=1), draft),
-        "block, observed": Program(
-            get_method("block", draft_length=1), draft, acceptance.observe_optimum
-        ),
-    }
+    # Compiles the small programs around it, which do not count.
+    first = Program(get_method("speculative", draft_length=1), draft)
+    measure(first, target, prompts, config, 0)
+    block = Program(get_method("block", draft_length=1), draft)
+    observed = block._replace(observe=acceptance.observe_optimum)
+    programs = {"block": block, "block, observed": observed}
     with count_compilations() as compiled:
         Bench(config, target, [draft], prompts, None).compile(programs)
     assert len(compiled) == len(programs)
     with count_compilations() as compiled:
-        for method, _, observe in programs.values():
-            measured(method, observe)
+        for program in programs.values():
+            measure(program, target, prompts, config, 0)
     assert not compiled
 
 
@@ -214,13 +207,13 @@ def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
     config, measured = _config(toy.folder), []
     monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Programs compile in parallel.
 
-    def stopped(*args, batches=None, observe=None, **kwargs):
+    def stopped(program, *args, batches=None, **kwargs):
         if batches is None:  # Otherwise it is a warm-up.
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
-            measured.append((args[0].name, args[5], observe.__name__))
-        return measure(*args, batches=batches, observe=observe, **kwargs)
+            measured.append((program.method.name, args[-1], program.observe.__name__))
+        return measure(program, *args, batches=batches, **kwargs)
 
     monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
     for _ in range(2):
@@ -275,13 +268,11 @@ def test_drafts_of_the_same_name_are_measured_separately(toy, tmp_path):
 def test_batch_size_does_not_change_the_figures(toy):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, config.drafts, config.dtype)
-    method = get_method("otm_block", num_drafts=2, draft_length=2)
+    program = Program(get_method("otm_block", num_drafts=2, draft_length=2), draft)
     results = []
     for config.batch_size in (4, 7):
         prompts = read_prompts(config, target.tokenizer)
-        results.append(
-            [measure(method, target, draft, prompts, config, seed) for seed in config.seeds]
-        )
+        results.append([measure(program, target, prompts, config, seed) for seed in config.seeds])
     for ours, theirs in zip(*results, strict=True):
         assert (ours.tokens, ours.calls) == (
             theirs.tokens,

@@ -180,9 +180,8 @@ def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
     )
     prompts = measurement.read_prompts(config, target.tokenizer)
     assert prompts.tokens[0, 0, 0] == 0 and target.tokenizer.eos == 0
-    measured = measurement.measure(
-        get_method("speculative", draft_length=1), target, draft, prompts, config, seed=0
-    )
+    program = measurement.Program(get_method("speculative", draft_length=1), draft)
+    measured = measurement.measure(program, target, prompts, config, seed=0)
     assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
 
 

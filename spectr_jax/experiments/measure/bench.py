@@ -50,10 +50,9 @@ class Bench(NamedTuple):
 
     def run(self, program: Program, seed: int, batches: int | None = None) -> Measurement:
         """Returns `measurement.measure` of the program."""
-        method, draft, observe = program
         done = None if self.bar is None else self.bar.update
-        decode = functools.partial(measurement.measure, batches=batches, observe=observe, done=done)
-        return decode(method, self.target, draft, self.prompts, self.config, seed)
+        inputs = program, self.target, self.prompts, self.config, seed
+        return measurement.measure(*inputs, batches=batches, done=done)
 
     def measured(
         self, name: str, program: Program, seed: int, batches: int | None = None

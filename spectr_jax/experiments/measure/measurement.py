@@ -168,14 +168,12 @@ def open_table(
 
 
 def measure(
-    method: Method,
+    program: Program,
     target: Trained,
-    draft: Trained | None,
     prompts: Prompts,
     config: ml_collections.ConfigDict,
     seed: int,
     batches: int | None = None,
-    observe: Callable | None = None,
     done: Callable[[], Any] | None = None,
 ) -> Measurement:
     """Returns the totals of decoding all prompts, or the first `batches` batches, on all devices.
@@ -185,7 +183,7 @@ def measure(
     """
     tokens = calls = 0
     observed: dict[str, np.ndarray] = {}
-    run = _on_batch(generate, Program(method, draft, observe), target, prompts, config, seed)
+    run = _on_batch(generate, program, target, prompts, config, seed)
     started = time.monotonic()
     for batch in range(len(prompts.tokens))[:batches]:
         generation: Generation = hosts.fetch(run(batch))
