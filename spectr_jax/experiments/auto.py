@@ -85,12 +85,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "together": times.together,
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
-        **journal.about(),
+        "answer": answer(tried),
     }
-    result["answer"] = answer(tried)
-    report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
-    return result
+    return journal.finish(result, markdown)
 
 
 def check_auto_config(config: ml_collections.ConfigDict) -> None:

@@ -67,12 +67,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, models[0], draft, journal),
         "profile": journal.value("profile", lambda: profile.generation_profile(*arguments)),
-        **journal.about(),
     }
-    report.write(workdir, NAME, result, markdown(result))
-    plot(result, workdir / f"{NAME}.png")
-    journal.remove()
-    return result
+    return journal.finish(result, markdown, plot)
 
 
 def check_latency_config(config: ml_collections.ConfigDict) -> None:

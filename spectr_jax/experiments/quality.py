@@ -82,10 +82,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         }
         rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
-    result = {"rows": rows, "sentences": len(kept), **journal.about()}
-    report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
-    return result
+    return journal.finish({"rows": rows, "sentences": len(kept)}, markdown)
 
 
 def _contender(spec: str) -> Contender:

@@ -93,16 +93,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 measured.append((question.task, journal.value(entry, measure)))
                 bar.update()
             rows += summaries(temperature, measured)
-    result = {
-        "title": f"Spec-Bench, {target.name}",
-        "questions": len(questions),
-        "rows": rows,
-        **journal.about(),
-    }
-    report.write(workdir, NAME, result, markdown(result))
-    plot(result, workdir / f"{NAME}.png")
-    journal.remove()
-    return result
+    title = f"Spec-Bench, {target.name}"
+    result = {"title": title, "questions": len(questions), "rows": rows}
+    return journal.finish(result, markdown, plot)
 
 
 def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:

@@ -19,7 +19,6 @@ from spectr_jax.experiments.measure.bench import Bench, progress
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Program
 from spectr_jax.loading.by_name import Trained, shape_name
-from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
@@ -69,13 +68,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "title": f"Tokens per serial call of the target {title}",
         "rows": summaries,
         "prompts": prompts.real,
-        **journal.about(),
     }
-    if hosts.is_first():
-        report.write(workdir, NAME, result, markdown(result))
-        plot(result, workdir / f"{NAME}.png")
-    journal.remove()
-    return result
+    return journal.finish(result, markdown, plot)
 
 
 def check_eval_config(config: ml_collections.ConfigDict) -> None:

@@ -84,20 +84,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     journal = Journal(workdir, NAME, config, report.weights(target, draft))
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
-    rows = table_rows(config, acceptance)
+    measured = _measure_rows(bench, table_rows(config, acceptance))
     result = {
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft)} drafts for "
         f"{target.name}",
-        "rows": _measure_rows(bench, rows),
+        "rows": measured,
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {
             name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()
         },
         "kl_bits": acceptance.kl if np.isfinite(acceptance.kl) else None,
         "prompts": prompts.real,
-        **journal.about(),
+        "answer": answer(measured),
     }
-    result["answer"] = answer(result["rows"])
     if acceptance.R:
         ersd.write_figures(acceptance, target.model.vocab_size, workdir)
     for name, R in acceptance.R.items():
@@ -108,9 +107,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         accepted = [1.0, *(mean[tree.path(node)] for node in range(1, size + 1))]
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted, title)
-    report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
-    return result
+    return journal.finish(result, markdown)
 
 
 def check_trees_config(config: ml_collections.ConfigDict) -> None:
