@@ -163,7 +163,7 @@ def test_a_llama_is_compared_with_our_model(toy, llama, tmp_path):
             nats / math.log(2) / characters, rel=1e-5
         )
         assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    assert "the 6 of the first 8 sentences" in (tmp_path / "run" / "quality.md").read_text()
+    assert "all models score the 6 that fit" in (tmp_path / "run" / "quality.md").read_text()
     with pytest.raises(UserError, match=r"heldout='.*': no sentence fits .*, 'hf:.*llama"):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
