@@ -260,18 +260,16 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the answer, the table and its provenance, as Markdown."""
-    header = ["Method", "Tree", "Nodes", "Predicted tokens/call", "Measured tokens/call"]
-    header += ["Predicted tokens/s", "Measured tokens/s", "Predicted / measured", "Speedup"]
-    rows = [
-        [
-            *(f"`{row['method']}`", row["shape"], row["nodes"]),
-            *(f"{row['tokens_per_call']:.2f}", f"{row['measured_per_call']:.2f}"),
-            *(f"{row['tokens_per_second']:,.1f}", f"{row['measured_per_second']:,.1f}"),
-            f"{row['tokens_per_second'] / row['measured_per_second']:.2f}",
-            f"{row['speedup']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
+    columns: report.Columns = {
+        "Method": lambda row: f"`{row['method']}`",
+        "Tree": lambda row: row["shape"],
+        "Nodes": lambda row: row["nodes"],
+        "Tokens/call": lambda row: f"{row['measured_per_call']:.2f}",
+        "Tokens/call, predicted": lambda row: f"{row['tokens_per_call']:.2f}",
+        "Tokens/s": lambda row: f"{row['measured_per_second']:,.1f}",
+        "Tokens/s, predicted": lambda row: f"{row['tokens_per_second']:,.1f}",
+        "Speedup": lambda row: f"{row['speedup']:.2f}",
+    }
     config = result["config"]
     calls = ", ".join(f"{count}: {ms:.1f} ms" for count, ms in result["target_ms"].items())
     notes = [
@@ -289,7 +287,7 @@ def markdown(result: dict[str, Any]) -> str:
         "sequences of a batch end at different times.",
         report.made_by(result),
     ]
-    return report.page(result["title"], report.markdown_table(header, rows), notes)
+    return report.page(result["title"], report.table(columns, result["rows"]), notes)
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:

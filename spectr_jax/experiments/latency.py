@@ -127,14 +127,17 @@ def measure_cells(
 def measure_phases(
     config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal
 ) -> list[dict[str, Any]]:
-    """Returns the phases of one call of each method, in seconds and as shares of their sum."""
-    shapes = itertools.product(config.methods, config.lengths, config.phase_batch_sizes)
-    tasks, rows = {}, []
-    for name, length, batch in shapes:
-        method = _method(config, name, length)
-        tasks[name, length, batch] = functools.partial(
-            phase_timers, method, target.model, draft.model, batch, config.context
+    """Returns a row for each method, draft length and number of sequences: the milliseconds of each
+    phase of a call and of the whole call, and each phase's share of the sum of the phases."""
+    models, rows = (target.model, draft.model), []
+    tasks = {
+        (name, length, batch): functools.partial(
+            phase_timers, _method(config, name, length), *models, batch, config.context
         )
+        for name, length, batch in itertools.product(
+            config.methods, config.lengths, config.phase_batch_sizes
+        )
+    }
     for (name, length, batch), seconds in timed(journal, "phases", tasks).items():
         whole = sum(seconds[phase] for phase in PHASES)
         rows.append(
@@ -159,18 +162,6 @@ def markdown(result: dict[str, Any]) -> str:
             "italics):",
             _cell_table(config, [cell for cell in cells if cell["model"] == model]),
         ]
-    header = ["Method", "K", "L", "Sequences", *(f"{phase}, ms" for phase in PHASES)]
-    header += ["Sum, ms", "Whole call, ms", *(f"{phase}, share" for phase in PHASES)]
-    phases = report.markdown_table(header, [_phase_row(row) for row in result["phases"]])
-    profiled = [
-        [
-            *(row["phase"], row["kind"], f"{row['operations']:.0f}"),
-            *(f"{row['ms']:.3f}", f"{row['share']:.1%}"),
-        ]
-        for row in result["profile"]
-        if row["share"] >= 0.005
-    ]
-    header = ["Phase", "Kind", "Operations/call", "ms/call", "Share"]
     untrained = ""
     if any(spec.startswith(RANDOM_PREFIX) for spec in (*config["models"], config["draft"])):
         untrained = (
@@ -183,12 +174,12 @@ def markdown(result: dict[str, Any]) -> str:
         f"random tokens after {config['context']} committed tokens in the cache; the cells take "
         f"turns. The paper: SpecTr, Table 1 (97M) and Table 3 (6M), on a GPU.{untrained}",
         "## Where the time of a call goes",
-        phases,
+        _phase_table(result["phases"]),
         f"Target `{config['models'][0]}`, draft `{config['draft']}`. Each phase is measured alone, "
         "in a loop on the device (median); the shares are of their sum. The whole call is measured "
         "by itself. The paper: drafting adds 10 to 15 %.",
         "## What the profiler sees",
-        report.markdown_table(header, profiled),
+        _profile_table(result["profile"]),
         f"`{config['methods'][0]}`{chains}, L = {config['lengths'][-1]}, one sequence: time inside "
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
         "the call on the prompt, the loop itself and operations without a scope. Rows below 0.5 % "
@@ -206,22 +197,35 @@ def _cell_table(config: dict[str, Any], cells: list[dict[str, Any]]) -> str:
             text += " *({:.2f} ± {:.2f})*".format(*cell["paper"])
         texts[cell["length"], cell["batch"]] = text
     batches = config["batch_sizes"]
-    rows = [
-        [f"length = {length}", *(texts[length, batch] for batch in batches)]
-        for length in config["lengths"]
-    ]
-    return report.markdown_table(["", *(f"batch = {batch}" for batch in batches)], rows)
+    rows = [[n, *(texts[n, batch] for batch in batches)] for n in config["lengths"]]
+    return report.markdown_table(["Length", *(f"Batch {batch}" for batch in batches)], rows)
 
 
-def _phase_row(row: dict[str, Any]) -> list[object]:
-    alone = [row["ms"][phase] for phase in PHASES]
-    times = [*alone, sum(alone), row["ms"]["call"]]
-    return [
-        f"`{row['method']}`",
-        *(row["num_drafts"], row["draft_length"], row["batch"]),
-        *(f"{value:.2f}" for value in times),
-        *(f"{row['share'][phase]:.1%}" for phase in PHASES),
-    ]
+def _phase_table(rows: list[dict[str, Any]]) -> str:
+    columns: report.Columns = {
+        "Method": lambda row: f"`{row['method']}`",
+        "K": lambda row: row["num_drafts"],
+        "L": lambda row: row["draft_length"],
+        "Sequences": lambda row: row["batch"],
+    }
+    for phase in PHASES:
+        columns[f"{phase}, ms"] = lambda row, phase=phase: f"{row['ms'][phase]:.2f}"
+    columns["Sum, ms"] = lambda row: f"{sum(row['ms'][phase] for phase in PHASES):.2f}"
+    columns["Whole call, ms"] = lambda row: f"{row['ms']['call']:.2f}"
+    for phase in PHASES:
+        columns[f"{phase}, share"] = lambda row, phase=phase: f"{row['share'][phase]:.1%}"
+    return report.table(columns, rows)
+
+
+def _profile_table(rows: list[dict[str, Any]]) -> str:
+    columns: report.Columns = {
+        "Phase": lambda row: row["phase"],
+        "Kind": lambda row: row["kind"],
+        "Operations/call": lambda row: f"{row['operations']:.0f}",
+        "ms/call": lambda row: f"{row['ms']:.3f}",
+        "Share": lambda row: f"{row['share']:.1%}",
+    }
+    return report.table(columns, [row for row in rows if row["share"] >= 0.005])
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:

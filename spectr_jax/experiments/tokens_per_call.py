@@ -111,22 +111,21 @@ def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
-    config, rows = result["config"], []
-    best = ["alpha*"] if config["optimal_acceptance"] else []
-    header = ["Draft", "Algorithm", "K", "L", "Tokens/call", "Paper*", "alpha", *best]
-    for row in result["rows"]:
-        optimum = row["optimal_acceptance"]
-        rows.append(
-            [
-                *(row["draft"] or "-", row["algorithm"]),
-                *(row["num_drafts"] or "-", row["draft_length"] or "-"),
-                report.mean_and_std(row["tokens_per_call_by_seed"]),
-                f"{row['paper']:.2f}" if row["paper"] else "-",
-                f"{row['acceptance']:.3f}" if row["draft"] else "-",
-                *("-" if optimum is None else f"{optimum:.3f}" for _ in best),
-                *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
-            ]
-        )
+    config = result["config"]
+    columns: report.Columns = {
+        "Draft": lambda row: row["draft"] or "-",
+        "Algorithm": lambda row: row["algorithm"],
+        "K": lambda row: row["num_drafts"] or "-",
+        "L": lambda row: row["draft_length"] or "-",
+        "Tokens/call": lambda row: report.mean_and_std(row["tokens_per_call_by_seed"]),
+        "Paper*": lambda row: report.number(row["paper"], ".2f"),
+        "alpha": lambda row: report.number(row["acceptance"], ".3f"),
+        "alpha*": lambda row: report.number(row["optimal_acceptance"], ".3f"),
+        "Tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "Speedup": lambda row: f"{row['speedup']:.2f}",
+    }
+    if not config["optimal_acceptance"]:
+        del columns["alpha*"]
     drafts = ", ".join(f"`{draft}`" for draft in config["drafts"])
     notes = [
         f"{report.decoded(result)} Tokens/s are over the batch. The speedup is relative to the "
@@ -135,7 +134,7 @@ def markdown(result: dict[str, Any]) -> str:
         "97M target on LM1B, at temperature 1 only. Other models and data give other numbers.",
         "alpha is the share of nodes at which the emitted token was a draft, over all seeds.",
     ]
-    if best:
+    if config["optimal_acceptance"]:
         notes += [
             "alpha* is the mean of the largest acceptance that any plan can reach at the same "
             "nodes with as many i.i.d. drafts (optimal transport, SpecTr, section 5), on seed "
@@ -146,8 +145,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"Target `{config['target']}`, drafts {drafts}, prompts `{config['prompts']}`.",
         report.made_by(result),
     ]
-    header += ["Tokens/s", "Speedup"]
-    return report.page(result["title"], report.markdown_table(header, rows), notes)
+    return report.page(result["title"], report.table(columns, result["rows"]), notes)
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:

@@ -320,23 +320,24 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with the answer and its provenance, as Markdown."""
-    header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens/call", "Theory", "Tokens/s"]
-    rows = [
-        [
-            *(row["size"] or "-", row["method"], row["shape"], row["nodes"], row["levels"]),
-            report.mean_and_std(row["tokens_per_call_by_seed"]),
-            "-" if row["theory"] is None else f"{row['theory']:.2f}",
-            *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
-        ]
-        for row in result["rows"]
-    ]
+    columns: report.Columns = {
+        "N": lambda row: row["size"] or "-",
+        "Method": lambda row: row["method"],
+        "Tree": lambda row: row["shape"],
+        "Nodes": lambda row: row["nodes"],
+        "Levels": lambda row: row["levels"],
+        "Tokens/call": lambda row: report.mean_and_std(row["tokens_per_call_by_seed"]),
+        "Tokens/call, predicted": lambda row: report.number(row["theory"], ".2f"),
+        "Tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "Speedup": lambda row: f"{row['speedup']:.2f}",
+    }
     config = result["config"]
     notes = [
         f"**Which should I use?** {result['answer']}",
         f"{report.decoded(result)} The speedup is relative to baseline runs just before and after.",
-        "Theory is the expected number of tokens per call if acceptance were the same at all nodes "
-        "as at the root: by child index for drafts without replacement, and for i.i.d. drafts by "
-        "the number of drafts that carry the accepted token.",
+        "The prediction assumes that acceptance is the same at all nodes as at the root. It uses the "
+        "acceptance by child index for drafts without replacement, and for i.i.d. drafts by the "
+        "number of drafts that carry the accepted token.",
     ]
     for name, R in result["acceptance_by_child"].items():
         values = ", ".join(f"{value:.3f}" for value in R[:6])
@@ -354,5 +355,4 @@ def markdown(result: dict[str, Any]) -> str:
         f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",
         report.made_by(result),
     ]
-    table = report.markdown_table([*header, "Speedup"], rows)
-    return report.page(result["title"], table, notes)
+    return report.page(result["title"], report.table(columns, result["rows"]), notes)

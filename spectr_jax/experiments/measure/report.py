@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,6 +92,20 @@ def provenance() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
+
+
+Columns = dict[str, Callable[[Mapping[str, Any]], object]]
+"""The columns of a table: each header, and a function that returns the cell of a row."""
+
+
+def table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the Markdown table of `rows`."""
+    return markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def number(value: float | None, form: str) -> str:
+    """Returns a number in a format such as ".2f", and "-" for None."""
+    return "-" if value is None else format(value, form)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
