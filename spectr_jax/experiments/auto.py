@@ -63,7 +63,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Predicts all candidates, runs the best, and writes the table and the recommendation to
     `workdir`.
 
-    A journal there keeps the measurements, so that after a stop the same command resumes.
     Predictions and candidates depend on these measurements only.
 
     Raises:

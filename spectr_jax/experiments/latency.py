@@ -34,8 +34,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Times every cell and every phase, and writes the tables, a heat map and a profile to
     `workdir`.
 
-    A journal there keeps the measurements, so that after a stop the same command resumes.
-
     Raises:
       UserError: the config, models or workdir are invalid, before any measurement.
     """

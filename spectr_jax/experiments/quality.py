@@ -51,8 +51,6 @@ class Contender(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
 
-    A journal there keeps the scores, so that after a stop the same command resumes.
-
     Raises:
       UserError: the config, models, sentences or workdir are invalid, before any long work.
     """

@@ -64,8 +64,6 @@ class Bench(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures all questions, and writes the table to `workdir` as Markdown, JSON and PNG.
 
-    A journal there keeps the measured questions, so that after a stop the same command resumes.
-
     Raises:
       UserError: the config, questions, models or workdir are invalid, before any measurement.
     """

@@ -2,13 +2,13 @@
 
 import itertools
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
-from spectr_jax.decoding import Method, get_method
+from spectr_jax.decoding import get_method
 from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
@@ -25,21 +25,9 @@ from spectr_jax.utils.errors import UserError
 NAME = "tokens_per_call"
 
 
-class Row(NamedTuple):
-    """One row of the table, before it is measured."""
-
-    draft: Trained | None
-    algorithm: str
-    num_drafts: int
-    draft_length: int
-    method: Method
-
-
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and
     PNG.
-
-    A journal there keeps the measurements, so that after a stop the same command resumes.
 
     Raises:
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
@@ -52,7 +40,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     # Each draft and L has its own baseline runs, which are close in time to those of its rows.
     groups = [
         [baseline, *group]
-        for _, group in itertools.groupby(rows, lambda row: (row.draft, row.draft_length))
+        for _, group in itertools.groupby(rows, lambda row: (row.draft, row.method.tree.height))
     ]
     batches, every_row = len(prompts.tokens), [row for group in groups for row in group]
     steps = len(every_row) * (2 + batches * len(config.seeds))  # 2: compilation and a warm-up.
@@ -92,20 +80,20 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
             )
 
 
-def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
+def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Program]:
     """Returns the baseline, and for each draft and L the methods with K drafts.
 
     At K = 1 these are speculative decoding and the config's methods on one chain; at larger K its
     other methods.
     """
-    rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
+    rows = [Program(get_method("baseline"), None)]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
     for draft, length, k in itertools.product(drafts, config.draft_lengths, config.num_drafts):
         for name in one if k == 1 else several:
             method = on_tree(name, iid_chains(k, length))
             if method is not None:
-                rows.append(Row(draft, name, k, length, method))
+                rows.append(Program(method, draft))
     return rows
 
 
@@ -175,7 +163,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _summary(
-    row: Row,
+    row: Program,
     results: list[Measurement],
     best: Measurement | None,
     baseline: list[Measurement],
@@ -183,17 +171,17 @@ def _summary(
 ) -> dict[str, Any]:
     """Returns the measured row; `best` is the run that observed alpha*."""
     speeds = np.array([result.per_second for result in results])
-    draft = shape_name(row.draft) if row.draft else None
-    key = draft or "", *row[1:4]
+    draft, (k, length) = shape_name(row.draft) if row.draft else None, _chains(row)
+    key = draft or "", row.method.name, k, length
     cited = paper.TOKENS_PER_CALL.get(key) if temperature == 1 else None  # As in the paper.
     nodes, accepted = (
         sum(result.observed[name] for result in results) for name in ("nodes", "accepted")
     )
     return {
         "draft": draft,
-        "algorithm": row.algorithm,
-        "num_drafts": row.num_drafts,
-        "draft_length": row.draft_length,
+        "algorithm": row.method.name,
+        "num_drafts": k,
+        "draft_length": length,
         **measurement.tokens_per_call(results),
         "acceptance": float(accepted / nodes) if row.draft else None,
         "optimal_acceptance": best and float(best.observed["optimum"] / best.observed["nodes"]),
@@ -204,25 +192,28 @@ def _summary(
     }
 
 
-def _has_optimum(config: ml_collections.ConfigDict, row: Row) -> bool:
+def _chains(row: Program) -> tuple[int, int]:
+    """Returns K and L; both are 0 for the baseline."""
+    tree = row.method.tree
+    return len(tree.levels[1]) if tree.size else 0, tree.height
+
+
+def _has_optimum(config: ml_collections.ConfigDict, row: Program) -> bool:
     """Returns whether alpha*, the optimum for i.i.d. drafts, is measured for the row."""
     iid = row.draft is not None and row.method.verifier.rule == "iid"
     return iid and config.optimal_acceptance
 
 
-def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
+def _measure_group(bench: Bench, number: int, rows: list[Program]) -> list[dict[str, Any]]:
     """Returns the measured rows, which take turns on each seed. The first one is the baseline."""
     config = bench.config
     # With the number of the group, because two drafts may share a name.
     named = {
-        f"group {number}: {row.algorithm} K={row.num_drafts} L={row.draft_length}": row
-        for row in rows
+        "group {}: {} K={} L={}".format(number, row.method.name, *_chains(row)): row for row in rows
     }
-    timed = {
-        label: Program(row.method, row.draft, observe_accepted) for label, row in named.items()
-    }
+    timed = {label: row._replace(observe=observe_accepted) for label, row in named.items()}
     optima = {  # Separate programs, because the optimum takes time.
-        f"{label}, alpha*": Program(row.method, row.draft, observe_optimum)
+        f"{label}, alpha*": row._replace(observe=observe_optimum)
         for label, row in named.items()
         if _has_optimum(config, row)
     }

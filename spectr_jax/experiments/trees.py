@@ -64,8 +64,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Measures acceptance and every row; writes the table, the figures and the best trees to
     `workdir`.
 
-    A journal there keeps the measurements, so that after a stop the same command resumes.
-
     Raises:
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """

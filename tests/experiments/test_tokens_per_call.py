@@ -88,9 +88,7 @@ def test_table_is_written(whole):
 
 def test_the_paper_is_cited_at_its_temperature():
     draft = types.SimpleNamespace(model=types.SimpleNamespace(config=LADDER["draft_2m"]))
-    row = tokens_per_call.Row(
-        draft, "spectr", 4, 8, get_method("spectr", num_drafts=4, draft_length=8)
-    )
+    row = Program(get_method("spectr", num_drafts=4, draft_length=8), draft)
     one = Measurement(
         tokens=12, calls=5, seconds=1.0, observed={"accepted": 1, "optimum": 1, "nodes": 2}
     )
