@@ -19,7 +19,7 @@ from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.compilation import CORES_OF_A_PROGRAM
-from spectr_jax.experiments.measure.measurement import Measurement, Program, measure, read_prompts
+from spectr_jax.experiments.measure.measurement import Measurement, Program, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading.by_name import Trained, load, shape_name
@@ -127,14 +127,14 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
     config = _config(
         toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block")
     )
-    calls = itertools.count(1)
+    calls, measure = itertools.count(1), Bench.run
 
     def stopped(*args, **kwargs):
         if next(calls) == 8:
             raise KeyboardInterrupt
         return measure(*args, **kwargs)
 
-    monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
+    monkeypatch.setattr(Bench, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path)
     rows = run(config, tmp_path)["rows"]
@@ -184,17 +184,17 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
     target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)
     prompts = read_prompts(config, target.tokenizer)
     # Compiles the small programs around it, which do not count.
-    first = Program(get_method("speculative", draft_length=1), draft)
-    measure(first, target, prompts, config, 0)
+    bench = Bench(config, target, [draft], prompts, None)
+    bench.run(Program(get_method("speculative", draft_length=1), draft), 0)
     block = Program(get_method("block", draft_length=1), draft)
     observed = block._replace(observe=acceptance.observe_optimum)
     programs = {"block": block, "block, observed": observed}
     with count_compilations() as compiled:
-        Bench(config, target, [draft], prompts, None).compile(programs)
+        bench.compile(programs)
     assert len(compiled) == len(programs)
     with count_compilations() as compiled:
         for program in programs.values():
-            measure(program, target, prompts, config, 0)
+            bench.run(program, 0)
     assert not compiled
 
 
@@ -202,18 +202,18 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
 @pytest.mark.xdist_group("table")
 def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and the table equals one without stops, except for its times."""
-    config, measured = _config(toy.folder), []
+    config, measured, measure = _config(toy.folder), [], Bench.run
     monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Programs compile in parallel.
 
-    def stopped(program, *args, batches=None, **kwargs):
+    def stopped(bench, program, seed, batches=None):
         if batches is None:  # Otherwise it is a warm-up.
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
-            measured.append((program.method.name, args[-1], program.observe.__name__))
-        return measure(program, *args, batches=batches, **kwargs)
+            measured.append((program.method.name, seed, program.observe.__name__))
+        return measure(bench, program, seed, batches)
 
-    monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
+    monkeypatch.setattr(Bench, "run", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(config, tmp_path / "parts")
@@ -270,7 +270,8 @@ def test_batch_size_does_not_change_the_figures(toy):
     results = []
     for config.batch_size in (4, 7):
         prompts = read_prompts(config, target.tokenizer)
-        results.append([measure(program, target, prompts, config, seed) for seed in config.seeds])
+        bench = Bench(config, target, [draft], prompts, None)
+        results.append([bench.run(program, seed) for seed in config.seeds])
     for ours, theirs in zip(*results, strict=True):
         assert (ours.tokens, ours.calls) == (
             theirs.tokens,

@@ -3,7 +3,6 @@ parts where the answer is known."""
 
 import itertools
 import json
-import types
 
 import jax
 import numpy as np
@@ -17,13 +16,13 @@ from spectr_jax.decoding.tree import batch, chain, parse
 from spectr_jax.experiments import trees
 from spectr_jax.experiments.config import trees_config
 from spectr_jax.experiments.figures import ersd
-from spectr_jax.experiments.measure import bench, measurement
 from spectr_jax.experiments.measure.acceptance import (
     Nodes,
     PairAcceptance,
     observe_drafts,
     observe_nodes,
 )
+from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.planning import prediction, tree_search
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.transport import race
@@ -63,16 +62,14 @@ def _config(folder, **changes):
 @pytest.mark.slow
 def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
     """The run is stopped while it measures acceptance and rows, and resumes each time."""
-    config, calls = _config(toy.folder, methods=MEASURED), itertools.count(1)
+    config, calls, measure = _config(toy.folder, methods=MEASURED), itertools.count(1), Bench.run
 
     def stopped(*args, **kwargs):
         if next(calls) in (9, 24):
             raise KeyboardInterrupt
-        return measurement.measure(*args, **kwargs)
+        return measure(*args, **kwargs)
 
-    monkeypatch.setattr(
-        bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": stopped})
-    )
+    monkeypatch.setattr(Bench, "run", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trees.run(config, tmp_path)

@@ -1,18 +1,22 @@
 """Compiles and runs the programs of a table, and updates its journal and progress bar."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import ml_collections
+import numpy as np
 import tqdm
 
-from spectr_jax.experiments.measure import measurement
+from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.experiments.measure.compilation import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Measurement, Program, Prompts
+from spectr_jax.experiments.measure.measurement import Measurement, Program, Prompts, policies_of
 from spectr_jax.loading.by_name import Trained
-from spectr_jax.utils import hosts
+from spectr_jax.models.frozen import freeze
+from spectr_jax.utils import hosts, sharding
 
 
 class Bench(NamedTuple):
@@ -41,7 +45,7 @@ class Bench(NamedTuple):
 
         def one(label: str, program: Program) -> None:
             bar.set_description(f"compiling {label}")
-            measurement.compile_program(program, self.target, self.prompts, self.config)
+            self._on_batch(lower, program, seed=0)(0).compile()  # JAX caches it.
             bar.update()
 
         list(side_by_side([functools.partial(one, *entry) for entry in programs.items()]))
@@ -49,10 +53,49 @@ class Bench(NamedTuple):
             bar.close()
 
     def run(self, program: Program, seed: int, batches: int | None = None) -> Measurement:
-        """Returns `measurement.measure` of the program."""
-        done = None if self.bar is None else self.bar.update
-        inputs = program, self.target, self.prompts, self.config, seed
-        return measurement.measure(*inputs, batches=batches, done=done)
+        """Returns the totals of decoding all prompts, or the first `batches` batches, on all devices.
+
+        The key of a prompt depends only on `seed` and its index, not on the batch size.
+        """
+        tokens = calls = 0
+        observed: dict[str, np.ndarray] = {}
+        decode = self._on_batch(generate, program, seed)
+        started = time.monotonic()
+        for batch, lengths in enumerate(self.prompts.lengths[:batches]):
+            generation: Generation = hosts.fetch(decode(batch))
+            real = self._indices(batch) < self.prompts.real
+            tokens += int(np.sum((np.asarray(generation.lengths) - lengths)[real]))
+            calls += int(np.sum(np.asarray(generation.target_calls)[real]))
+            for name, values in (generation.observed or {}).items():
+                total = np.sum(np.asarray(values, np.float64)[real], axis=0)
+                observed[name] = observed.get(name, 0.0) + total
+            if self.bar is not None:
+                self.bar.update()
+        return Measurement(tokens, calls, time.monotonic() - started, observed)
+
+    def _on_batch(self, function: Callable, program: Program, seed: int) -> Callable[[int], Any]:
+        """Returns `generate` or `lower` of a program on all devices, as a function of a batch
+        index."""
+        config, prompts = self.config, self.prompts
+        mesh = sharding.make_mesh() if jax.device_count() > 1 else None
+        models = freeze(self.target.model), freeze(program.draft.model) if program.draft else None
+        if mesh is not None:
+            models = sharding.replicate(mesh, models)
+        policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
+        options = {"draft_policy": draft_policy, "observe": program.observe, "mesh": mesh}
+
+        def on_batch(batch: int):
+            fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+            keys = fold(jax.random.key(seed), self._indices(batch))
+            arguments = prompts.tokens[batch], prompts.lengths[batch], config.max_new_tokens, policy
+            return function(keys, program.method, *models, *arguments, **options)
+
+        return on_batch
+
+    def _indices(self, batch: int) -> np.ndarray:
+        """Returns the indices of a batch's prompts."""
+        rows = self.config.batch_size
+        return np.arange(batch * rows, (batch + 1) * rows)
 
     def measured(
         self, name: str, program: Program, seed: int, batches: int | None = None
