@@ -49,6 +49,11 @@ class Acceptance(NamedTuple):
     tokens: float
     replayed: dict[str, dict[str, float]]
 
+    def of_kind(self, kind: str) -> dict[str, np.ndarray]:
+        """Returns the tables of the methods whose `prediction.statistic` is `kind`."""
+        found = self.tables.items()
+        return {name: table for name, table in found if statistic(get_method(name)) == kind}
+
 
 class Candidate(NamedTuple):
     """A method on a tree, with its predicted speed."""
@@ -80,7 +85,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         f"{config.batch_size}",
         "rows": tried,
         "predicted": [_predicted(each) for each in found],
-        **acceptance_shown(acceptance),
+        # R, and the probability that some of k i.i.d. drafts carry the token.
+        "acceptance_by_child": {
+            name: R.tolist() for name, R in acceptance.of_kind(CHILDREN).items()
+        },
+        "acceptance_by_drafts": {
+            name: (1 - carriers[1:, 0]).tolist()
+            for name, carriers in acceptance.of_kind(CARRIERS).items()
+        },
         "together": times.together,
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
@@ -171,18 +183,6 @@ def _chains(config: ml_collections.ConfigDict) -> list[tuple[int, ...]]:
     """Returns K chains of L for each K and L of the config, as numbers of children."""
     sizes = itertools.product(config.num_drafts, config.draft_lengths)
     return [(number, *[1] * (length - 1)) for number, length in sizes]
-
-
-def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
-    """Returns the fields of the table's JSON on acceptance, by method: R, and the probability that
-    some of k i.i.d. drafts carry the token."""
-    by_child, by_drafts = dict[str, list[float]](), dict[str, list[float]]()
-    for name, table in acceptance.tables.items():
-        if statistic(get_method(name)) == CHILDREN:
-            by_child[name] = table.tolist()
-        elif statistic(get_method(name)) == CARRIERS:
-            by_drafts[name] = (1 - table[1:, 0]).tolist()
-    return {"acceptance_by_child": by_child, "acceptance_by_drafts": by_drafts}
 
 
 def candidates(

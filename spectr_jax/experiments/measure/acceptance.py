@@ -62,9 +62,8 @@ def observe_accepted(call: Call) -> dict[str, jax.Array]:
 
 
 def observe_optimum(call: Call) -> dict[str, jax.Array]:
-    """Returns the summed optimal acceptance at the nodes of `observe_accepted`, on prefix trees.
-
-    It is slow.
+    """Returns the summed optimal acceptance at the nodes of `observe_accepted`, for i.i.d. drafts on
+    prefix trees. It is slow.
 
     Returns:
       nodes: the number of nodes where the call chose among drafts.
@@ -72,8 +71,6 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
         drafts (`otm.acceptance`).
     """
     (visited, depth), drafts, scored = _visited(call), call.chosen.drafts, call.scored
-    if not len(scored.p):  # The method has no draft distributions.
-        return {"nodes": jnp.sum(visited), "optimum": jnp.zeros(())}
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
