@@ -7,6 +7,7 @@ than a call on one token of one sequence.
 import functools
 import itertools
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
@@ -19,8 +20,8 @@ from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import latency_config
 from spectr_jax.experiments.measure import measurement, profile, report
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed
-from spectr_jax.experiments.measure.compilation import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
@@ -200,18 +201,19 @@ def _cell_table(config: dict[str, Any], cells: list[dict[str, Any]]) -> str:
 
 
 def _phase_table(rows: list[dict[str, Any]]) -> str:
+    def part(name: str, phase: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: format(row[name][phase], form)
+
     columns: report.Columns = {
         "Method": lambda row: f"`{row['method']}`",
         "K": lambda row: row["num_drafts"],
         "L": lambda row: row["draft_length"],
         "Sequences": lambda row: row["batch"],
+        **{f"{phase}, ms": part("ms", phase, ".2f") for phase in PHASES},
+        "Sum, ms": lambda row: f"{sum(row['ms'][phase] for phase in PHASES):.2f}",
+        "Whole call, ms": part("ms", "call", ".2f"),
+        **{f"{phase}, share": part("share", phase, ".1%") for phase in PHASES},
     }
-    for phase in PHASES:
-        columns[f"{phase}, ms"] = lambda row, phase=phase: f"{row['ms'][phase]:.2f}"
-    columns["Sum, ms"] = lambda row: f"{sum(row['ms'][phase] for phase in PHASES):.2f}"
-    columns["Whole call, ms"] = lambda row: f"{row['ms']['call']:.2f}"
-    for phase in PHASES:
-        columns[f"{phase}, share"] = lambda row, phase=phase: f"{row['share'][phase]:.1%}"
     return report.table(columns, rows)
 
 

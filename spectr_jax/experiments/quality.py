@@ -20,7 +20,7 @@ from spectr_jax.data.corpus import Sentences, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
-from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.loading.pairs import load_alone

@@ -179,29 +179,30 @@ def measure_question(
     `runs` has the tokens, calls and seconds of each run. `positions` has the sums over all runs of
     the counts of `observe_positions`, by level and by part of an answer.
     """
-    found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
+    made: dict[str, list[tuple]] = {contender.label: [] for contender in bench.contenders}
     for turn in range(bench.config.runs):
         key = jax.random.fold_in(jax.random.key(bench.config.seed), number)
         key = jax.random.fold_in(key, turn)
         for contender in bench.contenders:
-            made, positions = converse(bench, contender, question, temperature, key)
-            entry = found[contender.label]
-            entry["runs"].append(made)
-            _add(entry["positions"], positions)
-    for entry in found.values():
-        entry["positions"] = {name: sums.tolist() for name, sums in entry["positions"].items()}
-    return found
+            answered = converse(bench, contender, question, temperature, key)
+            made[contender.label].append(answered)
+    return {
+        label: {
+            "runs": [run for run, _ in own],
+            "positions": _summed([positions for _, positions in own]),
+        }
+        for label, own in made.items()
+    }
 
 
-def _add(sums: dict[str, np.ndarray], counts: dict[str, np.ndarray]) -> None:
-    """Adds `counts` to `sums`, name by name."""
-    for name, values in counts.items():
-        sums[name] = sums.get(name, 0) + values
+def _summed(counts: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Returns the sums of the counts of each name."""
+    return {name: np.sum([each[name] for each in counts], axis=0).tolist() for name in counts[0]}
 
 
 def converse(
     bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
-) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Answers the messages of a question in turn. Consumes `key`.
 
     Returns:
@@ -211,7 +212,7 @@ def converse(
     tokenizer, new_tokens = bench.target.tokenizer, bench.config.max_new_tokens
     policy = Policy(temperature, eos=tokenizer.eos)
     messages: list[dict[str, str]] = []
-    made, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, dict[str, np.ndarray]()
+    made, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, []
     for number, turn in enumerate(question.turns):
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.chat(messages)
@@ -230,9 +231,9 @@ def converse(
         new = np.asarray(generation.tokens[0, start : int(generation.lengths[0])]).tolist()
         made["tokens"] += len(new)
         made["calls"] += int(generation.target_calls[0])
-        _add(positions, _by_part(generation.observed, start, new_tokens))
+        positions.append(_by_part(generation.observed, start, new_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(new)})
-    return made, positions
+    return made, _summed(positions)
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
@@ -256,10 +257,8 @@ def summaries(temperature: float, measured: list[tuple[str, Any]]) -> list[dict[
         speeds = {label: _speeds([each[label]["runs"] for each in found]) for label in found[0]}
         for label, speed in speeds.items():
             made = [run for each in found for run in each[label]["runs"]]
-            positions = [each[label]["positions"] for each in found]
             tokens, calls = (sum(run[name] for run in made) for name in ("tokens", "calls"))
             ratios = speed / speeds[BASELINE]
-            sums = {name: np.sum([each[name] for each in positions], 0) for name in positions[0]}
             rows.append(
                 {
                     "temperature": temperature,
@@ -270,7 +269,7 @@ def summaries(temperature: float, measured: list[tuple[str, Any]]) -> list[dict[
                     "tokens_per_second": float(np.mean(speed)),
                     "speedup": float(np.mean(ratios)),
                     "speedup_std": float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
-                    **{name: values.tolist() for name, values in sums.items()},
+                    **_summed([each[label]["positions"] for each in found]),
                 }
             )
     return rows

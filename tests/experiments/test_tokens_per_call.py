@@ -17,8 +17,7 @@ from spectr_jax.distillation.students import parameters
 from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
-from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.measure.compilation import CORES_OF_A_PROGRAM
+from spectr_jax.experiments.measure.bench import CORES_OF_A_PROGRAM, Bench
 from spectr_jax.experiments.measure.measurement import Measurement, Program, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run

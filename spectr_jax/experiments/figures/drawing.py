@@ -41,8 +41,9 @@ def png(tree: Tree, path: pathlib.Path, accepted: Sequence[float], title: str) -
     for node in range(1, tree.size + 1):
         ends = [tree.parent[node], node]
         axes.plot(tree.depth[ends], -rows[ends], color="0.6", linewidth=1, zorder=1)
-    look = {"cmap": "viridis", "vmin": 0, "vmax": 1, "s": 60, "zorder": 2}
-    dots = axes.scatter(tree.depth, -rows, c=accepted, **look)
+    dots = axes.scatter(
+        tree.depth, -rows, c=accepted, cmap="viridis", vmin=0, vmax=1, s=60, zorder=2
+    )
     figure.colorbar(dots, ax=axes, label="probability of acceptance")
     axes.set_xticks(range(tree.height + 1))
     axes.set_yticks([])

@@ -1,8 +1,10 @@
 """Compiles and runs the programs of a table, and updates its journal and progress bar."""
 
 import functools
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +13,14 @@ import numpy as np
 import tqdm
 
 from spectr_jax.decoding.generate import Generation, generate, lower
-from spectr_jax.experiments.measure.compilation import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Program, Prompts, policies_of
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.utils import hosts, sharding
+
+CORES_OF_A_PROGRAM = {"cpu": 4}
+"""Cores that XLA uses to compile one program, by backend; 1 by default."""
 
 
 class Bench(NamedTuple):
@@ -138,3 +142,15 @@ def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
     return tqdm.tqdm(
         total=total, unit=unit, leave=leave, dynamic_ncols=True, disable=not hosts.is_first()
     )
+
+
+def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+    """Yields the results of tasks that compile programs, in order. The number of cores limits how
+    many run at once.
+
+    With several processes one task runs at a time, because all processes must run them in the same
+    order.
+    """
+    cores = (os.cpu_count() or 1) // CORES_OF_A_PROGRAM.get(jax.default_backend(), 1)
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else max(1, cores)) as pool:
+        yield from pool.map(lambda task: task(), tasks)

@@ -22,7 +22,7 @@ from spectr_jax.decoding.policy import for_rows
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import for_each_sequence
-from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
