@@ -272,7 +272,6 @@ def markdown(result: dict[str, Any]) -> str:
     config = result["config"]
     calls = ", ".join(f"{count}: {ms:.1f} ms" for count, ms in result["target_ms"].items())
     notes = [
-        result["answer"],
         f"{len(result['predicted'])} candidates were predicted (all are in `{NAME}.json`). The "
         f"prediction uses the measured times of a target call (by tokens, {calls}), of drafting a "
         "level, of selecting a token and of starting a sequence, and the acceptance at a node, "
@@ -286,7 +285,8 @@ def markdown(result: dict[str, Any]) -> str:
         "sequences of a batch end at different times.",
         report.made_by(result),
     ]
-    return report.page(result["title"], report.table(columns, result["rows"]), notes)
+    table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
+    return report.page(result["title"], table, notes)
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:

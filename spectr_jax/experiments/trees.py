@@ -331,7 +331,6 @@ def markdown(result: dict[str, Any]) -> str:
     }
     config = result["config"]
     notes = [
-        f"**Which should I use?** {result['answer']}",
         f"{report.decoded(result)} The speedup is relative to baseline runs just before and after.",
         "The prediction assumes that acceptance is the same at all nodes as at the root. It uses the "
         "acceptance by child index for drafts without replacement, and for i.i.d. drafts by the "
@@ -353,4 +352,5 @@ def markdown(result: dict[str, Any]) -> str:
         f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",
         report.made_by(result),
     ]
-    return report.page(result["title"], report.table(columns, result["rows"]), notes)
+    table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
+    return report.page(result["title"], table, notes)

@@ -158,8 +158,6 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
 
 def test_descriptions_of_seeds_and_provenance():
     assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
-    assert report.over_seeds((0, 1)) == "mean ± standard deviation over 2 seeds (0, 1)"
-    assert report.over_seeds([3]) == "seed 3"
     made = {
         "command": "python x.py",
         "commit": "0123456789abcdef-dirty",
