@@ -120,10 +120,10 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
-    """Returns the acceptance of the plans of the config's methods, observed on batch trees.
+    """Measures the acceptance of the config's methods on batch trees.
 
-    One run of i.i.d. drafts serves all plans, because the first k of them are k drafts. Methods
-    without a statistic are replayed on chains.
+    One run with i.i.d. drafts serves all methods that draft so, because the first k drafts are k
+    i.i.d. drafts. Methods without a `prediction.statistic` are replayed on chains.
     """
     config, draft = bench.config, bench.drafts[0]
     tree = tree_lib.batch(max(2, *config.num_drafts))
@@ -159,9 +159,10 @@ def measure_acceptance(bench: Bench) -> Acceptance:
 
 
 def _replayed(bench: Bench, method: Method) -> dict[str, float]:
-    """Returns tokens per call of a method by shape, on K chains of L for K > 1.
+    """Returns a method's tokens per call on K chains of L, by shape, for each K > 1 and L.
 
-    The calls are replayed on prompts that were decoded with the method's drafts.
+    One run drafts a tree that covers all these shapes, and `measure.replay` counts what the method
+    would emit on each of them.
     """
     config, parts = bench.config, dict[str, Method]()
     for branching in _chains(config):

@@ -51,7 +51,7 @@ class Row(NamedTuple):
       size: the N of the comparison; the tree may be a little smaller.
       shape: description of the tree.
       method: the method with its tree.
-      theory: expected tokens per call under 0-th order acceptance; None if not covered.
+      theory: predicted tokens per call; None if the method has no statistic (`_theory`).
     """
 
     size: int
@@ -132,8 +132,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> PairAcceptance:
-    """Measures acceptance: drafts without replacement on batch, chain, SpecInfer and optimal
-    trees, and i.i.d. drafts on a batch tree."""
+    """Measures acceptance: of drafts without replacement on batch, chain, SpecInfer and optimal
+    trees, over all seeds, and of i.i.d. drafts on a batch tree, over one batch of prompts."""
     config, size = bench.config, max(bench.config.sizes)
     methods = [get_method(name) for name in config.methods]
     distinct = [method.name for method in methods if statistic(method) == CHILDREN]
@@ -199,7 +199,8 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) ->
 
 
 def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
-    """Returns expected tokens per call under 0-th order acceptance, if that was measured."""
+    """Returns the method's predicted tokens per call on its tree, or None if its statistic was not
+    measured."""
     if statistic(method) == CARRIERS:
         return prediction.predictor(method, acceptance.carriers[method.name])(method.tree)
     if statistic(method) == CHILDREN:

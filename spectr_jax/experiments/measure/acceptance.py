@@ -143,9 +143,8 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
 def observe_drafts(
     methods: tuple[Method, ...], kind: str | None = None
 ) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` that gives each method's plan the first k of K i.i.d. drafts, for all k.
-
-    It is for `generate` on a batch tree.
+    """Returns an `observe` for `generate` on a batch tree of K i.i.d. drafts. For each k up to K it
+    gives each method's plan the first k drafts and counts what the plan chooses.
 
     Args:
       methods: methods with i.i.d. drafts and different names; their trees are ignored.
