@@ -88,7 +88,7 @@ def _contender(spec: str) -> Contender:
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
-    """Returns the tokens of a sentence as a line. All but the first are scored.
+    """Returns the tokens of a sentence; a model is scored on all but the first.
 
     The first is BOS if the tokenizer adds one to prompts, or else `SEPARATOR` if it is in the
     vocabulary. The last is the line end: a newline, or EOS if the tokenizer drops newlines.
@@ -103,12 +103,12 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
 
 
 def fitting(
-    sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus"
+    sentences: Sentences, contenders: Sequence[Contender], first: int, name: str
 ) -> list[str]:
-    """Returns those of the first sentences that fit the context of every model.
+    """Returns those of the `first` sentences that fit the context of every model.
 
     Raises:
-      UserError: no sentence fits.
+      UserError: no sentence of the corpus `name` fits.
     """
     tried = [sentences[index] for index in range(min(first, len(sentences)))]
     kept = [
