@@ -61,8 +61,8 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
         streams = rows.streams(streams)
     elif len(rows) < streams:
         raise UserError(
-            f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for {streams} "
-            "streams; label more, or lower data.streams"
+            f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for "
+            f"{streams} streams; label more, or lower data.streams"
         )
     with explained(workdir), preparation.locked(workdir):
         student = _student(config, workdir, rows)
@@ -295,7 +295,7 @@ def _begun(
     for name in theirs:
         if name != "dtype" and theirs[name] != ours[name]:
             raise UserError(
-                f"init={config.init!r}: has {name}={theirs[name]!r}, not {ours[name]!r} as the config; "
-                "take the config of its size, or leave init out"
+                f"init={config.init!r}: has {name}={theirs[name]!r}, the config has "
+                f"{ours[name]!r}; take the config of its size, or leave init out"
             )
     return model

@@ -174,10 +174,10 @@ def markdown(result: dict[str, Any]) -> str:
     notes = [
         "Lower is better. Bits/character can be compared between tokenizers; nats/token (in "
         f"{config['dtypes'][0]}) cannot.",
-        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}`, all models score "
-        f"the {result['sentences']:,} that fit every model's context, each on its own. BOS precedes "
-        f"a sentence and is not scored (`{SEPARATOR}` for a model that adds no BOS). The line end, a "
-        "newline or EOS, is scored and counts as one character.",
+        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}`, all models "
+        f"score the {result['sentences']:,} that fit every model's context, each on its own. BOS "
+        f"precedes a sentence and is not scored (`{SEPARATOR}` for a model that adds no BOS). The "
+        "line end, a newline or EOS, is scored and counts as one character.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
         report.made_by(result),
     ]

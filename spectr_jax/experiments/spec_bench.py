@@ -51,8 +51,8 @@ class Contender(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """The inputs that all conversations share. `compiled` has the label and the padded prompt length
-    of each program that is compiled already."""
+    """The inputs that all conversations share. `compiled` has the label and the padded prompt
+    length of each compiled program."""
 
     config: ml_collections.ConfigDict
     target: Trained

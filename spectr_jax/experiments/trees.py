@@ -333,9 +333,9 @@ def markdown(result: dict[str, Any]) -> str:
     config = result["config"]
     notes = [
         f"{report.decoded(result)} The speedup is relative to baseline runs just before and after.",
-        "The prediction assumes that acceptance is the same at all nodes as at the root. It uses the "
-        "acceptance by child index for drafts without replacement, and for i.i.d. drafts by the "
-        "number of drafts that carry the accepted token.",
+        "The prediction assumes that acceptance is the same at all nodes. For drafts without "
+        "replacement it uses the acceptance by child index, and for i.i.d. drafts the acceptance "
+        "by the number of drafts that carry the accepted token.",
     ]
     for name, R in result["acceptance_by_child"].items():
         values = ", ".join(f"{value:.3f}" for value in R[:6])

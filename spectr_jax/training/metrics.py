@@ -34,8 +34,8 @@ class Window:
     """The steps since the last line of metrics.jsonl, and their time without evaluation and
     checkpoints.
 
-    It is a context manager; inside it a thread records when the device finishes each step. The first
-    step of a run compiles, so it counts in the means but not in the speed.
+    It is a context manager; inside it a thread records when the device finishes each step. The
+    first step of a run compiles, so it counts in the means but not in the speed.
     """
 
     def __init__(self):

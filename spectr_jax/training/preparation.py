@@ -185,8 +185,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 def open_tokenizer(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows
 ) -> Tokenizer:
-    """Returns the run's tokenizer: `data.tokenizer`, else the one next to `init`, else the run's own.
-    The workdir keeps a copy of it.
+    """Returns the run's tokenizer: `data.tokenizer`, or the one next to `init`, or the run's own. The
+    workdir keeps a copy.
 
     If the file is missing, the first process trains a tokenizer on the corpus. A run from `init`
     trains none, because its weights have one.
@@ -218,8 +218,7 @@ def open_tokenizer(
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
             f"model.vocab_size={config.model.vocab_size}: {str(shared)!r} has "
-            f"{tokenizer.vocab_size} pieces; give model.vocab_size={tokenizer.vocab_size}, or a new "
-            "path as data.tokenizer"
+            f"{tokenizer.vocab_size} pieces; give that number, or a new path as data.tokenizer"
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(

@@ -24,8 +24,8 @@ class TrainState:
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""Loss function: (params, batch, key) -> (loss, metrics). Both are sums over tokens. It consumes the
-key."""
+"""Loss function: (params, batch, key) -> (loss, metrics), which are sums over tokens. It consumes
+the key."""
 
 
 def init_state(

@@ -232,7 +232,7 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
     ]
     assert moved[0] < 0.1 < moved[1]
     with pytest.raises(
-        UserError, match=r"has mlp=\d+, not 16 as the config; take the config of its size"
+        UserError, match=r"has mlp=\d+, the config has 16; take the config of its size"
     ):
         training.distil(
             config(init=str(folder / "bfloat16/run"), **{"model.mlp": 16}), folder / "wider"

@@ -62,8 +62,8 @@ def observe_accepted(call: Call) -> dict[str, jax.Array]:
 
 
 def observe_optimum(call: Call) -> dict[str, jax.Array]:
-    """Returns the summed optimal acceptance at the nodes of `observe_accepted`, for i.i.d. drafts on
-    prefix trees. It is slow.
+    """Returns the summed optimal acceptance at the nodes of `observe_accepted`. It is slow, and for
+    i.i.d. drafts on prefix trees.
 
     Returns:
       nodes: the number of nodes where the call chose among drafts.

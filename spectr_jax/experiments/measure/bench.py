@@ -57,7 +57,7 @@ class Bench(NamedTuple):
             bar.close()
 
     def run(self, program: Program, seed: int, batches: int | None = None) -> Measurement:
-        """Returns the totals of decoding all prompts, or the first `batches` batches, on all devices.
+        """Decodes all prompts, or the first `batches` batches, on all devices. Returns the totals.
 
         The key of a prompt depends only on `seed` and its index, not on the batch size.
         """

@@ -114,8 +114,8 @@ class Journal:
         markdown: Callable[[dict[str, Any]], str],
         plot: Callable[[dict[str, Any], pathlib.Path], None] | None = None,
     ) -> dict[str, Any]:
-        """Writes the table as JSON, Markdown and PNG, removes the journal, and returns `result` with
-        the fields of `about`."""
+        """Writes the table as JSON, Markdown and PNG, and removes the journal. Returns `result`
+        with the fields of `about`."""
         result = {**result, **self.about()}
         if hosts.is_first():
             report.write(self._workdir, self._name, result, markdown(result))

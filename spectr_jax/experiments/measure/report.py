@@ -62,8 +62,8 @@ def decoded(result: dict[str, Any]) -> str:
 
 
 def page(title: str, table: str, notes: Sequence[str]) -> str:
-    """Returns a page of Markdown: a title, a table (with a paragraph above it, if there is an answer
-    to give), and paragraphs below it."""
+    """Returns a page of Markdown: a title, a table (below the answer, if there is one), and
+    paragraphs."""
     return "\n\n".join([f"# {title}", table, *notes]) + "\n"
 
 

@@ -116,8 +116,8 @@ def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float
 
 
 def best_prefix_tree(carriers: np.ndarray, size: int, height: int) -> tuple[int, ...]:
-    """Returns the prefix tree (k_1, ..., k_L) of at most `size` nodes and `height` levels that emits
-    the most tokens per call, by exhaustive search. Of equally good trees it is the smallest.
+    """Returns the prefix tree (k_1, ..., k_L) that emits the most tokens per call, by exhaustive
+    search. Of equally good trees it is the smallest.
 
     Args:
       carriers: [K + 1, K + 1] with K >= `size`.
@@ -128,10 +128,6 @@ def best_prefix_tree(carriers: np.ndarray, size: int, height: int) -> tuple[int,
       UserError: `carriers` covers fewer drafts than `size`.
     """
     checked(size=size, height=height)
-    if size >= len(carriers):
-        raise UserError(
-            f"size={size}: carriers cover only {len(carriers) - 1} drafts; measure more drafts"
-        )
 
     def score(branching: tuple[int, ...]) -> tuple[float, int]:
         return expected_tokens_iid(branching, carriers), -int(np.cumprod(branching).sum())
