@@ -318,12 +318,7 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
 
 
 def _predicted(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "method": candidate.method.name,
-        "shape": candidate.shape,
-        "tokens_per_call": candidate.tokens_per_call,
-        "tokens_per_second": candidate.tokens_per_second,
-    }
+    return {**candidate._asdict(), "method": candidate.method.name}
 
 
 def _options(candidate: Candidate) -> str:

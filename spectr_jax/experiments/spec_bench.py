@@ -32,7 +32,7 @@ from spectr_jax.experiments.measure.acceptance import observe_positions
 from spectr_jax.experiments.measure.bench import progress
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import Trained, check_dtype
-from spectr_jax.loading.pairs import load_alone, load_pair
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
@@ -71,7 +71,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
     questions = spread(read_questions(config.questions), config.questions_per_task)
     measurement.check_table(config, workdir, NAME)
-    target, drafts = _load(config, methods)
+    needed = (config.draft,) if any(method.needs_draft for method in methods.values()) else ()
+    target, drafts = load_pair(config.target, needed, config.dtype)
     check_room(config, questions, [target, *drafts])
     small = freeze(drafts[0].model) if drafts else None
     contenders = [
@@ -133,25 +134,16 @@ def method_of(spec: str) -> Method:
     return method
 
 
-def _load(
-    config: ml_collections.ConfigDict, methods: dict[str, Method]
-) -> tuple[Trained, list[Trained]]:
-    if any(method.needs_draft for method in methods.values()):
-        target, drafts = load_pair(config.target, (config.draft,), config.dtype)
-    else:
-        target, drafts = load_alone(config.target, config.dtype), []
-    if target.tokenizer.template is None:
+def check_room(
+    config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]
+) -> None:
+    """Raises `UserError` if the target has no chat template, or a conversation can exceed the
+    context of a model."""
+    if models[0].tokenizer.template is None:
         raise UserError(
             f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an "
             "instructed model"
         )
-    return target, drafts
-
-
-def check_room(
-    config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]
-) -> None:
-    """Raises `UserError` if a conversation can exceed the context of a model."""
     context, name = min((each.model.context, each.name) for each in models)
     for question in questions:
         messages: list[dict[str, str]] = []
@@ -187,10 +179,7 @@ def measure_question(
             answered = converse(bench, contender, question, temperature, key)
             made[contender.label].append(answered)
     return {
-        label: {
-            "runs": [run for run, _ in own],
-            "positions": _summed([positions for _, positions in own]),
-        }
+        label: {"runs": [run for run, _ in own], "positions": _summed([sums for _, sums in own])}
         for label, own in made.items()
     }
 

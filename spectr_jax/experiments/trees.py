@@ -45,19 +45,12 @@ ROWS_AT_ONCE = 16
 
 
 class Row(NamedTuple):
-    """One row of the table, before it is measured.
+    """One row of the table, before it is measured."""
 
-    Attributes:
-      size: the N of the comparison; the tree may be a little smaller.
-      shape: description of the tree.
-      method: the method with its tree.
-      theory: predicted tokens per call; None if the method has no statistic (`_theory`).
-    """
-
-    size: int
+    size: int  # N of the comparison. The tree may be a little smaller.
     shape: str
     method: Method
-    theory: float | None
+    theory: float | None  # Predicted tokens per call (`_theory`).
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
