@@ -37,16 +37,11 @@ NAME = "auto"
 
 
 class Acceptance(NamedTuple):
-    """The measured acceptance of the pair.
+    """The measured acceptance of the pair."""
 
-    Attributes:
-      tables: by method, the table that `prediction.predictor` takes.
-      tokens: mean number of new tokens per sequence.
-      replayed: for methods without such a table, tokens per call by shape, from replayed calls.
-    """
-
-    tables: dict[str, np.ndarray]
-    tokens: float
+    tables: dict[str, np.ndarray]  # By method, the table that `prediction.predictor` takes.
+    tokens: float  # Mean number of new tokens per sequence.
+    # For methods without a table: tokens per call by shape, from replayed calls.
     replayed: dict[str, dict[str, float]]
 
     def of_kind(self, kind: str) -> dict[str, np.ndarray]:

@@ -31,17 +31,11 @@ def theorem_4_1(R: Sequence[float], vocab_size: int, size: int) -> float:
 
 
 class Lemma(NamedTuple):
-    """ERSD, Lemma 4.2 at some d and m.
+    """ERSD, Lemma 4.2 at some d and m."""
 
-    Attributes:
-      d: number of child indices that the optimal tree explores.
-      m: number of further indices, which share the rest of R evenly.
-      bits: the entropy of this distribution over d + m indices.
-    """
-
-    d: int
-    m: int
-    bits: float
+    d: int  # Number of child indices that the optimal tree explores.
+    m: int  # Number of further indices, which share the rest of R evenly.
+    bits: float  # Entropy of this distribution over d + m indices.
 
     def bound(self, size: int) -> float:
         """Returns the bound on the tokens per call of trees of N = `size` nodes that explore at

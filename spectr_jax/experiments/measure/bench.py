@@ -24,23 +24,15 @@ CORES_OF_A_PROGRAM = {"cpu": 4}
 
 
 class Bench(NamedTuple):
-    """The inputs that the rows of a table share.
-
-    Attributes:
-      config: the config of the table.
-      target: the target model.
-      drafts: the draft models.
-      prompts: the prompts to continue.
-      journal: the measurements so far.
-      bar: a progress bar, updated after each compiled program and each batch. Without one,
-        `compile` and `measure_all` show their own.
-    """
+    """The inputs that the rows of a table share."""
 
     config: ml_collections.ConfigDict
     target: Trained
     drafts: list[Trained]
     prompts: Prompts
     journal: Journal
+    # Updated after each compiled program and each batch. Without this bar, `compile` and
+    # `measure_all` show their own.
     bar: tqdm.tqdm | None = None
 
     def compile(self, programs: Mapping[str, Program]) -> None:

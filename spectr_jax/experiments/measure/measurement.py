@@ -21,17 +21,11 @@ from spectr_jax.utils.errors import UserError
 
 
 class Prompts(NamedTuple):
-    """Prompts in batches of one shape; those after the first `real` are padding.
+    """Prompts in batches of one shape; those after the first `real` are padding."""
 
-    Attributes:
-      tokens: [batches, B, T] int32.
-      lengths: [batches, B] int32.
-      real: the number of prompts that count.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    real: int
+    tokens: np.ndarray  # [batches, B, T] int32
+    lengths: np.ndarray  # [batches, B] int32
+    real: int  # Number of prompts that count.
 
 
 class Program(NamedTuple):
@@ -43,19 +37,12 @@ class Program(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The totals of one method over all prompts, for one seed.
+    """The totals of one method over all prompts, for one seed."""
 
-    Attributes:
-      tokens: number of emitted tokens.
-      calls: number of target calls.
-      seconds: time of all generations.
-      observed: the results of `observe`, summed over calls.
-    """
-
-    tokens: int
-    calls: int
-    seconds: float
-    observed: dict[str, np.ndarray]
+    tokens: int  # Emitted tokens.
+    calls: int  # Target calls.
+    seconds: float  # Time of all generations.
+    observed: dict[str, np.ndarray]  # Results of `observe`, summed over calls.
 
     @property
     def per_call(self) -> float:
