@@ -45,29 +45,16 @@ def _config(folder, **changes):
     return config
 
 
-def _stopping(function, calls, *at):
-    """Returns `function`, but its calls whose numbers are in `at` stop the run. `calls` collects the
-    arguments of all calls."""
-
-    def wrapped(*args, **kwargs):
-        calls.append(args)
-        if len(calls) in at:
-            raise KeyboardInterrupt
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
 @pytest.mark.slow
-def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
+def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch, stopping):
     """The run is stopped while it measures acceptance, times and candidates, and resumes each time.
     Each entry of the journal is edited to have taken an hour."""
     calls, phases, tokens, decoded = [], [], [], []
-    run = _stopping(Bench.run, decoded, 1, 8)  # The eighth is the last one.
+    run = stopping(Bench.run, decoded, 1, 8)  # The eighth is the last one.
     monkeypatch.setattr(Bench, "run", run)
-    monkeypatch.setattr(call_parts, "call_timer", _stopping(call_parts.call_timer, calls))
-    monkeypatch.setattr(call_parts, "phase_timers", _stopping(call_parts.phase_timers, phases))
-    monkeypatch.setattr(call_parts, "token_timer", _stopping(call_parts.token_timer, tokens, 1))
+    monkeypatch.setattr(call_parts, "call_timer", stopping(call_parts.call_timer, calls))
+    monkeypatch.setattr(call_parts, "phase_timers", stopping(call_parts.phase_timers, phases))
+    monkeypatch.setattr(call_parts, "token_timer", stopping(call_parts.token_timer, tokens, 1))
     config = _config(toy.folder, methods=("block",), seeds=(0, 1))
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):

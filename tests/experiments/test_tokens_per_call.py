@@ -1,7 +1,6 @@
 """Tokens per call, on small models with random weights and a tokenizer trained here."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import runpy
@@ -119,21 +118,14 @@ class _Bar:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
+def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch, stopping):
     """Each row has one program without alpha*. After a stop the resumed bar ends at its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
     config = _config(
         toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block")
     )
-    calls, measure = itertools.count(1), Bench.run
-
-    def stopped(*args, **kwargs):
-        if next(calls) == 8:
-            raise KeyboardInterrupt
-        return measure(*args, **kwargs)
-
-    monkeypatch.setattr(Bench, "run", stopped)
+    monkeypatch.setattr(Bench, "run", stopping(Bench.run, [], 8))
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path)
     rows = run(config, tmp_path)["rows"]

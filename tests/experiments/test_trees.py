@@ -60,16 +60,10 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch):
+def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch, stopping):
     """The run is stopped while it measures acceptance and rows, and resumes each time."""
-    config, calls, measure = _config(toy.folder, methods=MEASURED), itertools.count(1), Bench.run
-
-    def stopped(*args, **kwargs):
-        if next(calls) in (9, 24):
-            raise KeyboardInterrupt
-        return measure(*args, **kwargs)
-
-    monkeypatch.setattr(Bench, "run", stopped)
+    config = _config(toy.folder, methods=MEASURED)
+    monkeypatch.setattr(Bench, "run", stopping(Bench.run, [], 9, 24))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trees.run(config, tmp_path)
