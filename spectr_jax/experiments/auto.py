@@ -266,12 +266,12 @@ def markdown(result: dict[str, Any]) -> str:
         "Speedup": lambda row: f"{row['speedup']:.2f}",
     }
     config = result["config"]
-    calls = ", ".join(f"{count}: {ms:.1f} ms" for count, ms in result["target_ms"].items())
+    calls = ", ".join(f"{ms:.1f} ms on {count}" for count, ms in result["target_ms"].items())
     notes = [
         f"{len(result['predicted'])} candidates were predicted (all are in `{NAME}.json`). The "
-        f"prediction uses the measured times of a target call (by tokens, {calls}), of drafting a "
-        "level, of selecting a token and of starting a sequence, and the acceptance at a node, "
-        "which is assumed to be the same at all nodes. Inside a call the parts take "
+        f"prediction uses the measured times of a target call ({calls} new tokens per sequence), "
+        "of drafting a level, of selecting a token and of starting a sequence, and the acceptance "
+        "at a node, which is assumed to be the same at all nodes. Inside a call the parts take "
         f"{result['together']:.2f} x as long as alone. The baseline, the best candidate of each "
         "method and the best of the others were run.",
         "They took turns on each seed. Tokens/s and speedups are medians over the seeds.",

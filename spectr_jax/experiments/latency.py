@@ -165,7 +165,7 @@ def markdown(result: dict[str, Any]) -> str:
     if any(spec.startswith(RANDOM_PREFIX) for spec in (*config["models"], config["draft"])):
         untrained = (
             " **The weights of `random:` models are random.** Times depend only on the shapes of "
-            "the weights; two such models agree on about 0.7 of their drafts."
+            "the weights; a random target accepts about 0.7 of a random draft's tokens."
         )
     chains = "".join(f", K = {row['num_drafts']}" for row in result["phases"][:1])
     notes = [

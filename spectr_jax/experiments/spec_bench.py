@@ -293,8 +293,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{config['runs']} run(s) the methods take turns. Speedup is the ratio of the mean tokens "
         "per second over questions to that of the baseline, prompts included, averaged over runs. "
         "Tokens per call count the accepted drafts and one extra token.",
-        "Accepted is the share of drafts among the tokens selected at a level where drafts were "
-        f"available. The picture and `{NAME}.json` also show it by part of an answer.",
+        "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
+        f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
         f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
         report.made_by(result),
     ]

@@ -120,13 +120,14 @@ def markdown(result: dict[str, Any]) -> str:
         "baseline of the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, for a draft of the same size and the paper's "
         "97M target on LM1B, at temperature 1 only. Other models and data give other numbers.",
-        "alpha is the share of nodes at which the emitted token was a draft, over all seeds.",
+        "alpha is the acceptance rate: of the nodes where a method chose among drafts, the share "
+        "at which it accepted one, over all seeds.",
     ]
     if config["optimal_acceptance"]:
         notes += [
-            "alpha* is the mean of the largest acceptance that any plan can reach at the same "
+            "alpha* is the largest acceptance rate that a plan for one token can reach at the same "
             "nodes with as many i.i.d. drafts (optimal transport, SpecTr, section 5), on seed "
-            f"{config['seeds'][0]}. Methods that decide on whole paths can exceed it; others do so "
+            f"{config['seeds'][0]}. Methods that decide on whole paths can exceed it. Others do so "
             "by chance only, because alpha is sampled and alpha* is an expectation."
         ]
     notes += [
