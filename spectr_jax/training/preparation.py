@@ -68,7 +68,7 @@ def check_shared(config: ml_collections.ConfigDict) -> None:
             "change one"
         )
     if model.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"model.dtype={model.dtype!r}: is unknown; give 'float32' or 'bfloat16'")
+        raise UserError(f"model.dtype={model.dtype!r}: must be 'float32' or 'bfloat16'")
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
     if config.seed < 0:

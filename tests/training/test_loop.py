@@ -272,7 +272,7 @@ def test_another_config_does_not_touch_the_workdir(config, tmp_path):
         ({"steps": 0}, "steps=0: must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1: must be at least 1"),
         ({"model.heads": 3}, "model.width=16: must be a multiple of 2 \\* model.heads=3"),
-        ({"model.dtype": "float8"}, "model.dtype='float8': is unknown"),
+        ({"model.dtype": "float8"}, "model.dtype='float8': must be 'float32'"),
         ({"model.dropout": 1.0}, r"model.dropout=1.0: must be in \[0, 1\)"),
         ({"optimizer.schedule": "rsqr"}, "unknown optimizer.schedule 'rsqr'; did you mean 'rsqrt'"),
         ({"mesh.fsdp": 64}, "mesh.fsdp=64: must divide"),
