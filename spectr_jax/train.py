@@ -21,7 +21,7 @@ _WORKDIR = flags.DEFINE_string(
 
 
 def main():
-    # After flags are parsed, so that `--help` does not wait for JAX.
+    # Imported after the flags are parsed, so that `--help` does not wait for JAX.
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory
 

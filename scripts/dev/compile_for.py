@@ -24,6 +24,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import kernels
 import ml_collections
 import numpy as np
 from absl import flags
@@ -34,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import lower
 from spectr_jax.decoding.methods import METHODS
-from spectr_jax.experiments.measure import acceptance, kernels, report
+from spectr_jax.experiments.measure import acceptance, report
 from spectr_jax.experiments.measure.call_times import PHASES
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.quantized import quantize

@@ -27,7 +27,7 @@ from spectr_jax import load
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.experiments.measure import report
-from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils import cli

@@ -44,9 +44,9 @@ def distil_config(student: str = "6m") -> ml_collections.ConfigDict:
                 "shares": (1,),  # Online: shares of a batch, or one number for equal shares.
                 "length": 256,  # Online: tokens per row.
                 "tfds_dir": "",
-                # Each is scored separately; the first one selects the best checkpoint.
+                # Each set is scored separately; the first one selects the best checkpoint.
                 "heldout": ("labels/heldout",),
-                "heldout_rows": 128,  # Number of first rows of each.
+                "heldout_rows": 128,  # Scores this many rows of each set, from the first.
                 "streams": 8,
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.

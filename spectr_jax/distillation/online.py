@@ -58,7 +58,7 @@ class Lessons:
         for name, there, before in zip(names, self.counts, counts or self.counts, strict=True):
             if there != before:
                 raise UserError(
-                    f"data.train={name!r} has {there} sentences, and had {before} before; restore "
+                    f"data.train={name!r}: has {there} sentences, and had {before} before; restore "
                     "the corpus"
                 )
 

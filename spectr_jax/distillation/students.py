@@ -40,7 +40,7 @@ def begin_as_teacher(model: Llama, table: jax.Array) -> None:
     """Initialises a student's embedding and head from its teacher's, as far as they fit.
 
     The embedding becomes the first principal components of the teacher's `table`, float32 [V, E],
-    scaled to mean square 1. The head scores a token by its embedding.
+    scaled to mean square 1. The head's weights of a token are its embedding, scaled.
     """
     config = model.config
     coordinates = principal_components(table, config.embed_rank or config.width)

@@ -61,8 +61,8 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
         streams = rows.streams(streams)
     elif len(rows) < streams:
         raise UserError(
-            f"{len(rows)} labelled rows are too few for {streams} streams; label more, or lower "
-            "data.streams"
+            f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for "
+            f"{streams} streams; label more, or lower data.streams"
         )
     with explained(workdir), preparation.locked(workdir):
         student = _student(config, workdir, rows)
@@ -109,20 +109,13 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
     for name, value in {"cross_entropy": config.cross_entropy, **not_negative}.items():
         if not value >= 0:
             raise UserError(f"{name}={value}: must not be negative; give at least 0")
-    if model.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
-    if model.width % (2 * model.heads):
-        raise UserError(
-            f"model.width={model.width}: must be a multiple of 2 * model.heads={model.heads}; "
-            "change one"
-        )
     if model.feature_layers and not config.online:
         raise UserError(
             f"model.feature_layers={tuple(model.feature_layers)}: labels on disk have no features "
             "of lower layers; set online=True"
         )
     check_dtype(config.teacher_dtype)
-    preparation.check_optimizer(config)
+    preparation.check_shared(config)
 
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
@@ -190,7 +183,7 @@ def _heldout(
         heldout = {pathlib.Path(name).name: labelled for name, labelled in opened.items()}
     if len(heldout) < len(config.data.heldout):
         raise UserError(
-            f"data.heldout={tuple(config.data.heldout)} has two folders of one name; rename one"
+            f"data.heldout={tuple(config.data.heldout)}: has two folders of one name; rename one"
         )
     for name, others in opened.items():
         if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
@@ -257,7 +250,7 @@ def _given(
     fits = shape.features in (0, features_shown(teacher.model))
     if teacher.tokenizer.vocabulary != rows.vocabulary or not fits:
         raise UserError(
-            f"teacher={name!r} is not the one that made the labels in {config.data.train!r}, "
+            f"teacher={name!r}: is not the one that made the labels in {config.data.train!r}, "
             f"{rows.teacher.name or 'an older one'!r}; give that, or leave it out"
         )
     student = build(shape, tokens, nnx.Rngs(config.seed))
@@ -292,7 +285,7 @@ def _begun(
     model, vocabulary = load_weights(weights_path(config.init))
     if vocabulary != rows.vocabulary or not isinstance(model, Llama):
         raise UserError(
-            f"init={config.init!r} is not an exported student of this vocabulary; give one that is"
+            f"init={config.init!r}: is not an exported student of this vocabulary; give one that is"
         )
     if shape.feature_layers and not model.config.feature_layers and model.config.features:
         wider = dataclasses.replace(model.config, feature_layers=shape.feature_layers)
@@ -302,7 +295,7 @@ def _begun(
     for name in theirs:
         if name != "dtype" and theirs[name] != ours[name]:
             raise UserError(
-                f"init={config.init!r} has {name}={theirs[name]!r}, the config has {ours[name]!r}; "
-                "take the config of its size, or leave init out"
+                f"init={config.init!r}: has {name}={theirs[name]!r}, the config has "
+                f"{ours[name]!r}; take the config of its size, or leave init out"
             )
     return model

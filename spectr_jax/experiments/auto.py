@@ -37,17 +37,17 @@ NAME = "auto"
 
 
 class Acceptance(NamedTuple):
-    """The measured acceptance of the pair.
+    """The measured acceptance of the pair."""
 
-    Attributes:
-      tables: by method, the table that `prediction.predictor` takes.
-      tokens: mean number of new tokens per sequence.
-      replayed: for methods without such a table, tokens per call by shape, from replayed calls.
-    """
-
-    tables: dict[str, np.ndarray]
-    tokens: float
+    tables: dict[str, np.ndarray]  # By method, the table that `prediction.predictor` takes.
+    tokens: float  # Mean number of new tokens per sequence.
+    # For methods without a table: tokens per call by shape, from replayed calls.
     replayed: dict[str, dict[str, float]]
+
+    def of_kind(self, kind: str) -> dict[str, np.ndarray]:
+        """Returns the tables of the methods whose `prediction.statistic` is `kind`."""
+        found = self.tables.items()
+        return {name: table for name, table in found if statistic(get_method(name)) == kind}
 
 
 class Candidate(NamedTuple):
@@ -63,7 +63,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """Predicts all candidates, runs the best, and writes the table and the recommendation to
     `workdir`.
 
-    A journal there keeps the measurements, so that after a stop the same command resumes.
     Predictions and candidates depend on these measurements only.
 
     Raises:
@@ -81,16 +80,20 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         f"{config.batch_size}",
         "rows": tried,
         "predicted": [_predicted(each) for each in found],
-        **acceptance_shown(acceptance),
+        # R, and the probability that some of k i.i.d. drafts carry the token.
+        "acceptance_by_child": {
+            name: R.tolist() for name, R in acceptance.of_kind(CHILDREN).items()
+        },
+        "acceptance_by_drafts": {
+            name: (1 - carriers[1:, 0]).tolist()
+            for name, carriers in acceptance.of_kind(CARRIERS).items()
+        },
         "together": times.together,
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
-        **journal.about(),
+        "answer": answer(tried),
     }
-    result["answer"] = answer(tried)
-    report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
-    return result
+    return journal.finish(result, markdown)
 
 
 def check_auto_config(config: ml_collections.ConfigDict) -> None:
@@ -112,10 +115,10 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
-    """Returns the acceptance of the plans of the config's methods, observed on batch trees.
+    """Measures the acceptance of the config's methods on batch trees.
 
-    One run of i.i.d. drafts serves all plans, because the first k of them are k drafts. Methods
-    without a statistic are replayed on chains.
+    One run with i.i.d. drafts serves all methods that draft so, because the first k drafts are k
+    i.i.d. drafts. Methods without a `prediction.statistic` are replayed on chains.
     """
     config, draft = bench.config, bench.drafts[0]
     tree = tree_lib.batch(max(2, *config.num_drafts))
@@ -151,9 +154,10 @@ def measure_acceptance(bench: Bench) -> Acceptance:
 
 
 def _replayed(bench: Bench, method: Method) -> dict[str, float]:
-    """Returns tokens per call of a method by shape, on K chains of L for K > 1.
+    """Returns a method's tokens per call on K chains of L, by shape, for each K > 1 and L.
 
-    The calls are replayed on prompts that were decoded with the method's drafts.
+    One run drafts a tree that covers all these shapes, and `measure.replay` counts what the method
+    would emit on each of them.
     """
     config, parts = bench.config, dict[str, Method]()
     for branching in _chains(config):
@@ -175,18 +179,6 @@ def _chains(config: ml_collections.ConfigDict) -> list[tuple[int, ...]]:
     """Returns K chains of L for each K and L of the config, as numbers of children."""
     sizes = itertools.product(config.num_drafts, config.draft_lengths)
     return [(number, *[1] * (length - 1)) for number, length in sizes]
-
-
-def acceptance_shown(acceptance: Acceptance) -> dict[str, dict[str, list[float]]]:
-    """Returns the fields of the table's JSON on acceptance, by method: R, and the probability that
-    some of k i.i.d. drafts carry the token."""
-    by_child, by_drafts = dict[str, list[float]](), dict[str, list[float]]()
-    for name, table in acceptance.tables.items():
-        if statistic(get_method(name)) == CHILDREN:
-            by_child[name] = table.tolist()
-        elif statistic(get_method(name)) == CARRIERS:
-            by_drafts[name] = (1 - table[1:, 0]).tolist()
-    return {"acceptance_by_child": by_child, "acceptance_by_drafts": by_drafts}
 
 
 def candidates(
@@ -263,26 +255,23 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the answer, the table and its provenance, as Markdown."""
-    header = ["Method", "Tree", "Nodes", "Predicted tokens/call", "Measured tokens/call"]
-    header += ["Predicted tokens/s", "Measured tokens/s", "Predicted / measured", "Speedup"]
-    rows = [
-        [
-            *(f"`{row['method']}`", row["shape"], row["nodes"]),
-            *(f"{row['tokens_per_call']:.2f}", f"{row['measured_per_call']:.2f}"),
-            *(f"{row['tokens_per_second']:,.1f}", f"{row['measured_per_second']:,.1f}"),
-            f"{row['tokens_per_second'] / row['measured_per_second']:.2f}",
-            f"{row['speedup']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
+    columns: report.Columns = {
+        "Method": lambda row: f"`{row['method']}`",
+        "Tree": lambda row: row["shape"],
+        "Nodes": lambda row: row["nodes"],
+        "Tokens/call": lambda row: f"{row['measured_per_call']:.2f}",
+        "Tokens/call, predicted": lambda row: f"{row['tokens_per_call']:.2f}",
+        "Tokens/s": lambda row: f"{row['measured_per_second']:,.1f}",
+        "Tokens/s, predicted": lambda row: f"{row['tokens_per_second']:,.1f}",
+        "Speedup": lambda row: f"{row['speedup']:.2f}",
+    }
     config = result["config"]
-    calls = ", ".join(f"{count}: {ms:.1f} ms" for count, ms in result["target_ms"].items())
+    calls = ", ".join(f"{ms:.1f} ms on {count}" for count, ms in result["target_ms"].items())
     notes = [
-        result["answer"],
         f"{len(result['predicted'])} candidates were predicted (all are in `{NAME}.json`). The "
-        f"prediction uses the measured times of a target call (by tokens, {calls}), of drafting a "
-        "level, of selecting a token and of starting a sequence, and the acceptance at a node, "
-        "which is assumed to be the same at all nodes. Inside a call the parts take "
+        f"prediction uses the measured times of a target call ({calls} new tokens per sequence), "
+        "of drafting a level, of selecting a token and of starting a sequence, and the acceptance "
+        "at a node, which is assumed to be the same at all nodes. Inside a call the parts take "
         f"{result['together']:.2f} x as long as alone. The baseline, the best candidate of each "
         "method and the best of the others were run.",
         "They took turns on each seed. Tokens/s and speedups are medians over the seeds.",
@@ -292,7 +281,8 @@ def markdown(result: dict[str, Any]) -> str:
         "sequences of a batch end at different times.",
         report.made_by(result),
     ]
-    return report.page(result["title"], report.markdown_table(header, rows), notes)
+    table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
+    return report.page(result["title"], table, notes)
 
 
 def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
@@ -323,12 +313,7 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
 
 
 def _predicted(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "method": candidate.method.name,
-        "shape": candidate.shape,
-        "tokens_per_call": candidate.tokens_per_call,
-        "tokens_per_second": candidate.tokens_per_second,
-    }
+    return {**candidate._asdict(), "method": candidate.method.name}
 
 
 def _options(candidate: Candidate) -> str:

@@ -48,9 +48,10 @@ def trees_config() -> ml_collections.ConfigDict:
         decoding_config(),
         draft="2m",
         # Each N compares these on the trees that they can draft.
-        methods=_names(
-            "speculative block naive recursive kseq_gamma spectr spectr+ spectr++ otm gbv "
-            "gbv_conditional otm_block otm_layer gsd traversal ersd greedy_drafts"
+        methods=(
+            *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+"),
+            *("spectr++", "otm", "gbv", "gbv_conditional", "otm_block", "otm_layer", "gsd"),
+            *("traversal", "ersd", "greedy_drafts"),
         ),
         sizes=(8, 16, 32, 64),  # N, drafted tokens per call.
         draft_length=8,  # L of i.i.d. chains, and the largest height of searched trees.
@@ -99,7 +100,10 @@ def auto_config() -> ml_collections.ConfigDict:
         "auto",
         decoding_config(),
         draft="2m",
-        methods=_names("speculative block spectr otm otm_block otm_layer gbv_conditional gsd ersd"),
+        methods=(
+            *("speculative", "block", "spectr", "otm", "otm_block", "otm_layer"),
+            *("gbv_conditional", "gsd", "ersd"),
+        ),
         num_drafts=(1, 2, 4, 8),  # K, and the largest width of prefix trees.
         draft_lengths=(1, 2, 3, 4, 6, 8),  # L, and the heights of trees.
         size=64,  # Largest number of nodes of a tree.
@@ -141,7 +145,3 @@ def spec_bench_config() -> ml_collections.ConfigDict:
 
 def _config(experiment: str, *shared: dict[str, Any], **fields: Any) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict({"experiment": experiment, **dict(*shared), **fields})
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())

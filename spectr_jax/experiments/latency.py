@@ -7,6 +7,7 @@ than a call on one token of one sequence.
 import functools
 import itertools
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
@@ -19,8 +20,8 @@ from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import latency_config
 from spectr_jax.experiments.measure import measurement, profile, report
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed
-from spectr_jax.experiments.measure.compilation import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
@@ -33,8 +34,6 @@ NAME = "latency"
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Times every cell and every phase, and writes the tables, a heat map and a profile to
     `workdir`.
-
-    A journal there keeps the measurements, so that after a stop the same command resumes.
 
     Raises:
       UserError: the config, models or workdir are invalid, before any measurement.
@@ -67,12 +66,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, models[0], draft, journal),
         "profile": journal.value("profile", lambda: profile.generation_profile(*arguments)),
-        **journal.about(),
     }
-    report.write(workdir, NAME, result, markdown(result))
-    plot(result, workdir / f"{NAME}.png")
-    journal.remove()
-    return result
+    return journal.finish(result, markdown, plot)
 
 
 def check_latency_config(config: ml_collections.ConfigDict) -> None:
@@ -131,14 +126,17 @@ def measure_cells(
 def measure_phases(
     config: ml_collections.ConfigDict, target: Trained, draft: Trained, journal: Journal
 ) -> list[dict[str, Any]]:
-    """Returns the phases of one call of each method, in seconds and as shares of their sum."""
-    shapes = itertools.product(config.methods, config.lengths, config.phase_batch_sizes)
-    tasks, rows = {}, []
-    for name, length, batch in shapes:
-        method = _method(config, name, length)
-        tasks[name, length, batch] = functools.partial(
-            phase_timers, method, target.model, draft.model, batch, config.context
+    """Returns a row for each method, draft length and number of sequences: the milliseconds of each
+    phase of a call and of the whole call, and each phase's share of the sum of the phases."""
+    models, rows = (target.model, draft.model), []
+    tasks = {
+        (name, length, batch): functools.partial(
+            phase_timers, _method(config, name, length), *models, batch, config.context
         )
+        for name, length, batch in itertools.product(
+            config.methods, config.lengths, config.phase_batch_sizes
+        )
+    }
     for (name, length, batch), seconds in timed(journal, "phases", tasks).items():
         whole = sum(seconds[phase] for phase in PHASES)
         rows.append(
@@ -163,23 +161,11 @@ def markdown(result: dict[str, Any]) -> str:
             "italics):",
             _cell_table(config, [cell for cell in cells if cell["model"] == model]),
         ]
-    header = ["Method", "K", "L", "Sequences", *(f"{phase}, ms" for phase in PHASES)]
-    header += ["Sum, ms", "Whole call, ms", *(f"{phase}, share" for phase in PHASES)]
-    phases = report.markdown_table(header, [_phase_row(row) for row in result["phases"]])
-    profiled = [
-        [
-            *(row["phase"], row["kind"], f"{row['operations']:.0f}"),
-            *(f"{row['ms']:.3f}", f"{row['share']:.1%}"),
-        ]
-        for row in result["profile"]
-        if row["share"] >= 0.005
-    ]
-    header = ["Phase", "Kind", "Operations/call", "ms/call", "Share"]
     untrained = ""
     if any(spec.startswith(RANDOM_PREFIX) for spec in (*config["models"], config["draft"])):
         untrained = (
             " **The weights of `random:` models are random.** Times depend only on the shapes of "
-            "the weights; two such models agree on about 0.7 of their drafts."
+            "the weights; a random target accepts about 0.7 of a random draft's tokens."
         )
     chains = "".join(f", K = {row['num_drafts']}" for row in result["phases"][:1])
     notes = [
@@ -187,12 +173,12 @@ def markdown(result: dict[str, Any]) -> str:
         f"random tokens after {config['context']} committed tokens in the cache; the cells take "
         f"turns. The paper: SpecTr, Table 1 (97M) and Table 3 (6M), on a GPU.{untrained}",
         "## Where the time of a call goes",
-        phases,
+        _phase_table(result["phases"]),
         f"Target `{config['models'][0]}`, draft `{config['draft']}`. Each phase is measured alone, "
         "in a loop on the device (median); the shares are of their sum. The whole call is measured "
         "by itself. The paper: drafting adds 10 to 15 %.",
         "## What the profiler sees",
-        report.markdown_table(header, profiled),
+        _profile_table(result["profile"]),
         f"`{config['methods'][0]}`{chains}, L = {config['lengths'][-1]}, one sequence: time inside "
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
         "the call on the prompt, the loop itself and operations without a scope. Rows below 0.5 % "
@@ -210,22 +196,36 @@ def _cell_table(config: dict[str, Any], cells: list[dict[str, Any]]) -> str:
             text += " *({:.2f} ± {:.2f})*".format(*cell["paper"])
         texts[cell["length"], cell["batch"]] = text
     batches = config["batch_sizes"]
-    rows = [
-        [f"length = {length}", *(texts[length, batch] for batch in batches)]
-        for length in config["lengths"]
-    ]
-    return report.markdown_table(["", *(f"batch = {batch}" for batch in batches)], rows)
+    rows = [[n, *(texts[n, batch] for batch in batches)] for n in config["lengths"]]
+    return report.markdown_table(["Length", *(f"Batch {batch}" for batch in batches)], rows)
 
 
-def _phase_row(row: dict[str, Any]) -> list[object]:
-    alone = [row["ms"][phase] for phase in PHASES]
-    times = [*alone, sum(alone), row["ms"]["call"]]
-    return [
-        f"`{row['method']}`",
-        *(row["num_drafts"], row["draft_length"], row["batch"]),
-        *(f"{value:.2f}" for value in times),
-        *(f"{row['share'][phase]:.1%}" for phase in PHASES),
-    ]
+def _phase_table(rows: list[dict[str, Any]]) -> str:
+    def part(name: str, phase: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: format(row[name][phase], form)
+
+    columns: report.Columns = {
+        "Method": lambda row: f"`{row['method']}`",
+        "K": lambda row: row["num_drafts"],
+        "L": lambda row: row["draft_length"],
+        "Sequences": lambda row: row["batch"],
+        **{f"{phase}, ms": part("ms", phase, ".2f") for phase in PHASES},
+        "Sum, ms": lambda row: f"{sum(row['ms'][phase] for phase in PHASES):.2f}",
+        "Whole call, ms": part("ms", "call", ".2f"),
+        **{f"{phase}, share": part("share", phase, ".1%") for phase in PHASES},
+    }
+    return report.table(columns, rows)
+
+
+def _profile_table(rows: list[dict[str, Any]]) -> str:
+    columns: report.Columns = {
+        "Phase": lambda row: row["phase"],
+        "Kind": lambda row: row["kind"],
+        "Operations/call": lambda row: f"{row['operations']:.0f}",
+        "ms/call": lambda row: f"{row['ms']:.3f}",
+        "Share": lambda row: f"{row['share']:.1%}",
+    }
+    return report.table(columns, [row for row in rows if row["share"] >= 0.005])
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:

@@ -20,13 +20,13 @@ from spectr_jax.data.corpus import Sentences, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
-from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.loading.pairs import load_alone
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.training.heldout import Heldout, evaluate
-from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils import sharding
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
@@ -51,8 +51,6 @@ class Contender(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
 
-    A journal there keeps the scores, so that after a stop the same command resumes.
-
     Raises:
       UserError: the config, models, sentences or workdir are invalid, before any long work.
     """
@@ -67,25 +65,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     kept = fitting(sentences, contenders, config.sentences, config.heldout)
     journal = Journal(workdir, NAME, config, [each.weights for each in contenders])
 
-    def entry(contender: Contender, dtype: str) -> str:
-        return f"{contender.spec} in {dtype}"
-
-    models = {contender.spec: contender for contender in contenders}.values()
-    wanted = list(itertools.product(models, config.dtypes))
-    missing = [each for each in dict.fromkeys(wanted) if entry(*each) not in journal]
-    tasks = [functools.partial(_scores, kept, config.batch_size, *each) for each in missing]
-    found, rows = side_by_side(tasks), []
+    tasks = {
+        f"{each.spec} in {dtype}": functools.partial(_scores, kept, config.batch_size, each, dtype)
+        for each, dtype in itertools.product(contenders, config.dtypes)
+    }
+    found, rows = side_by_side([tasks[name] for name in tasks if name not in journal]), []
     for each in contenders:
         scores = {
-            dtype: journal.value(entry(each, dtype), functools.partial(next, found))
+            dtype: journal.value(f"{each.spec} in {dtype}", functools.partial(next, found))
             for dtype in config.dtypes
         }
         rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
-    result = {"rows": rows, "sentences": len(kept), **journal.about()}
-    report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
-    return result
+    return journal.finish({"rows": rows, "sentences": len(kept)}, markdown)
 
 
 def _contender(spec: str) -> Contender:
@@ -96,7 +88,7 @@ def _contender(spec: str) -> Contender:
 
 
 def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
-    """Returns the tokens of a sentence as a line. All but the first are scored.
+    """Returns the tokens of a sentence; a model is scored on all but the first.
 
     The first is BOS if the tokenizer adds one to prompts, or else `SEPARATOR` if it is in the
     vocabulary. The last is the line end: a newline, or EOS if the tokenizer drops newlines.
@@ -111,12 +103,12 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
 
 
 def fitting(
-    sentences: Sentences, contenders: Sequence[Contender], first: int, name: str = "the corpus"
+    sentences: Sentences, contenders: Sequence[Contender], first: int, name: str
 ) -> list[str]:
-    """Returns those of the first sentences that fit the context of every model.
+    """Returns those of the `first` sentences that fit the context of every model.
 
     Raises:
-      UserError: no sentence fits.
+      UserError: no sentence of the corpus `name` fits.
     """
     tried = [sentences[index] for index in range(min(first, len(sentences)))]
     kept = [
@@ -146,12 +138,12 @@ def _scores(
 
 
 def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
-    """Returns this process's rows of batches of sequences, the shortest sequences first.
+    """Returns batches of sequences, the shortest sequences first.
 
     A batch has `inputs`, `targets` and `real`, 1 for scored tokens. It is as long as its longest
     sequence, rounded up to a multiple of `WIDTH` and at most `context`.
     """
-    mine, ordered, made = hosts.own_share(rows), sorted(texts, key=len), []
+    ordered, made = sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
         chosen = ordered[start : start + rows]
         width = min(-(-(len(chosen[-1]) - 1) // WIDTH) * WIDTH, context)
@@ -159,7 +151,7 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
         for row, text in enumerate(chosen):
             for name, values in (("inputs", text[:-1]), ("targets", text[1:]), ("real", 1)):
                 batch[name][row, : len(text) - 1] = values
-        made.append({name: array[mine] for name, array in batch.items()})
+        made.append(batch)
     return made
 
 
@@ -176,15 +168,16 @@ def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
     config = result["config"]
-    header = ["Model", "Parameters", "Nats per token"]
-    header += [f"Bits per character, {dtype}" for dtype in config["dtypes"]]
+    header = ["Model", "Parameters", "Nats/token"]
+    header += [f"Bits/character, {dtype}" for dtype in config["dtypes"]]
     table = report.markdown_table(header, [_cells(row, config["dtypes"]) for row in result["rows"]])
     notes = [
-        f"Scores use the {result['sentences']:,} of the first {config['sentences']:,} sentences of "
-        f"`{config['heldout']}` that fit every model's context, each on its own. BOS, or "
-        f"`{SEPARATOR}` for a model that adds no BOS, precedes a sentence and is not scored. The "
-        "line end, a newline or EOS, is scored and counts as one character. Bits per character can "
-        f"be compared between tokenizers; nats per token (in {config['dtypes'][0]}) cannot.",
+        "Lower is better. Bits/character can be compared between tokenizers; nats/token (in "
+        f"{config['dtypes'][0]}) cannot.",
+        f"Of the first {config['sentences']:,} sentences of `{config['heldout']}`, all models "
+        f"score the {result['sentences']:,} that fit every model's context, each on its own. BOS "
+        f"precedes a sentence and is not scored (`{SEPARATOR}` for a model that adds no BOS). The "
+        "line end, a newline or EOS, is scored and counts as one character.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
         report.made_by(result),
     ]

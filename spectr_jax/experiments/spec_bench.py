@@ -32,7 +32,7 @@ from spectr_jax.experiments.measure.acceptance import observe_positions
 from spectr_jax.experiments.measure.bench import progress
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import Trained, check_dtype
-from spectr_jax.loading.pairs import load_alone, load_pair
+from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
@@ -51,8 +51,8 @@ class Contender(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """The inputs that all conversations share, and the label and padded length of each program that
-    is compiled."""
+    """The inputs that all conversations share. `compiled` has the label and the padded prompt
+    length of each compiled program."""
 
     config: ml_collections.ConfigDict
     target: Trained
@@ -64,8 +64,6 @@ class Bench(NamedTuple):
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures all questions, and writes the table to `workdir` as Markdown, JSON and PNG.
 
-    A journal there keeps the measured questions, so that after a stop the same command resumes.
-
     Raises:
       UserError: the config, questions, models or workdir are invalid, before any measurement.
     """
@@ -73,7 +71,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
     questions = spread(read_questions(config.questions), config.questions_per_task)
     measurement.check_table(config, workdir, NAME)
-    target, drafts = _load(config, methods)
+    needed = (config.draft,) if any(method.needs_draft for method in methods.values()) else ()
+    target, drafts = load_pair(config.target, needed, config.dtype)
     check_room(config, questions, [target, *drafts])
     small = freeze(drafts[0].model) if drafts else None
     contenders = [
@@ -93,16 +92,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 measured.append((question.task, journal.value(entry, measure)))
                 bar.update()
             rows += summaries(temperature, measured)
-    result = {
-        "title": f"Spec-Bench, {target.name}",
-        "questions": len(questions),
-        "rows": rows,
-        **journal.about(),
-    }
-    report.write(workdir, NAME, result, markdown(result))
-    plot(result, workdir / f"{NAME}.png")
-    journal.remove()
-    return result
+    title = f"Spec-Bench, {target.name}"
+    result = {"title": title, "questions": len(questions), "rows": rows}
+    return journal.finish(result, markdown, plot)
 
 
 def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
@@ -142,25 +134,16 @@ def method_of(spec: str) -> Method:
     return method
 
 
-def _load(
-    config: ml_collections.ConfigDict, methods: dict[str, Method]
-) -> tuple[Trained, list[Trained]]:
-    if any(method.needs_draft for method in methods.values()):
-        target, drafts = load_pair(config.target, (config.draft,), config.dtype)
-    else:
-        target, drafts = load_alone(config.target, config.dtype), []
-    if target.tokenizer.template is None:
+def check_room(
+    config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]
+) -> None:
+    """Raises `UserError` if the target has no chat template, or a conversation can exceed the
+    context of a model."""
+    if models[0].tokenizer.template is None:
         raise UserError(
             f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an "
             "instructed model"
         )
-    return target, drafts
-
-
-def check_room(
-    config: ml_collections.ConfigDict, questions: Sequence[Question], models: Sequence[Trained]
-) -> None:
-    """Raises `UserError` if a conversation can exceed the context of a model."""
     context, name = min((each.model.context, each.name) for each in models)
     for question in questions:
         messages: list[dict[str, str]] = []
@@ -188,29 +171,27 @@ def measure_question(
     `runs` has the tokens, calls and seconds of each run. `positions` has the sums over all runs of
     the counts of `observe_positions`, by level and by part of an answer.
     """
-    found: dict[str, Any] = {each.label: {"runs": [], "positions": {}} for each in bench.contenders}
+    made: dict[str, list[tuple]] = {contender.label: [] for contender in bench.contenders}
     for turn in range(bench.config.runs):
         key = jax.random.fold_in(jax.random.key(bench.config.seed), number)
         key = jax.random.fold_in(key, turn)
         for contender in bench.contenders:
-            made, positions = converse(bench, contender, question, temperature, key)
-            entry = found[contender.label]
-            entry["runs"].append(made)
-            _add(entry["positions"], positions)
-    for entry in found.values():
-        entry["positions"] = {name: sums.tolist() for name, sums in entry["positions"].items()}
-    return found
+            answered = converse(bench, contender, question, temperature, key)
+            made[contender.label].append(answered)
+    return {
+        label: {"runs": [run for run, _ in own], "positions": _summed([sums for _, sums in own])}
+        for label, own in made.items()
+    }
 
 
-def _add(sums: dict[str, np.ndarray], counts: dict[str, np.ndarray]) -> None:
-    """Adds `counts` to `sums`, name by name."""
-    for name, values in counts.items():
-        sums[name] = sums.get(name, 0) + values
+def _summed(counts: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Returns the sums of the counts of each name."""
+    return {name: np.sum([each[name] for each in counts], axis=0).tolist() for name in counts[0]}
 
 
 def converse(
     bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
-) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Answers the messages of a question in turn. Consumes `key`.
 
     Returns:
@@ -220,7 +201,7 @@ def converse(
     tokenizer, new_tokens = bench.target.tokenizer, bench.config.max_new_tokens
     policy = Policy(temperature, eos=tokenizer.eos)
     messages: list[dict[str, str]] = []
-    made, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, dict[str, np.ndarray]()
+    made, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, []
     for number, turn in enumerate(question.turns):
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.chat(messages)
@@ -239,9 +220,9 @@ def converse(
         new = np.asarray(generation.tokens[0, start : int(generation.lengths[0])]).tolist()
         made["tokens"] += len(new)
         made["calls"] += int(generation.target_calls[0])
-        _add(positions, _by_part(generation.observed, start, new_tokens))
+        positions.append(_by_part(generation.observed, start, new_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(new)})
-    return made, positions
+    return made, _summed(positions)
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
@@ -265,10 +246,8 @@ def summaries(temperature: float, measured: list[tuple[str, Any]]) -> list[dict[
         speeds = {label: _speeds([each[label]["runs"] for each in found]) for label in found[0]}
         for label, speed in speeds.items():
             made = [run for each in found for run in each[label]["runs"]]
-            positions = [each[label]["positions"] for each in found]
             tokens, calls = (sum(run[name] for run in made) for name in ("tokens", "calls"))
             ratios = speed / speeds[BASELINE]
-            sums = {name: np.sum([each[name] for each in positions], 0) for name in positions[0]}
             rows.append(
                 {
                     "temperature": temperature,
@@ -279,7 +258,7 @@ def summaries(temperature: float, measured: list[tuple[str, Any]]) -> list[dict[
                     "tokens_per_second": float(np.mean(speed)),
                     "speedup": float(np.mean(ratios)),
                     "speedup_std": float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
-                    **{name: values.tolist() for name, values in sums.items()},
+                    **_summed([each[label]["positions"] for each in found]),
                 }
             )
     return rows
@@ -314,8 +293,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{config['runs']} run(s) the methods take turns. Speedup is the ratio of the mean tokens "
         "per second over questions to that of the baseline, prompts included, averaged over runs. "
         "Tokens per call count the accepted drafts and one extra token.",
-        "Accepted is the share of drafts among the tokens selected at a level where drafts were "
-        f"available. The picture and `{NAME}.json` also show it by part of an answer.",
+        "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
+        f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
         f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
         report.made_by(result),
     ]

@@ -2,13 +2,13 @@
 
 import itertools
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
-from spectr_jax.decoding import Method, get_method
+from spectr_jax.decoding import get_method
 from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
@@ -19,28 +19,15 @@ from spectr_jax.experiments.measure.bench import Bench, progress
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Program
 from spectr_jax.loading.by_name import Trained, shape_name
-from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "tokens_per_call"
 
 
-class Row(NamedTuple):
-    """One row of the table, before it is measured."""
-
-    draft: Trained | None
-    algorithm: str
-    num_drafts: int
-    draft_length: int
-    method: Method
-
-
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and
     PNG.
-
-    A journal there keeps the measurements, so that after a stop the same command resumes.
 
     Raises:
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
@@ -53,7 +40,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     # Each draft and L has its own baseline runs, which are close in time to those of its rows.
     groups = [
         [baseline, *group]
-        for _, group in itertools.groupby(rows, lambda row: (row.draft, row.draft_length))
+        for _, group in itertools.groupby(rows, lambda row: (row.draft, row.method.tree.height))
     ]
     batches, every_row = len(prompts.tokens), [row for group in groups for row in group]
     steps = len(every_row) * (2 + batches * len(config.seeds))  # 2: compilation and a warm-up.
@@ -69,13 +56,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "title": f"Tokens per serial call of the target {title}",
         "rows": summaries,
         "prompts": prompts.real,
-        **journal.about(),
     }
-    if hosts.is_first():
-        report.write(workdir, NAME, result, markdown(result))
-        plot(result, workdir / f"{NAME}.png")
-    journal.remove()
-    return result
+    return journal.finish(result, markdown, plot)
 
 
 def check_eval_config(config: ml_collections.ConfigDict) -> None:
@@ -98,62 +80,61 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
             )
 
 
-def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Row]:
+def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Program]:
     """Returns the baseline, and for each draft and L the methods with K drafts.
 
     At K = 1 these are speculative decoding and the config's methods on one chain; at larger K its
     other methods.
     """
-    rows = [Row(None, "baseline", 0, 0, get_method("baseline"))]
+    rows = [Program(get_method("baseline"), None)]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
     for draft, length, k in itertools.product(drafts, config.draft_lengths, config.num_drafts):
         for name in one if k == 1 else several:
             method = on_tree(name, iid_chains(k, length))
             if method is not None:
-                rows.append(Row(draft, name, k, length, method))
+                rows.append(Program(method, draft))
     return rows
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with its provenance, as Markdown."""
-    config, rows = result["config"], []
-    best = ["alpha*"] if config["optimal_acceptance"] else []
-    header = ["Draft", "Algorithm", "K", "L", "Tokens/call", "Paper*", "alpha", *best]
-    for row in result["rows"]:
-        optimum = row["optimal_acceptance"]
-        rows.append(
-            [
-                *(row["draft"] or "-", row["algorithm"]),
-                *(row["num_drafts"] or "-", row["draft_length"] or "-"),
-                report.mean_and_std(row["tokens_per_call_by_seed"]),
-                f"{row['paper']:.2f}" if row["paper"] else "-",
-                f"{row['acceptance']:.3f}" if row["draft"] else "-",
-                *("-" if optimum is None else f"{optimum:.3f}" for _ in best),
-                *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
-            ]
-        )
+    config = result["config"]
+    columns: report.Columns = {
+        "Draft": lambda row: row["draft"] or "-",
+        "Algorithm": lambda row: row["algorithm"],
+        "K": lambda row: row["num_drafts"] or "-",
+        "L": lambda row: row["draft_length"] or "-",
+        "Tokens/call": lambda row: report.mean_and_std(row["tokens_per_call_by_seed"]),
+        "Paper*": lambda row: report.number(row["paper"], ".2f"),
+        "alpha": lambda row: report.number(row["acceptance"], ".3f"),
+        "alpha*": lambda row: report.number(row["optimal_acceptance"], ".3f"),
+        "Tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "Speedup": lambda row: f"{row['speedup']:.2f}",
+    }
+    if not config["optimal_acceptance"]:
+        del columns["alpha*"]
     drafts = ", ".join(f"`{draft}`" for draft in config["drafts"])
     notes = [
         f"{report.decoded(result)} Tokens/s are over the batch. The speedup is relative to the "
         "baseline of the same run.",
         "*Paper: SpecTr (Sun et al., 2023), Table 4, for a draft of the same size and the paper's "
         "97M target on LM1B, at temperature 1 only. Other models and data give other numbers.",
-        "alpha is the share of nodes at which the emitted token was a draft, over all seeds.",
+        "alpha is the acceptance rate: of the nodes where a method chose among drafts, the share "
+        "at which it accepted one, over all seeds.",
     ]
-    if best:
+    if config["optimal_acceptance"]:
         notes += [
-            "alpha* is the mean of the largest acceptance that any plan can reach at the same "
+            "alpha* is the largest acceptance rate that a plan for one token can reach at the same "
             "nodes with as many i.i.d. drafts (optimal transport, SpecTr, section 5), on seed "
-            f"{config['seeds'][0]}. Methods that decide on whole paths can exceed it; others do so "
+            f"{config['seeds'][0]}. Methods that decide on whole paths can exceed it. Others do so "
             "by chance only, because alpha is sampled and alpha* is an expectation."
         ]
     notes += [
         f"Target `{config['target']}`, drafts {drafts}, prompts `{config['prompts']}`.",
         report.made_by(result),
     ]
-    header += ["Tokens/s", "Speedup"]
-    return report.page(result["title"], report.markdown_table(header, rows), notes)
+    return report.page(result["title"], report.table(columns, result["rows"]), notes)
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
@@ -183,7 +164,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _summary(
-    row: Row,
+    row: Program,
     results: list[Measurement],
     best: Measurement | None,
     baseline: list[Measurement],
@@ -191,17 +172,17 @@ def _summary(
 ) -> dict[str, Any]:
     """Returns the measured row; `best` is the run that observed alpha*."""
     speeds = np.array([result.per_second for result in results])
-    draft = shape_name(row.draft) if row.draft else None
-    key = draft or "", *row[1:4]
+    draft, (k, length) = shape_name(row.draft) if row.draft else None, _chains(row)
+    key = draft or "", row.method.name, k, length
     cited = paper.TOKENS_PER_CALL.get(key) if temperature == 1 else None  # As in the paper.
     nodes, accepted = (
         sum(result.observed[name] for result in results) for name in ("nodes", "accepted")
     )
     return {
         "draft": draft,
-        "algorithm": row.algorithm,
-        "num_drafts": row.num_drafts,
-        "draft_length": row.draft_length,
+        "algorithm": row.method.name,
+        "num_drafts": k,
+        "draft_length": length,
         **measurement.tokens_per_call(results),
         "acceptance": float(accepted / nodes) if row.draft else None,
         "optimal_acceptance": best and float(best.observed["optimum"] / best.observed["nodes"]),
@@ -212,25 +193,28 @@ def _summary(
     }
 
 
-def _has_optimum(config: ml_collections.ConfigDict, row: Row) -> bool:
+def _chains(row: Program) -> tuple[int, int]:
+    """Returns K and L; both are 0 for the baseline."""
+    tree = row.method.tree
+    return len(tree.levels[1]) if tree.size else 0, tree.height
+
+
+def _has_optimum(config: ml_collections.ConfigDict, row: Program) -> bool:
     """Returns whether alpha*, the optimum for i.i.d. drafts, is measured for the row."""
     iid = row.draft is not None and row.method.verifier.rule == "iid"
     return iid and config.optimal_acceptance
 
 
-def _measure_group(bench: Bench, number: int, rows: list[Row]) -> list[dict[str, Any]]:
+def _measure_group(bench: Bench, number: int, rows: list[Program]) -> list[dict[str, Any]]:
     """Returns the measured rows, which take turns on each seed. The first one is the baseline."""
     config = bench.config
     # With the number of the group, because two drafts may share a name.
     named = {
-        f"group {number}: {row.algorithm} K={row.num_drafts} L={row.draft_length}": row
-        for row in rows
+        "group {}: {} K={} L={}".format(number, row.method.name, *_chains(row)): row for row in rows
     }
-    timed = {
-        label: Program(row.method, row.draft, observe_accepted) for label, row in named.items()
-    }
+    timed = {label: row._replace(observe=observe_accepted) for label, row in named.items()}
     optima = {  # Separate programs, because the optimum takes time.
-        f"{label}, alpha*": Program(row.method, row.draft, observe_optimum)
+        f"{label}, alpha*": row._replace(observe=observe_optimum)
         for label, row in named.items()
         if _has_optimum(config, row)
     }

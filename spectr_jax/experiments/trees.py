@@ -45,26 +45,17 @@ ROWS_AT_ONCE = 16
 
 
 class Row(NamedTuple):
-    """One row of the table, before it is measured.
+    """One row of the table, before it is measured."""
 
-    Attributes:
-      size: the N of the comparison; the tree may be a little smaller.
-      shape: description of the tree.
-      method: the method with its tree.
-      theory: expected tokens per call under 0-th order acceptance; None if not covered.
-    """
-
-    size: int
+    size: int  # N of the comparison. The tree may be a little smaller.
     shape: str
     method: Method
-    theory: float | None
+    theory: float | None  # Predicted tokens per call (`_theory`).
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures acceptance and every row; writes the table, the figures and the best trees to
     `workdir`.
-
-    A journal there keeps the measurements, so that after a stop the same command resumes.
 
     Raises:
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
@@ -84,20 +75,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     journal = Journal(workdir, NAME, config, report.weights(target, draft))
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
-    rows = table_rows(config, acceptance)
+    measured = _measure_rows(bench, table_rows(config, acceptance))
     result = {
         "title": f"Methods at equal numbers of drafted tokens: {shape_name(draft)} drafts for "
         f"{target.name}",
-        "rows": _measure_rows(bench, rows),
+        "rows": measured,
         "acceptance_by_child": acceptance.R,
         "acceptance_by_drafts": {
             name: (1 - table[:, 0]).tolist() for name, table in acceptance.carriers.items()
         },
         "kl_bits": acceptance.kl if np.isfinite(acceptance.kl) else None,
         "prompts": prompts.real,
-        **journal.about(),
+        "answer": answer(measured),
     }
-    result["answer"] = answer(result["rows"])
     if acceptance.R:
         ersd.write_figures(acceptance, target.model.vocab_size, workdir)
     for name, R in acceptance.R.items():
@@ -108,9 +98,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         accepted = [1.0, *(mean[tree.path(node)] for node in range(1, size + 1))]
         title = f"{name.upper()}, optimal tree of {size}"
         drawing.png(tree, workdir / f"optimal_tree_{name}.png", accepted, title)
-    report.write(workdir, NAME, result, markdown(result))
-    journal.remove()
-    return result
+    return journal.finish(result, markdown)
 
 
 def check_trees_config(config: ml_collections.ConfigDict) -> None:
@@ -137,8 +125,8 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
 
 
 def measure_acceptance(bench: Bench) -> PairAcceptance:
-    """Measures acceptance: drafts without replacement on batch, chain, SpecInfer and optimal
-    trees, and i.i.d. drafts on a batch tree."""
+    """Measures acceptance: of drafts without replacement on batch, chain, SpecInfer and optimal
+    trees, over all seeds, and of i.i.d. drafts on a batch tree, over one batch of prompts."""
     config, size = bench.config, max(bench.config.sizes)
     methods = [get_method(name) for name in config.methods]
     distinct = [method.name for method in methods if statistic(method) == CHILDREN]
@@ -204,7 +192,8 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) ->
 
 
 def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
-    """Returns expected tokens per call under 0-th order acceptance, if that was measured."""
+    """Returns the method's predicted tokens per call on its tree, or None if its statistic was not
+    measured."""
     if statistic(method) == CARRIERS:
         return prediction.predictor(method, acceptance.carriers[method.name])(method.tree)
     if statistic(method) == CHILDREN:
@@ -230,7 +219,7 @@ def _shapes(
         given = [tree_search.branching_of(tree) for tree in extra if below < tree.size <= size]
         if size >= 2 * length:
             given.insert(0, (size // length, *[1] * (length - 1)))
-        best = tree_search.best_prefix_trees(table, size, length)[0].branching
+        best = tree_search.best_prefix_tree(table, size, length)
         notes = {best: ", best"} if name in carriers else {}
         return {
             f"({tree_lib.spelled(each)}){notes.get(each, '')}": tree_lib.prefix_tree(*each)
@@ -323,23 +312,23 @@ def answer(rows: list[dict[str, Any]]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the table with the answer and its provenance, as Markdown."""
-    header = ["N", "Method", "Tree", "Nodes", "Levels", "Tokens/call", "Theory", "Tokens/s"]
-    rows = [
-        [
-            *(row["size"] or "-", row["method"], row["shape"], row["nodes"], row["levels"]),
-            report.mean_and_std(row["tokens_per_call_by_seed"]),
-            "-" if row["theory"] is None else f"{row['theory']:.2f}",
-            *(f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"),
-        ]
-        for row in result["rows"]
-    ]
+    columns: report.Columns = {
+        "N": lambda row: row["size"] or "-",
+        "Method": lambda row: row["method"],
+        "Tree": lambda row: row["shape"],
+        "Nodes": lambda row: row["nodes"],
+        "Levels": lambda row: row["levels"],
+        "Tokens/call": lambda row: report.mean_and_std(row["tokens_per_call_by_seed"]),
+        "Tokens/call, predicted": lambda row: report.number(row["theory"], ".2f"),
+        "Tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "Speedup": lambda row: f"{row['speedup']:.2f}",
+    }
     config = result["config"]
     notes = [
-        f"**Which should I use?** {result['answer']}",
         f"{report.decoded(result)} The speedup is relative to baseline runs just before and after.",
-        "Theory is the expected number of tokens per call if acceptance were the same at all nodes "
-        "as at the root: by child index for drafts without replacement, and for i.i.d. drafts by "
-        "the number of drafts that carry the accepted token.",
+        "The prediction assumes that acceptance is the same at all nodes. For drafts without "
+        "replacement it uses the acceptance by child index, and for i.i.d. drafts the acceptance "
+        "by the number of drafts that carry the accepted token.",
     ]
     for name, R in result["acceptance_by_child"].items():
         values = ", ".join(f"{value:.3f}" for value in R[:6])
@@ -357,5 +346,5 @@ def markdown(result: dict[str, Any]) -> str:
         f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",
         report.made_by(result),
     ]
-    table = report.markdown_table([*header, "Speedup"], rows)
+    table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
     return report.page(result["title"], table, notes)

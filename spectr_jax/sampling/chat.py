@@ -8,8 +8,8 @@ import jax
 
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.stopping import before, prepared, settled
-from spectr_jax.experiments.measure.trace import read_call, seen
 from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all
+from spectr_jax.sampling.trace import read_call, seen
 from spectr_jax.utils.errors import UserError
 
 

@@ -14,10 +14,10 @@ from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import padded_length
 from spectr_jax.decoding.stopping import before, prepared
-from spectr_jax.experiments.measure.trace import Recorded, read_calls, recorder
 from spectr_jax.loading.by_name import SMOLLM2, Trained, load
 from spectr_jax.loading.pairs import fitted, load_alone, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.sampling.trace import Recorded, read_calls, recorder
 from spectr_jax.utils.errors import UserError
 
 DEFAULT_DRAFT = "2m"
@@ -45,7 +45,7 @@ class Token(NamedTuple):
     """A new token of a sequence."""
 
     text: str  # The characters that it adds; empty while a character is incomplete.
-    origin: str  # As in `measure.trace`.
+    origin: str  # As in `sampling.trace`.
     call: int  # The index of the call that emitted it.
     logprobs: tuple[float, float] | None = None  # Under the policy and the model, if computed.
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from spectr_jax.experiments.measure.trace import ACCEPTED, BONUS, CORRECTION
 from spectr_jax.sampling.chat import Answer
 from spectr_jax.sampling.session import Decoded, Speed, Token
+from spectr_jax.sampling.trace import ACCEPTED, BONUS, CORRECTION
 
 STYLES = {ACCEPTED: "32", CORRECTION: "4;31", BONUS: "1;34"}
 """SGR codes: accepted drafts green, corrections red and underlined, bonus tokens blue and bold."""

@@ -21,12 +21,14 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
             "data": {
                 "train": "tfds:lm1b:train",
                 "heldout": "tfds:lm1b:test",
-                "heldout_sentences": 2_000,  # Number of first ones to evaluate on.
+                "heldout_sentences": 2_000,  # Evaluates on this many, from the first.
                 "tfds_dir": "",
-                # A SentencePiece file, trained if missing; "" for that of `init` or of the run.
+                # A SentencePiece file, trained if missing. "" for the one next to `init`, or for
+                # tokenizer.model of the workdir.
                 "tokenizer": "",
                 "tokenizer_sentences": 250_000,
-                "streams": 8,  # At most; a divisor of this and of the batch size is used.
+                # Parallel streams of text; their greatest common divisor with batch_size is used.
+                "streams": 8,
             },
             "steps": 100_000,
             "batch_size": 256,  # Rows, over all devices.

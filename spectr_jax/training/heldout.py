@@ -15,8 +15,8 @@ from spectr_jax.utils.errors import UserError
 
 
 class Heldout(NamedTuple):
-    """This process's rows of each packed batch, and the number of characters of all sentences,
-    line ends included."""
+    """Held-out sentences: this process's rows of each batch, and the number of characters of all
+    sentences, line ends included."""
 
     batches: list[dict[str, np.ndarray]]
     characters: int
@@ -29,19 +29,19 @@ def pack_heldout(
     first: int,
     rows: int,
     length: int,
-    name: str = "the corpus",
+    name: str = "",
 ) -> Heldout:
     """Returns those of the `first` sentences that fit rows of `length` tokens, in batches of `rows`
     rows over all processes. The last batch is padded.
 
     Raises:
-      UserError: no sentence of the corpus, called `name`, fits.
+      UserError: no sentence of the corpus `name` fits.
     """
     tried = (sentences[index] for index in range(min(first, len(sentences))))
     kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
     if not kept:
         raise UserError(
-            f"no held-out sentence of {name!r} fits {length} tokens; raise model.context"
+            f"data.heldout={name!r}: no sentence fits {length} tokens; raise model.context"
         )
     mine, packed = hosts.own_share(rows), []
     for batch in batches.evaluation_batches(kept, tokenizer, batch=rows, length=length):

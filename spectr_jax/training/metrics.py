@@ -31,10 +31,11 @@ class MetricsLog:
 
 
 class Window:
-    """The steps since the last record and their time, without evaluation and checkpoints.
+    """The steps since the last line of metrics.jsonl, and their time without evaluation and
+    checkpoints.
 
-    The very first step, which compiles, counts in the means but not in the speed. This is a
-    context: inside it a thread records when the device finishes each step.
+    It is a context manager; inside it a thread records when the device finishes each step. The
+    first step of a run compiles, so it counts in the means but not in the speed.
     """
 
     def __init__(self):

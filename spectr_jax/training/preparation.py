@@ -40,14 +40,8 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid training config."""
     check_fields(config, train_config())
     check_positive(config, *POSITIVE_FIELDS)
+    check_shared(config)
     model, exits = config.model, config.early_exit
-    if model.width % (2 * model.heads):
-        raise UserError(
-            f"model.width={model.width}: must be a multiple of 2 * model.heads={model.heads}; "
-            "change one"
-        )
-    if model.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"model.dtype={model.dtype!r} is not known; give 'float32' or 'bfloat16'")
     if not 0.0 <= model.dropout < 1.0:
         raise UserError(f"model.dropout={model.dropout}: must be in [0, 1); 0.1 is common")
     if not 0 <= exits.layer < model.layers:
@@ -62,12 +56,19 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
             f"init={config.init!r}: is not a model; give a file, or FOLDER/NAME, that "
             "spectr_jax.export wrote, such as spectr_jax/embedded/draft_6m"
         )
-    check_optimizer(config)
 
 
-def check_optimizer(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for an invalid optimizer or seed."""
-    optimizer = config.optimizer
+def check_shared(config: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` for an invalid field that the configs of language models and of students
+    share."""
+    model, optimizer = config.model, config.optimizer
+    if model.width % (2 * model.heads):
+        raise UserError(
+            f"model.width={model.width}: must be a multiple of 2 * model.heads={model.heads}; "
+            "change one"
+        )
+    if model.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"model.dtype={model.dtype!r}: must be 'float32' or 'bfloat16'")
     if optimizer.name not in OPTIMIZERS:
         raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
     if config.seed < 0:
@@ -184,15 +185,15 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 def open_tokenizer(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows
 ) -> Tokenizer:
-    """Returns the run's tokenizer, of which the run keeps a copy: `data.tokenizer`, or the one next
-    to `init`, or its own.
+    """Returns the run's tokenizer: `data.tokenizer`, or the one next to `init`, or the run's own. The
+    workdir keeps a copy.
 
-    The first process trains a missing tokenizer, except for a run from `init`, which needs that
-    of the weights.
+    If the file is missing, the first process trains a tokenizer on the corpus. A run from `init`
+    trains none, because its weights have one.
 
     Raises:
-      UserError: it has another vocabulary than the model, or differs from the run's earlier one
-        or from the packed corpus's.
+      UserError: the tokenizer has another vocabulary than the model, or differs from the run's
+        earlier one or from that of the packed corpus.
     """
     own = shared = workdir / TOKENIZER
     if config.data.tokenizer:
@@ -201,7 +202,8 @@ def open_tokenizer(
         shared = expanded(config.init).parent / TOKENIZER
     if config.init and not shared.exists():
         raise UserError(
-            f"no tokenizer at {str(shared)!r}; copy the tokenizer of init={config.init!r} there"
+            f"init={config.init!r}: there is no tokenizer at {str(shared)!r}; copy that of the "
+            "weights there"
         )
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
@@ -215,9 +217,8 @@ def open_tokenizer(
     tokenizer = Tokenizer(shared)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
-            f"{str(shared)!r} has {tokenizer.vocab_size} pieces, model.vocab_size is "
-            f"{config.model.vocab_size}; give model.vocab_size={tokenizer.vocab_size}, or a new "
-            "path as data.tokenizer"
+            f"model.vocab_size={config.model.vocab_size}: {str(shared)!r} has "
+            f"{tokenizer.vocab_size} pieces; give that number, or a new path as data.tokenizer"
         )
     if own.exists() and own.read_bytes() != tokenizer.proto:
         raise UserError(
@@ -235,8 +236,8 @@ def _check_packed(
     corpus = config.data.train
     if rows.length != config.model.context:
         raise UserError(
-            f"{corpus!r} has rows of {rows.length} tokens, model.context is "
-            f"{config.model.context}; pack it again with that --length, or change the model"
+            f"model.context={config.model.context}: {corpus!r} has rows of {rows.length} tokens; "
+            "pack it again with that --length, or change the model"
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
         absent = "" if tokenizer.exists() else "there, and should be "

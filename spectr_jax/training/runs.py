@@ -23,12 +23,12 @@ the first held-out labels."""
 
 
 class Student(NamedTuple):
-    """Choices that a distillation makes before its first step."""
+    """A student as student.json describes it. Distillation chooses it before the first step."""
 
     shape: LlamaConfig
     head_tokens: np.ndarray  # Tokens that the head scores, [W] int32.
     vocabulary: str  # Digest of the teacher's vocabulary.
-    rows: tuple[int, ...]  # Labelled rows of each training folder; empty in older runs.
+    rows: tuple[int, ...]  # Rows of each training folder at the start; empty in older runs.
 
 
 class Run(NamedTuple):

@@ -24,8 +24,8 @@ class TrainState:
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""Loss function: (params, batch, key) -> (loss, metrics), both summed over tokens; consumes the
-key."""
+"""Loss function: (params, batch, key) -> (loss, metrics), which are sums over tokens. It consumes
+the key."""
 
 
 def init_state(
@@ -52,11 +52,11 @@ def summed_loss(
     exit_layer: int = 0,
     remat: bool = False,
 ):
-    """Returns the cross-entropy summed over the tokens of a packed batch; consumes `dropout_key`.
+    """Returns sums over the tokens of a packed batch. Consumes `dropout_key`.
 
     Returns:
-      Nats of the model, nats after its first `exit_layer` layers (0 if that is 0), and the
-      number of tokens.
+      The cross-entropy of the model in nats, that of its first `exit_layer` layers (0 if there is
+      no exit), and the number of tokens.
     """
     after = (model.layers, exit_layer) if exit_layer else (model.layers,)
     mask = causal(batch["segments"])

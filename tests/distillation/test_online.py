@@ -182,7 +182,7 @@ def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, resumed.opt_state, whole.opt_state)
     (tmp_path / "train.txt").write_text("one sentence\n" * 30)
     with pytest.raises(
-        UserError, match=r"train.txt' has 30 sentences, and had 150 before; restore the corpus"
+        UserError, match=r"train.txt': has 30 sentences, and had 150 before; restore the corpus"
     ):
         training.distil(config(), tmp_path / "run")
 

@@ -3,7 +3,6 @@ acceptance."""
 
 import json
 import re
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import Tree, chain, prefix_tree
 from spectr_jax.experiments import auto, call_parts
 from spectr_jax.experiments.config import auto_config
-from spectr_jax.experiments.measure import bench, measurement
+from spectr_jax.experiments.measure import measurement
+from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement
 from spectr_jax.experiments.planning import tree_search
@@ -45,31 +45,16 @@ def _config(folder, **changes):
     return config
 
 
-def _stopping(function, calls, *at):
-    """Returns `function`, but its calls whose numbers are in `at` stop the run. `calls` collects the
-    arguments of all calls."""
-
-    def wrapped(*args, **kwargs):
-        calls.append(args)
-        if len(calls) in at:
-            raise KeyboardInterrupt
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
 @pytest.mark.slow
-def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch):
+def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch, stopping):
     """The run is stopped while it measures acceptance, times and candidates, and resumes each time.
     Each entry of the journal is edited to have taken an hour."""
     calls, phases, tokens, decoded = [], [], [], []
-    measure = _stopping(measurement.measure, decoded, 1, 8)  # The eighth is the last one.
-    monkeypatch.setattr(
-        bench, "measurement", types.SimpleNamespace(**{**vars(measurement), "measure": measure})
-    )
-    monkeypatch.setattr(call_parts, "call_timer", _stopping(call_parts.call_timer, calls))
-    monkeypatch.setattr(call_parts, "phase_timers", _stopping(call_parts.phase_timers, phases))
-    monkeypatch.setattr(call_parts, "token_timer", _stopping(call_parts.token_timer, tokens, 1))
+    run = stopping(Bench.run, decoded, 1, 8)  # The eighth is the last one.
+    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(call_parts, "call_timer", stopping(call_parts.call_timer, calls))
+    monkeypatch.setattr(call_parts, "phase_timers", stopping(call_parts.phase_timers, phases))
+    monkeypatch.setattr(call_parts, "token_timer", stopping(call_parts.token_timer, tokens, 1))
     config = _config(toy.folder, methods=("block",), seeds=(0, 1))
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
@@ -140,7 +125,7 @@ def test_methods_without_a_table_are_replayed(toy, tmp_path):
         size=4,
     )
     target, drafts, prompts = measurement.open_table(config, tmp_path, "auto", (config.draft,))
-    table = bench.Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config, []))
+    table = Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config, []))
     acceptance = auto.measure_acceptance(table)
     shapes = ["2", "2,1"]  # Two chains of three have more than four nodes.
     assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(
@@ -202,14 +187,14 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
     """The machine is three times as slow on the second seed, and ten times on the third seed."""
     found = auto.to_try(_config(tmp_path, tries=1), _found(lambda _: 100.0, tmp_path))
 
-    def measured(method, target, draft, prompts, config, seed, **_):
-        seconds = (1, 3, 10)[seed] * (2 if method.tree.size else 8)
-        return Measurement(80, 80 if not method.tree.size else 40, seconds, {})
+    def measured(_, program, seed, *__, **___):
+        drafts = program.method.tree.size > 0
+        return Measurement(80, 40 if drafts else 80, (1, 3, 10)[seed] * (2 if drafts else 8), {})
 
-    given = types.SimpleNamespace(measure=measured, compile_program=lambda *_: None)
-    monkeypatch.setattr(bench, "measurement", given)
+    monkeypatch.setattr(Bench, "run", measured)
+    monkeypatch.setattr(Bench, "compile", lambda *_: None)
     config = _config(tmp_path, seeds=(0, 1, 2))
-    table = bench.Bench(config, None, [None], None, Journal(tmp_path, "auto", config, []))
+    table = Bench(config, None, [None], None, Journal(tmp_path, "auto", config, []))
     baseline, best = auto.try_all(table, found)
     assert baseline["speedup"] == 1 and best["speedup"] == 4 and best["measured_per_call"] == 2
     assert baseline["measured_per_second"] == pytest.approx(80 / 24)
@@ -221,7 +206,7 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
         ({"methods": ("greedy_drafts",)}, "methods='greedy_drafts': cannot be predicted"),
         ({"methods": ("baseline",)}, "methods='baseline': cannot be predicted"),
         ({"methods": ("otm", "x")}, "unknown method 'x'"),
-        ({"tries": 0}, "'tries' is 0"),
+        ({"tries": 0}, "tries=0: must be at least 1"),
         ({"temperature": 0.0}, "temperature=0.0"),
     ],
 )

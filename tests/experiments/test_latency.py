@@ -33,29 +33,16 @@ def _config(folder, **changes):
     return config
 
 
-def _stopping(function, calls, at):
-    """Returns `function`, but its call number `at` stops the run. `calls` collects the arguments of
-    all calls."""
-
-    def wrapped(*args):
-        calls.append(args)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return function(*args)
-
-    return wrapped
-
-
 @pytest.mark.slow
-def test_the_tables_are_written(toy, tmp_path, monkeypatch):
+def test_the_tables_are_written(toy, tmp_path, monkeypatch, stopping):
     """The run is stopped in the third of four turns, and at the profile, and resumes each time. Each
     entry of the journal is edited to have taken an hour."""
     made, calls, phases, profiles = [], [], [], []
-    make = _stopping(latency.call_runs, made, 0)
-    monkeypatch.setattr(latency, "call_runs", lambda *args: _stopping(make(*args), calls, 6))
-    monkeypatch.setattr(latency, "phase_timers", _stopping(latency.phase_timers, phases, 0))
+    make = stopping(latency.call_runs, made, 0)
+    monkeypatch.setattr(latency, "call_runs", lambda *args: stopping(make(*args), calls, 6))
+    monkeypatch.setattr(latency, "phase_timers", stopping(latency.phase_timers, phases, 0))
     monkeypatch.setattr(
-        profile, "generation_profile", _stopping(profile.generation_profile, profiles, 1)
+        profile, "generation_profile", stopping(profile.generation_profile, profiles, 1)
     )
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -84,13 +71,13 @@ def test_the_tables_are_written(toy, tmp_path, monkeypatch):
     )
 
 
-def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch):
+def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch, stopping):
     config, any_model = (
         _config(tmp_path, methods=("spectr", "otm_block")),
         types.SimpleNamespace(model=None),
     )
     made, calls = [], []
-    timer = _stopping(lambda: 1.0, calls, 7)  # Each method has five.
+    timer = stopping(lambda: 1.0, calls, 7)  # Each method has five.
 
     def timers(method, *_):
         made.append(method.name)
@@ -210,7 +197,7 @@ def test_operations_that_only_contain_others_do_not_count():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"runs": 0}, "'runs' is 0"),
+        ({"runs": 0}, "runs=0: must be at least 1"),
         ({"dtype": "int4"}, "dtype='int4' is not known"),
         ({"context": 30}, "context=30: with a call of 3 tokens it exceeds the context 32"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),

@@ -36,6 +36,20 @@ def _config(toy, **changes):
     return config
 
 
+def _check(scores, model, lines, pieces):
+    """Checks the scores against the model's log-probabilities of each sentence alone."""
+    nats = 0
+    for first, *others in pieces:
+        count = len(others)
+        inputs = np.array([[first, *others[:-1]]]), np.arange(count)[None]
+        logits, _ = model.extend(*inputs, np.tri(count, dtype=bool)[None])
+        nats -= float(np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), others]))
+    tokens, characters = sum(len(each) - 1 for each in pieces), sum(len(line) + 1 for line in lines)
+    bits = nats / math.log(2) / characters
+    assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert scores["eval_bits_per_character"] == pytest.approx(bits, rel=1e-5)
+
+
 def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
     """The run is stopped at the second of three precisions, and resumes. The first is edited to have
     taken an hour."""
@@ -58,23 +72,8 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
     assert [row["model"] for row in result["rows"]] == ["target"]
     for row in result["rows"]:
         model, tokenizer = load(str(toy.folder / row["model"]))[1:]
-        nats = tokens = 0
-        for line in toy.prompts[:7]:
-            pieces = [BOS, *tokenizer.encode(line), EOS]
-            count = len(pieces) - 1
-            logits, _ = model.extend(
-                np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None]
-            )
-            nats -= float(
-                np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]])
-            )
-            tokens += count
-        scores = row["scores"]["float32"]
-        characters = sum(len(line) + 1 for line in toy.prompts[:7])
-        assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
-        assert scores["eval_bits_per_character"] == pytest.approx(
-            nats / math.log(2) / characters, rel=1e-5
-        )
+        scores, lines = row["scores"]["float32"], toy.prompts[:7]
+        _check(scores, model, lines, [[BOS, *tokenizer.encode(line), EOS] for line in lines])
         for dtype in ("bfloat16", "int8"):
             other = row["scores"][dtype]["eval_bits_per_character"]
             assert other != scores["eval_bits_per_character"]
@@ -140,30 +139,14 @@ def test_a_llama_is_compared_with_our_model(toy, llama, tmp_path):
     }
     result = run(_config(toy, **changes), tmp_path / "run")
     assert result["sentences"] == len(fitting)
-    characters = sum(len(line) + 1 for line in fitting)
     for spec, row in zip((own, other), result["rows"], strict=True):
         _, model, tokenizer = load(spec)
-        nats = tokens = 0
-        for line in fitting:
-            pieces = (
-                [2, *tokenizer.encode(line), *tokenizer.encode("\n")] if spec == other else None
-            )
-            pieces = pieces or [BOS, *tokenizer.encode(line), EOS]
-            count = len(pieces) - 1
-            logits, _ = model.extend(
-                np.array([pieces[:-1]]), np.arange(count)[None], np.tri(count, dtype=bool)[None]
-            )
-            nats -= float(
-                np.sum(np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(count), pieces[1:]])
-            )
-            tokens += count
-        scores = row["scores"]["float32"]
-        assert scores["eval_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
-        assert scores["eval_bits_per_character"] == pytest.approx(
-            nats / math.log(2) / characters, rel=1e-5
-        )
+        ends = tokenizer.encode("\n") if spec == other else [EOS]
+        begins = 2 if spec == other else BOS
+        pieces = [[begins, *tokenizer.encode(line), *ends] for line in fitting]
+        _check(row["scores"]["float32"], model, fitting, pieces)
         assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    assert "the 6 of the first 8 sentences" in (tmp_path / "run" / "quality.md").read_text()
+    assert "all models score the 6 that fit" in (tmp_path / "run" / "quality.md").read_text()
     with pytest.raises(UserError, match=r"heldout='.*': no sentence fits .*, 'hf:.*llama"):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
@@ -192,7 +175,7 @@ def test_tokens_before_and_after_a_sentence(toy, llama, tmp_path):
     [
         ({"dtypes": ("int4",)}, "dtype='int4'"),
         ({"models": ("nowhere",)}, "no model at 'nowhere'"),
-        ({"sentences": 0}, "'sentences' is 0"),
+        ({"sentences": 0}, "sentences=0: must be at least 1"),
     ],
 )
 def test_bad_configs(toy, tmp_path, changes, message):

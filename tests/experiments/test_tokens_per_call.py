@@ -1,7 +1,6 @@
 """Tokens per call, on small models with random weights and a tokenizer trained here."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import runpy
@@ -17,9 +16,8 @@ from spectr_jax.distillation.students import parameters
 from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
-from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.measure.compilation import CORES_OF_A_PROGRAM
-from spectr_jax.experiments.measure.measurement import Measurement, Program, measure, read_prompts
+from spectr_jax.experiments.measure.bench import CORES_OF_A_PROGRAM, Bench
+from spectr_jax.experiments.measure.measurement import Measurement, Program, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading.by_name import Trained, load, shape_name
@@ -88,9 +86,7 @@ def test_table_is_written(whole):
 
 def test_the_paper_is_cited_at_its_temperature():
     draft = types.SimpleNamespace(model=types.SimpleNamespace(config=LADDER["draft_2m"]))
-    row = tokens_per_call.Row(
-        draft, "spectr", 4, 8, get_method("spectr", num_drafts=4, draft_length=8)
-    )
+    row = Program(get_method("spectr", num_drafts=4, draft_length=8), draft)
     one = Measurement(
         tokens=12, calls=5, seconds=1.0, observed={"accepted": 1, "optimum": 1, "nodes": 2}
     )
@@ -122,21 +118,14 @@ class _Bar:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
+def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch, stopping):
     """Each row has one program without alpha*. After a stop the resumed bar ends at its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
     config = _config(
         toy.folder, optimal_acceptance=False, seeds=(0, 1), methods=("otm_block", "block")
     )
-    calls = itertools.count(1)
-
-    def stopped(*args, **kwargs):
-        if next(calls) == 8:
-            raise KeyboardInterrupt
-        return measure(*args, **kwargs)
-
-    monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
+    monkeypatch.setattr(Bench, "run", stopping(Bench.run, [], 8))
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path)
     rows = run(config, tmp_path)["rows"]
@@ -161,8 +150,6 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch):
 
 def test_descriptions_of_seeds_and_provenance():
     assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
-    assert report.over_seeds((0, 1)) == "mean ± standard deviation over 2 seeds (0, 1)"
-    assert report.over_seeds([3]) == "seed 3"
     made = {
         "command": "python x.py",
         "commit": "0123456789abcdef-dirty",
@@ -185,25 +172,18 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)
     prompts = read_prompts(config, target.tokenizer)
-
-    def measured(method, observe):
-        measure(method, target, draft, prompts, config, 0, observe=observe)
-
-    measured(
-        get_method("speculative", draft_length=1), None
-    )  # Compiles the small programs around it, which do not count.
-    programs = {
-        "block": Program(get_method("block", draft_length=1), draft),
-        "block, observed": Program(
-            get_method("block", draft_length=1), draft, acceptance.observe_optimum
-        ),
-    }
+    # Compiles the small programs around it, which do not count.
+    bench = Bench(config, target, [draft], prompts, None)
+    bench.run(Program(get_method("speculative", draft_length=1), draft), 0)
+    block = Program(get_method("block", draft_length=1), draft)
+    observed = block._replace(observe=acceptance.observe_optimum)
+    programs = {"block": block, "block, observed": observed}
     with count_compilations() as compiled:
-        Bench(config, target, [draft], prompts, None).compile(programs)
+        bench.compile(programs)
     assert len(compiled) == len(programs)
     with count_compilations() as compiled:
-        for method, _, observe in programs.values():
-            measured(method, observe)
+        for program in programs.values():
+            bench.run(program, 0)
     assert not compiled
 
 
@@ -211,18 +191,18 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
 @pytest.mark.xdist_group("table")
 def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and the table equals one without stops, except for its times."""
-    config, measured = _config(toy.folder), []
+    config, measured, measure = _config(toy.folder), [], Bench.run
     monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Programs compile in parallel.
 
-    def stopped(*args, batches=None, observe=None, **kwargs):
+    def stopped(bench, program, seed, batches=None):
         if batches is None:  # Otherwise it is a warm-up.
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
-            measured.append((args[0].name, args[5], observe.__name__))
-        return measure(*args, batches=batches, observe=observe, **kwargs)
+            measured.append((program.method.name, seed, program.observe.__name__))
+        return measure(bench, program, seed, batches)
 
-    monkeypatch.setattr("spectr_jax.experiments.measure.measurement.measure", stopped)
+    monkeypatch.setattr(Bench, "run", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(config, tmp_path / "parts")
@@ -275,13 +255,12 @@ def test_drafts_of_the_same_name_are_measured_separately(toy, tmp_path):
 def test_batch_size_does_not_change_the_figures(toy):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, config.drafts, config.dtype)
-    method = get_method("otm_block", num_drafts=2, draft_length=2)
+    program = Program(get_method("otm_block", num_drafts=2, draft_length=2), draft)
     results = []
     for config.batch_size in (4, 7):
         prompts = read_prompts(config, target.tokenizer)
-        results.append(
-            [measure(method, target, draft, prompts, config, seed) for seed in config.seeds]
-        )
+        bench = Bench(config, target, [draft], prompts, None)
+        results.append([bench.run(program, seed) for seed in config.seeds])
     for ours, theirs in zip(*results, strict=True):
         assert (ours.tokens, ours.calls) == (
             theirs.tokens,

@@ -17,6 +17,7 @@ from spectr_jax.data.hugging_face import save_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import measurement
+from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.loading import by_name
 from spectr_jax.loading.by_name import PUBLISHED, Trained, load, register_loader, weights_path
 from spectr_jax.loading.pairs import load_pair
@@ -180,9 +181,8 @@ def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
     )
     prompts = measurement.read_prompts(config, target.tokenizer)
     assert prompts.tokens[0, 0, 0] == 0 and target.tokenizer.eos == 0
-    measured = measurement.measure(
-        get_method("speculative", draft_length=1), target, draft, prompts, config, seed=0
-    )
+    program = measurement.Program(get_method("speculative", draft_length=1), draft)
+    measured = Bench(config, target, [draft], prompts, None).run(program, seed=0)
     assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
 
 

@@ -72,6 +72,6 @@ def test_characters_do_not_depend_on_line_ends(corpus, tokenizer, tmp_path):
 def test_no_sentence_fits(config, tokenizer):
     run = config()
     with pytest.raises(
-        UserError, match=r"no held-out sentence of .* fits 2 tokens; raise model.context"
+        UserError, match=r"data.heldout=.*: no sentence fits 2 tokens; raise model.context"
     ):
         pack_heldout(open_sentences(run.data.heldout), tokenizer, first=9, rows=8, length=2)

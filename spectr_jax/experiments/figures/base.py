@@ -11,25 +11,15 @@ from spectr_jax.utils.files import naming, write_json
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve or points.
+    """A curve or points."""
 
-    Attributes:
-      label: legend entry; "" for none.
-      x: x of each point.
-      y: y of each point.
-      error: standard error of each point; None for a curve.
-      like: label of the curve whose colour the points take; "" for black.
-      marker: Matplotlib's marker of points: "o", or "s" for K-SEQ and the linear program.
-      panel: index of the panel.
-    """
-
-    label: str
+    label: str  # Legend entry; "" for none.
     x: Sequence[float]
     y: Sequence[float]
-    error: Sequence[float] | None = None
-    like: str = ""
-    marker: str = "o"
-    panel: int = 0
+    error: Sequence[float] | None = None  # Standard error of each point; None for a curve.
+    like: str = ""  # Label of the curve whose colour the points take; "" for black.
+    marker: str = "o"  # Matplotlib's marker of points.
+    panel: int = 0  # Index of the panel.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,7 @@ def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
     return rows
 
 
-def png(
-    tree: Tree, path: pathlib.Path, accepted: Sequence[float] | None = None, title: str = ""
-) -> None:
+def png(tree: Tree, path: pathlib.Path, accepted: Sequence[float], title: str) -> None:
     """Draws the tree from left to right. The probabilities `accepted` [N + 1] colour its nodes."""
     from matplotlib.figure import Figure
 
@@ -43,10 +41,10 @@ def png(
     for node in range(1, tree.size + 1):
         ends = [tree.parent[node], node]
         axes.plot(tree.depth[ends], -rows[ends], color="0.6", linewidth=1, zorder=1)
-    shades = np.ones(tree.size + 1) if accepted is None else np.asarray(accepted)
-    dots = axes.scatter(tree.depth, -rows, c=shades, cmap="viridis", vmin=0, vmax=1, s=60, zorder=2)
-    if accepted is not None:
-        figure.colorbar(dots, ax=axes, label="probability of acceptance")
+    dots = axes.scatter(
+        tree.depth, -rows, c=accepted, cmap="viridis", vmin=0, vmax=1, s=60, zorder=2
+    )
+    figure.colorbar(dots, ax=axes, label="probability of acceptance")
     axes.set_xticks(range(tree.height + 1))
     axes.set_yticks([])
     axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))

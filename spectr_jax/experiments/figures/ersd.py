@@ -40,7 +40,7 @@ def figure_3(acceptance: PairAcceptance, vocab_size: int) -> Figure:
             tokens = (1 + np.cumsum(_theory(nodes, R))).tolist()
             series.append(Series(strategy, sizes, tokens, panel=panel))
             series.append(_measured(1 + np.cumsum(nodes.accepted, axis=1), strategy, panel))
-        best = [tunstall.lemma_4_2(R, size, vocab_size).bound for size in sizes]
+        best = [tunstall.lemma_4_2(R, size, vocab_size).bound(size) for size in sizes]
         series.append(Series("Lemma 4.2, best m for each N", sizes, best, panel=panel))
         fixed = _bound_of_largest(R, sizes, vocab_size)
         series.append(Series(f"Lemma 4.2, m of N = {sizes[-1]}", sizes, fixed, panel=panel))
@@ -105,4 +105,4 @@ def _measured(values: np.ndarray, like: str, panel: int, least: float = 0.0) -> 
 def _bound_of_largest(R: Sequence[float], sizes: range, vocab_size: int) -> list[float]:
     """Returns Lemma 4.2 at each N, with the m that is best for the largest N."""
     best = tunstall.lemma_4_2(R, sizes[-1], vocab_size)
-    return [best.at(size) for size in sizes]
+    return [best.bound(size) for size in sizes]

@@ -31,38 +31,27 @@ def theorem_4_1(R: Sequence[float], vocab_size: int, size: int) -> float:
 
 
 class Lemma(NamedTuple):
-    """ERSD, Lemma 4.2 at some d and m.
+    """ERSD, Lemma 4.2 at some d and m."""
 
-    Attributes:
-      d: number of child indices that the optimal tree explores.
-      m: number of further indices, which share the rest of R evenly.
-      bits: the entropy of this distribution over d + m indices.
-      size: N, the number of nodes for which d and m were chosen.
-    """
+    d: int  # Number of child indices that the optimal tree explores.
+    m: int  # Number of further indices, which share the rest of R evenly.
+    bits: float  # Entropy of this distribution over d + m indices.
 
-    d: int
-    m: int
-    bits: float
-    size: int
-
-    @property
-    def bound(self) -> float:
-        """Returns the bound on the tokens per call of trees of N nodes."""
-        return self.at(self.size)
-
-    def at(self, size: int) -> float:
-        """Returns the bound for trees of another size that explore at most d indices."""
+    def bound(self, size: int) -> float:
+        """Returns the bound on the tokens per call of trees of N = `size` nodes that explore at
+        most d indices."""
         return (math.log2(self.d + self.m) + math.log2(size + 1)) / self.bits
 
 
 def lemma_4_2(R: Sequence[float], size: int, vocab_size: int) -> Lemma:
-    """Returns ERSD's Lemma 4.2 for trees of N = `size` nodes, at the m of the lowest bound."""
+    """Returns ERSD's Lemma 4.2 with the d and m that give trees of N = `size` nodes the lowest
+    bound."""
     d = max(max(node) for node in optimal_order(R, size)) + 1
     rest = max(1 - float(np.sum(R[:d])), 0.0)
     least = max(1, math.ceil(rest / min(R[:d])))
     bits, most = entropy(R[:d]), max(least, vocab_size - d)
-    lemmas = (Lemma(d, m, bits + rest * math.log2(m), size) for m in range(least, most + 1))
-    return min(lemmas, key=lambda lemma: lemma.bound)
+    lemmas = (Lemma(d, m, bits + rest * math.log2(m)) for m in range(least, most + 1))
+    return min(lemmas, key=lambda lemma: lemma.bound(size))
 
 
 def channel_bounds(kl_bits: float) -> tuple[float, float]:

@@ -62,9 +62,8 @@ def observe_accepted(call: Call) -> dict[str, jax.Array]:
 
 
 def observe_optimum(call: Call) -> dict[str, jax.Array]:
-    """Returns the summed optimal acceptance at the nodes of `observe_accepted`, on prefix trees.
-
-    It is slow.
+    """Returns the summed optimal acceptance at the nodes of `observe_accepted`. It is slow, and for
+    i.i.d. drafts on prefix trees.
 
     Returns:
       nodes: the number of nodes where the call chose among drafts.
@@ -72,8 +71,6 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
         drafts (`otm.acceptance`).
     """
     (visited, depth), drafts, scored = _visited(call), call.chosen.drafts, call.scored
-    if not len(scored.p):  # The method has no draft distributions.
-        return {"nodes": jnp.sum(visited), "optimum": jnp.zeros(())}
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
@@ -146,9 +143,8 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
 def observe_drafts(
     methods: tuple[Method, ...], kind: str | None = None
 ) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` that gives each method's plan the first k of K i.i.d. drafts, for all k.
-
-    It is for `generate` on a batch tree.
+    """Returns an `observe` for `generate` on a batch tree of K i.i.d. drafts. For each k up to K it
+    gives each method's plan the first k drafts and counts what the plan chooses.
 
     Args:
       methods: methods with i.i.d. drafts and different names; their trees are ignored.

@@ -1,38 +1,38 @@
 """Compiles and runs the programs of a table, and updates its journal and progress bar."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
+import jax
 import ml_collections
+import numpy as np
 import tqdm
 
-from spectr_jax.experiments.measure import measurement
-from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Measurement, Program, Prompts
+from spectr_jax.experiments.measure.measurement import Measurement, Program, Prompts, policies_of
 from spectr_jax.loading.by_name import Trained
-from spectr_jax.utils import hosts
+from spectr_jax.models.frozen import freeze
+from spectr_jax.utils import hosts, sharding
+
+CORES_OF_A_PROGRAM = {"cpu": 4}
+"""Cores that XLA uses to compile one program, by backend; 1 by default."""
 
 
 class Bench(NamedTuple):
-    """The inputs that the rows of a table share.
-
-    Attributes:
-      config: the config of the table.
-      target: the target model.
-      drafts: the draft models.
-      prompts: the prompts to continue.
-      journal: the measurements so far.
-      bar: a progress bar, updated after each compiled program and each batch. Without one,
-        `compile` and `measure_all` show their own.
-    """
+    """The inputs that the rows of a table share."""
 
     config: ml_collections.ConfigDict
     target: Trained
     drafts: list[Trained]
     prompts: Prompts
     journal: Journal
+    # Updated after each compiled program and each batch. Without this bar, `compile` and
+    # `measure_all` show their own.
     bar: tqdm.tqdm | None = None
 
     def compile(self, programs: Mapping[str, Program]) -> None:
@@ -41,7 +41,7 @@ class Bench(NamedTuple):
 
         def one(label: str, program: Program) -> None:
             bar.set_description(f"compiling {label}")
-            measurement.compile_program(program, self.target, self.prompts, self.config)
+            self._on_batch(lower, program, seed=0)(0).compile()  # JAX caches it.
             bar.update()
 
         list(side_by_side([functools.partial(one, *entry) for entry in programs.items()]))
@@ -49,11 +49,49 @@ class Bench(NamedTuple):
             bar.close()
 
     def run(self, program: Program, seed: int, batches: int | None = None) -> Measurement:
-        """Returns `measurement.measure` of the program."""
-        method, draft, observe = program
-        done = None if self.bar is None else self.bar.update
-        decode = functools.partial(measurement.measure, batches=batches, observe=observe, done=done)
-        return decode(method, self.target, draft, self.prompts, self.config, seed)
+        """Decodes all prompts, or the first `batches` batches, on all devices. Returns the totals.
+
+        The key of a prompt depends only on `seed` and its index, not on the batch size.
+        """
+        tokens = calls = 0
+        observed: dict[str, np.ndarray] = {}
+        decode = self._on_batch(generate, program, seed)
+        started = time.monotonic()
+        for batch, lengths in enumerate(self.prompts.lengths[:batches]):
+            generation: Generation = hosts.fetch(decode(batch))
+            real = self._indices(batch) < self.prompts.real
+            tokens += int(np.sum((np.asarray(generation.lengths) - lengths)[real]))
+            calls += int(np.sum(np.asarray(generation.target_calls)[real]))
+            for name, values in (generation.observed or {}).items():
+                total = np.sum(np.asarray(values, np.float64)[real], axis=0)
+                observed[name] = observed.get(name, 0.0) + total
+            if self.bar is not None:
+                self.bar.update()
+        return Measurement(tokens, calls, time.monotonic() - started, observed)
+
+    def _on_batch(self, function: Callable, program: Program, seed: int) -> Callable[[int], Any]:
+        """Returns `generate` or `lower` of a program on all devices, as a function of a batch
+        index."""
+        config, prompts = self.config, self.prompts
+        mesh = sharding.make_mesh() if jax.device_count() > 1 else None
+        models = freeze(self.target.model), freeze(program.draft.model) if program.draft else None
+        if mesh is not None:
+            models = sharding.replicate(mesh, models)
+        policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
+        options = {"draft_policy": draft_policy, "observe": program.observe, "mesh": mesh}
+
+        def on_batch(batch: int):
+            fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+            keys = fold(jax.random.key(seed), self._indices(batch))
+            arguments = prompts.tokens[batch], prompts.lengths[batch], config.max_new_tokens, policy
+            return function(keys, program.method, *models, *arguments, **options)
+
+        return on_batch
+
+    def _indices(self, batch: int) -> np.ndarray:
+        """Returns the indices of a batch's prompts."""
+        rows = self.config.batch_size
+        return np.arange(batch * rows, (batch + 1) * rows)
 
     def measured(
         self, name: str, program: Program, seed: int, batches: int | None = None
@@ -96,3 +134,15 @@ def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
     return tqdm.tqdm(
         total=total, unit=unit, leave=leave, dynamic_ncols=True, disable=not hosts.is_first()
     )
+
+
+def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+    """Yields the results of tasks that compile programs, in order. The number of cores limits how
+    many run at once.
+
+    With several processes one task runs at a time, because all processes must run them in the same
+    order.
+    """
+    cores = (os.cpu_count() or 1) // CORES_OF_A_PROGRAM.get(jax.default_backend(), 1)
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else max(1, cores)) as pool:
+        yield from pool.map(lambda task: task(), tasks)

@@ -22,7 +22,7 @@ from spectr_jax.decoding.policy import for_rows
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import for_each_sequence
-from spectr_jax.experiments.measure.compilation import side_by_side
+from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
@@ -30,6 +30,8 @@ from spectr_jax.models.frozen import Frozen, freeze
 
 PASSES = 8
 """Passes of the device loop per measurement."""
+REPEATS = 10
+"""Measurements of a timer, after a warm-up."""
 PHASES = ("draft", "score", "select", "commit")
 """The phases of a call, named as their `jax.named_scope` in `decoding.loop`."""
 
@@ -61,16 +63,9 @@ def timed(journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]) 
     return {task: journal.value(name, seconds) for task, name in names.items()}
 
 
-def call_timer(model: Model, batch: int, count: int, context: int = 64, repeats: int = 10) -> Timer:
-    """Returns a timer of a call on `count` new tokens per sequence.
-
-    Args:
-      model: an `nnx.Module` that follows `Model`.
-      batch: number of sequences.
-      count: number of new tokens.
-      context: committed random tokens per sequence.
-      repeats: number of measurements, of `PASSES` calls each, after a warm-up.
-    """
+def call_timer(model: Model, batch: int, count: int, context: int) -> Timer:
+    """Returns a timer of a call on `count` new tokens of each of `batch` sequences, after `context`
+    committed random tokens. `model` is an `nnx.Module`."""
 
     def one(_, fixed, carry):
         frozen, new = fixed
@@ -78,23 +73,24 @@ def call_timer(model: Model, batch: int, count: int, context: int = 64, repeats:
 
     new, cache = _random_call(model, batch, count, context)
     logits = jnp.zeros((batch, count, model.vocab_size))
-    return _loop_timer(one, [(freeze(model), new)], (logits, cache), repeats)
+    return _loop_timer(one, [(freeze(model), new)], (logits, cache))
 
 
 def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[], float]:
-    """Returns a function that times one call from Python on `count` new tokens; it is compiled."""
+    """Returns a function that makes the call of `call_timer` once, from Python, and returns its
+    seconds. The call is already compiled."""
     frozen = freeze(model)
     run = jax.jit(lambda frozen, new, cache: _extend(frozen.merge(), new, cache), donate_argnums=2)
     new, cache = _random_call(model, batch, count, context)
 
-    def timed() -> float:
+    def one() -> float:
         nonlocal cache
         started = time.perf_counter()
         _, cache = jax.block_until_ready(run(frozen, new, cache))
         return time.perf_counter() - started
 
-    timed()
-    return timed
+    one()
+    return one
 
 
 def phase_timers(
@@ -102,8 +98,7 @@ def phase_timers(
     target: Model,
     draft: Model,
     batch: int,
-    context: int = 64,
-    repeats: int = 10,
+    context: int,
     phases: Sequence[str] = (*PHASES, "call"),
 ) -> dict[str, Timer]:
     """Returns timers, at temperature 1, of each phase of a call alone and of the whole call.
@@ -113,7 +108,6 @@ def phase_timers(
       target, draft: `nnx.Module`s that follow `Model`.
       batch: number of sequences.
       context: committed random tokens per sequence.
-      repeats: number of measurements, of `PASSES` passes each, after a warm-up.
       phases: names of the timers to make.
     """
     models = freeze(target), freeze(draft)
@@ -157,19 +151,13 @@ def phase_timers(
         "commit": (_commit_phase(tree, models[1], lengths), commit_inputs, caches),
         "call": (call_phase, [models], start),
     }
-    return {name: _loop_timer(*loops[name], repeats) for name in phases}
+    return {name: _loop_timer(*loops[name]) for name in phases}
 
 
-def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) -> Timer:
-    """Returns a timer of the verifier alone, in seconds per emitted token.
+def token_timer(method: Method, vocab_size: int, batch: int) -> Timer:
+    """Returns a timer of the method's verifier alone, in seconds per emitted token.
 
-    It runs without models, on random distributions that accept most drafts.
-
-    Args:
-      method: the method whose verifier is timed on its tree.
-      vocab_size: V.
-      batch: number of sequences.
-      repeats: number of measurements, of `PASSES` calls each, after a warm-up.
+    It runs without models on `batch` sequences, with random distributions that accept most drafts.
     """
     rng, tree = np.random.default_rng(0), method.tree
     shared = rng.normal(size=(batch, 1, vocab_size))
@@ -181,7 +169,7 @@ def token_timer(method: Method, vocab_size: int, batch: int, repeats: int = 10) 
 
     select, fixed = jax.jit(_select_phase(method, keys, lengths)), (tokens, p, logits)
     chosen = [select(step, fixed, None) for step in range(PASSES)]
-    timer = _loop_timer(select, [fixed], chosen[0], repeats)
+    timer = _loop_timer(select, [fixed], chosen[0])
     emitted = float(np.mean([each.emitted for each in chosen]))
     return lambda: timer() / emitted
 
@@ -257,8 +245,8 @@ def _at(cache: Cache, lengths: jax.Array) -> Cache:
     return dataclasses.replace(cache, lengths=lengths)
 
 
-def _loop_timer(body: Callable, fixed: list[Any], start: Any, repeats: int) -> Timer:
-    """Returns a timer of `carry = body(step, fixed[i], carry)` in a device loop, with a warm-up."""
+def _loop_timer(body: Callable, fixed: list[Any], start: Any) -> Timer:
+    """Returns a timer of `carry = body(step, fixed[i], carry)` in a loop on the device."""
 
     def one_pass(step, fixed, carry):
         # Without the barrier XLA hoists loop-invariant work out of the loop.
@@ -272,7 +260,7 @@ def _loop_timer(body: Callable, fixed: list[Any], start: Any, repeats: int) -> T
 
     def timer() -> float:
         carry, seconds = jax.tree.map(jnp.copy, start), []
-        for repeat in range(repeats + 1):
+        for repeat in range(REPEATS + 1):
             started = time.perf_counter()
             carry = jax.block_until_ready(program(fixed[repeat % len(fixed)], carry))
             seconds.append(time.perf_counter() - started)

@@ -41,7 +41,8 @@ class Journal:
         config: ml_collections.ConfigDict,
         weights: Sequence[str],
     ):
-        self._path, self._config = workdir / f"{name}.part.jsonl", config
+        self._workdir, self._name, self._config = workdir, name, config
+        self._path = workdir / f"{name}.part.jsonl"
         self._weights, self._values = list(weights), dict[str, Any]()
         made = report.provenance()
         self._commit, self._commits = made["commit"], list[str]()
@@ -107,10 +108,21 @@ class Journal:
         arrays = {key: np.asarray(values) for key, values in found.observed.items()}
         return found._replace(observed=arrays)
 
-    def remove(self) -> None:
-        """Removes the file; call it once the table is written."""
+    def finish(
+        self,
+        result: dict[str, Any],
+        markdown: Callable[[dict[str, Any]], str],
+        plot: Callable[[dict[str, Any], pathlib.Path], None] | None = None,
+    ) -> dict[str, Any]:
+        """Writes the table as JSON, Markdown and PNG, and removes the journal. Returns `result`
+        with the fields of `about`."""
+        result = {**result, **self.about()}
         if hosts.is_first():
+            report.write(self._workdir, self._name, result, markdown(result))
+            if plot is not None:
+                plot(result, self._workdir / f"{self._name}.png")
             self._path.unlink(missing_ok=True)
+        return result
 
     def _write(self, line: dict[str, Any], mode: str = "a") -> None:
         if hosts.is_first():

@@ -1,9 +1,8 @@
-"""Prompts, and one method that decodes all of them: the measurement behind every table."""
+"""What the tables share: checks of their configs, models, prompts, and the totals of a method."""
 
 import dataclasses
 import json
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,28 +13,19 @@ import numpy as np
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import PAD, AnyTokenizer
 from spectr_jax.decoding import Method, Policy
-from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.models.frozen import freeze
-from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.config import check_positive, config_hash
 from spectr_jax.utils.errors import UserError
 
 
 class Prompts(NamedTuple):
-    """Prompts in batches of one shape; those after the first `real` are padding.
+    """Prompts in batches of one shape; those after the first `real` are padding."""
 
-    Attributes:
-      tokens: [batches, B, T] int32.
-      lengths: [batches, B] int32.
-      real: the number of prompts that count.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    real: int
+    tokens: np.ndarray  # [batches, B, T] int32
+    lengths: np.ndarray  # [batches, B] int32
+    real: int  # Number of prompts that count.
 
 
 class Program(NamedTuple):
@@ -47,19 +37,12 @@ class Program(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The totals of one method over all prompts, for one seed.
+    """The totals of one method over all prompts, for one seed."""
 
-    Attributes:
-      tokens: number of emitted tokens.
-      calls: number of target calls.
-      seconds: time of all generations.
-      observed: the results of `observe`, summed over calls.
-    """
-
-    tokens: int
-    calls: int
-    seconds: float
-    observed: dict[str, np.ndarray]
+    tokens: int  # Emitted tokens.
+    calls: int  # Target calls.
+    seconds: float  # Time of all generations.
+    observed: dict[str, np.ndarray]  # Results of `observe`, summed over calls.
 
     @property
     def per_call(self) -> float:
@@ -165,76 +148,6 @@ def open_table(
                 "lower one of them"
             )
     return target, loaded, prompts
-
-
-def measure(
-    method: Method,
-    target: Trained,
-    draft: Trained | None,
-    prompts: Prompts,
-    config: ml_collections.ConfigDict,
-    seed: int,
-    batches: int | None = None,
-    observe: Callable | None = None,
-    done: Callable[[], Any] | None = None,
-) -> Measurement:
-    """Returns the totals of decoding all prompts, or the first `batches` batches, on all devices.
-
-    The key of a prompt depends only on `seed` and its index, not on the batch size. `done` is
-    called after each batch.
-    """
-    tokens = calls = 0
-    observed: dict[str, np.ndarray] = {}
-    run = _on_batch(generate, Program(method, draft, observe), target, prompts, config, seed)
-    started = time.monotonic()
-    for batch in range(len(prompts.tokens))[:batches]:
-        generation: Generation = hosts.fetch(run(batch))
-        real = _indices(config, batch) < prompts.real
-        tokens += int(np.sum((np.asarray(generation.lengths) - prompts.lengths[batch])[real]))
-        calls += int(np.sum(np.asarray(generation.target_calls)[real]))
-        for name, values in (generation.observed or {}).items():
-            total = np.sum(np.asarray(values, np.float64)[real], axis=0)
-            observed[name] = observed.get(name, 0.0) + total
-        if done is not None:
-            done()
-    return Measurement(tokens, calls, time.monotonic() - started, observed)
-
-
-def compile_program(
-    program: Program, target: Trained, prompts: Prompts, config: ml_collections.ConfigDict
-) -> None:
-    """Compiles the program that `measure` runs; JAX caches it."""
-    _on_batch(lower, program, target, prompts, config, seed=0)(0).compile()
-
-
-def _on_batch(
-    function: Callable,
-    program: Program,
-    target: Trained,
-    prompts: Prompts,
-    config: ml_collections.ConfigDict,
-    seed: int,
-) -> Callable[[int], Any]:
-    """Returns `generate` or `lower` of a program on all devices, as a function of a batch index."""
-    mesh = sharding.make_mesh() if jax.device_count() > 1 else None
-    models = freeze(target.model), freeze(program.draft.model) if program.draft else None
-    if mesh is not None:
-        models = sharding.replicate(mesh, models)
-    policy, draft_policy = policies_of(config, target.tokenizer.eos)
-    options = {"draft_policy": draft_policy, "observe": program.observe, "mesh": mesh}
-
-    def on_batch(batch: int):
-        fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        keys = fold(jax.random.key(seed), _indices(config, batch))
-        arguments = prompts.tokens[batch], prompts.lengths[batch], config.max_new_tokens, policy
-        return function(keys, program.method, *models, *arguments, **options)
-
-    return on_batch
-
-
-def _indices(config: ml_collections.ConfigDict, batch: int) -> np.ndarray:
-    """Returns the indices of a batch's prompts."""
-    return np.arange(batch * config.batch_size, (batch + 1) * config.batch_size)
 
 
 def check_table(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:

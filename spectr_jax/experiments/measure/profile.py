@@ -16,24 +16,24 @@ from spectr_jax.models.base import Model
 
 _CONTROL = ("while", "conditional", "call", "cond")
 """Operations that only contain others and do no work."""
+NEW_TOKENS = 32
+"""Generated tokens, or fewer if a model's context is too short."""
 
 
 def generation_profile(
-    method: Method, target: Model, draft: Model | None, context: int, max_new_tokens: int = 32
+    method: Method, target: Model, draft: Model, context: int
 ) -> list[dict[str, Any]]:
-    """Returns the time inside operations while one sequence is generated, as rows (see `summary`).
+    """Returns the time inside operations while one sequence is generated, as the rows of
+    `summary`.
 
     There are no rows if the machine does not allow profiling, as on some virtual GPUs.
 
     Args:
       method: the method to decode with, at temperature 1.
-      target: an `nnx.Module` that follows `Model`.
-      draft: another one, or None.
+      target, draft: `nnx.Module`s that follow `Model`.
       context: number of random tokens of the prompt.
-      max_new_tokens: number of new tokens; reduced to what fits the models' contexts.
     """
-    models = [target] if draft is None else [target, draft]
-    max_new_tokens = min(max_new_tokens, *(each.context - context for each in models))
+    max_new_tokens = min(NEW_TOKENS, target.context - context, draft.context - context)
     prompt = np.random.default_rng(0).integers(0, target.vocab_size, (1, context))
     arguments: Any = (jax.random.key(0), method, target, draft, prompt, [context], max_new_tokens)
     jax.block_until_ready(generate(*arguments))

@@ -16,7 +16,6 @@ from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import ends
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.planning.tree_search import tree_of
-from spectr_jax.utils.errors import UserError
 
 
 def covering(trees: Iterable[Tree]) -> Tree:
@@ -25,18 +24,9 @@ def covering(trees: Iterable[Tree]) -> Tree:
 
 
 def part_of(whole: Tree, part: Tree) -> np.ndarray:
-    """Returns [N + 1]: for each node of `part`, the same node of `whole`.
-
-    Raises:
-      UserError: `whole` does not contain `part`.
-    """
+    """Returns [N + 1]: for each node of `part`, the same node of `whole`, which contains `part`."""
     places = {whole.path(node): node for node in range(whole.size + 1)}
-    try:
-        return np.array([places[part.path(node)] for node in range(part.size + 1)], np.int32)
-    except KeyError as error:
-        raise UserError(
-            f"node={error.args[0]}: must be in the drafted tree; draft the `covering` tree"
-        ) from None
+    return np.array([places[part.path(node)] for node in range(part.size + 1)], np.int32)
 
 
 def can_be_replayed(method: Method) -> bool:
@@ -46,23 +36,15 @@ def can_be_replayed(method: Method) -> bool:
 
 @functools.cache
 def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, jax.Array]]:
-    """Returns an `observe` for `generate` with a method of the same rule on a `covering` tree.
+    """Returns an `observe` for `generate` with a method of the same drafting rule as `methods`, on
+    their `covering` tree. The methods have one rule and satisfy `can_be_replayed`.
 
     The function is cached, so that `generate` does not recompile.
 
     Returns:
       A function that returns `emitted`, [methods] int32: the number of tokens that each method
       would have emitted in the call, up to EOS; and `calls`, 1.
-
-    Raises:
-      UserError: a method cannot be replayed, or has another drafting rule than the first one.
     """
-    for method in methods:
-        if not can_be_replayed(method) or method.verifier.rule != methods[0].verifier.rule:
-            raise UserError(
-                f"method={method.name!r}: drafts by the rule {method.verifier.rule!r}; replay "
-                "methods that all have i.i.d. drafts, or all drafts without replacement"
-            )
 
     def emitted(call: Call, method: Method, key: jax.Array) -> jax.Array:
         scored = call.scored.part(method.tree, part_of(call.scored.tree, method.tree))

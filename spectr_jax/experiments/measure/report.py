@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,13 +42,6 @@ def mean_and_std(values: Sequence[float]) -> str:
     return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
 
 
-def over_seeds(seeds: Sequence[int]) -> str:
-    """Returns a description of what `mean_and_std` shows."""
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}"
-    return f"mean ± standard deviation over {len(seeds)} seeds {tuple(seeds)}"
-
-
 def temperatures(config: dict[str, Any]) -> str:
     """Returns a description of the temperatures of a config's target and drafts."""
     own = config.get("draft_temperature")
@@ -58,16 +51,19 @@ def temperatures(config: dict[str, Any]) -> str:
 
 def decoded(result: dict[str, Any]) -> str:
     """Returns the sentence about the prompts and the sampling of a table."""
-    config = result["config"]
+    config, seeds = result["config"], tuple(result["config"]["seeds"])
+    several = f"mean ± standard deviation over {len(seeds)} seeds {seeds}"
     return (
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
         f"{config['max_new_tokens']} new tokens each, batch {config['batch_size']}, "
-        f"{temperatures(config)}; {over_seeds(config['seeds'])}."
+        f"{config['dtype']}, {temperatures(config)}; "
+        f"{several if len(seeds) > 1 else f'seed {seeds[0]}'}."
     )
 
 
 def page(title: str, table: str, notes: Sequence[str]) -> str:
-    """Returns a page of Markdown with a title, a table and paragraphs below it."""
+    """Returns a page of Markdown: a title, a table (below the answer, if there is one), and
+    paragraphs."""
     return "\n\n".join([f"# {title}", table, *notes]) + "\n"
 
 
@@ -92,6 +88,20 @@ def provenance() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
+
+
+Columns = dict[str, Callable[[Mapping[str, Any]], object]]
+"""The columns of a table: each header, and a function that returns the cell of a row."""
+
+
+def table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the Markdown table of `rows`."""
+    return markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def number(value: float | None, form: str) -> str:
+    """Returns a number in a format such as ".2f", and "-" for None."""
+    return "-" if value is None else format(value, form)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

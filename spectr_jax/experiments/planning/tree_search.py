@@ -10,7 +10,6 @@ accepted token.
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -116,38 +115,24 @@ def expected_tokens_iid(branching: Sequence[int], carriers: np.ndarray) -> float
     return float(1 + below[1])
 
 
-class Candidate(NamedTuple):
-    """A prefix tree of i.i.d. drafts, its number of nodes and its expected tokens per call."""
-
-    branching: tuple[int, ...]
-    nodes: int
-    tokens: float
-
-
-def best_prefix_trees(
-    carriers: np.ndarray, size: int, height: int, number: int = 1
-) -> list[Candidate]:
-    """Returns the best prefix trees (k_1, ..., k_L), best first, by exhaustive search.
+def best_prefix_tree(carriers: np.ndarray, size: int, height: int) -> tuple[int, ...]:
+    """Returns the prefix tree (k_1, ..., k_L) that emits the most tokens per call, by exhaustive
+    search. Of equally good trees it is the smallest.
 
     Args:
       carriers: [K + 1, K + 1] with K >= `size`.
       size: the largest number of nodes N.
       height: the largest number of levels L.
-      number: how many trees to return.
 
     Raises:
       UserError: `carriers` covers fewer drafts than `size`.
     """
     checked(size=size, height=height)
-    if size >= len(carriers):
-        raise UserError(
-            f"size={size}: carriers cover only {len(carriers) - 1} drafts; measure more drafts"
-        )
-    candidates = [
-        Candidate(each, int(np.cumprod(each).sum()), expected_tokens_iid(each, carriers))
-        for each in prefix_shapes(size, height, size)
-    ]
-    return sorted(candidates, key=lambda candidate: (-candidate.tokens, candidate.nodes))[:number]
+
+    def score(branching: tuple[int, ...]) -> tuple[float, int]:
+        return expected_tokens_iid(branching, carriers), -int(np.cumprod(branching).sum())
+
+    return max(prefix_shapes(size, height, size), key=score)
 
 
 def prefix_shapes(width: int, height: int, size: int) -> Iterator[tuple[int, ...]]:

@@ -31,7 +31,7 @@ def journal(tmp_path):
 
 
 def test_call_timer(model):
-    assert call_timer(model, 2, 3, context=8, repeats=3)() > 0
+    assert call_timer(model, 2, 3, context=8)() > 0
 
 
 def test_times_between_measured_numbers_are_interpolated():
@@ -48,7 +48,7 @@ def test_call_runs_reuses_the_donated_cache(model):
 @pytest.mark.slow
 def test_phases(model, journal):
     method = get_method("otm_block", tree="2,1")
-    timers = functools.partial(phase_timers, method, model, model, context=8, repeats=2)
+    timers = functools.partial(phase_timers, method, model, model, context=8)
     everything = functools.partial(timers, batch=2)
     draft = functools.partial(timers, batch=1, phases=("draft",))
     seconds = timed(journal, "phases", {"everything": everything, "draft": draft})
@@ -73,4 +73,4 @@ def test_all_timers_compile_before_one_measures(journal):
     ("name", "options"), [("block", {"draft_length": 2}), ("ersd", {"tree": "2,1"})]
 )
 def test_token_timer(name, options):
-    assert token_timer(get_method(name, **options), 13, 2, repeats=2)() > 0
+    assert token_timer(get_method(name, **options), 13, 2)() > 0

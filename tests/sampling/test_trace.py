@@ -6,8 +6,8 @@ import pytest
 
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
-from spectr_jax.experiments.measure.trace import read_calls, recorder
 from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.sampling.trace import read_calls, recorder
 
 VOCAB, EOS, NEW = 5, 4, 9
 TARGET = random_table(0, VOCAB)
