@@ -112,6 +112,11 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
             raise UserError(
                 f"methods={name!r}: takes no tree and no draft_length to search; leave it out"
             )
+        if statistic(get_method(name)) is None and not _parts(config, name):
+            raise UserError(
+                f"num_drafts={tuple(config.num_drafts)}: {name!r} needs at least 2 chains that fit "
+                f"size={config.size}; add 2, or raise size"
+            )
 
 
 def measure_acceptance(bench: Bench) -> Acceptance:
@@ -159,12 +164,7 @@ def _replayed(bench: Bench, method: Method) -> dict[str, float]:
     One run drafts a tree that covers all these shapes, and `measure.replay` counts what the method
     would emit on each of them.
     """
-    config, parts = bench.config, dict[str, Method]()
-    for branching in _chains(config):
-        tree = tree_lib.prefix_tree(*branching)
-        part = on_tree(method.name, tree)
-        if branching[0] > 1 and tree.size <= config.size and part is not None:
-            parts[tree_lib.spelled(branching)] = part
+    config, parts = bench.config, _parts(bench.config, method.name)
     # Any plan with this drafting rule will do; the method's own verifier may refuse this tree.
     plans = {"iid": "otm", "without_replacement": "recursive_without_replacement"}
     verifier = TokenByToken(transport.get(plans[method.verifier.rule]))
@@ -173,6 +173,17 @@ def _replayed(bench: Bench, method: Method) -> dict[str, float]:
     entry = f"{method.name} replayed"
     observed = bench.measured(entry, program, config.seeds[0], batches=1).observed
     return dict(zip(parts, (observed["emitted"] / observed["calls"]).tolist(), strict=True))
+
+
+def _parts(config: ml_collections.ConfigDict, name: str) -> dict[str, Method]:
+    """Returns a method on K chains of L, by shape, for each K > 1 and L that fit `size`."""
+    parts = {}
+    for branching in _chains(config):
+        tree = tree_lib.prefix_tree(*branching)
+        part = on_tree(name, tree)
+        if branching[0] > 1 and tree.size <= config.size and part is not None:
+            parts[tree_lib.spelled(branching)] = part
+    return parts
 
 
 def _chains(config: ml_collections.ConfigDict) -> list[tuple[int, ...]]:

@@ -206,6 +206,7 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
         ({"methods": ("greedy_drafts",)}, "methods='greedy_drafts': cannot be predicted"),
         ({"methods": ("baseline",)}, "methods='baseline': cannot be predicted"),
         ({"methods": ("otm", "x")}, "unknown method 'x'"),
+        ({"methods": ("otm_layer",), "num_drafts": (1,)}, "'otm_layer' needs at least 2 chains"),
         ({"tries": 0}, "tries=0: must be at least 1"),
         ({"temperature": 0.0}, "temperature=0.0"),
     ],
