@@ -1,4 +1,4 @@
-"""Reads tokenizers from Hugging Face's files, and writes our SentencePiece models as such files."""
+"""Tokenizers in Hugging Face's files: reads and writes them."""
 
 import functools
 import json
@@ -8,21 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from sentencepiece import sentencepiece_model_pb2
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import pre_tokenizers, processors
 
-from spectr_jax.data.tokenizer import (
-    BOS,
-    EOS,
-    NO_PIECE,
-    PAD,
-    SPACE,
-    UNK,
-    AnyTokenizer,
-    Tokenizer,
-    checked_text,
-    vocabulary_digest,
-)
+from spectr_jax.data.tokenizer import NO_PIECE, SPACE, AnyTokenizer, checked_text, vocabulary_digest
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import check_fetched, write_json, write_whole
 
@@ -32,16 +20,11 @@ LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Kinds of decoders that together spell a token as SentencePiece does."""
 
 
-def _bytes_by_letter() -> dict[str, int]:
-    """Returns the byte that each letter of a GPT-2's vocabulary stands for: itself if printable;
-    letters above U+00FF stand for the other bytes in order."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    printable = [ord(letter) for letter in letters if ord(letter) < 256]
-    others = sorted(set(range(256)) - set(printable))
-    return dict(zip(letters, [*printable, *others], strict=True))
-
-
-BYTES = _bytes_by_letter()
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+_ORDER = sorted(range(256), key=lambda byte: (chr(byte) not in _LETTERS, byte))
+BYTES = dict(zip(_LETTERS, _ORDER, strict=True))
+"""The byte that each letter of a byte-level vocabulary stands for. Printable bytes are their own
+letters; letters above U+00FF stand for the other bytes in order."""
 
 
 def _spelled(name: str, of_bytes: bool) -> bytes:
@@ -165,20 +148,15 @@ class HuggingFaceTokenizer(AnyTokenizer):
             )
             others = written.post_processor
             written.post_processor = processors.Sequence([others, made]) if others else made
-        template = {"chat_template": self.template} if self.template else {}
-        _write(folder, written, context, self._names | template)
-
-
-def _write(
-    folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, context: int, settings: Mapping[str, str]
-) -> None:
-    write_whole(folder / FILE, tokenizer.to_str(pretty=True))
-    fixed = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / SETTINGS, {**fixed, **settings})
+        write_whole(folder / FILE, written.to_str(pretty=True))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": context,
+            "clean_up_tokenization_spaces": False,
+            **self._names,
+            **({"chat_template": self.template} if self.template else {}),
+        }
+        write_json(folder / SETTINGS, settings)
 
 
 def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
@@ -202,11 +180,10 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             raise FileNotFoundError(f"no {FILE}, which says how a {kind} pre-tokenizes")
         if not all((folder / name).exists() for name in OLD_FILES):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
-        bpe = models.BPE.from_file(*(str(folder / name) for name in OLD_FILES))
-        made = tokenizers.Tokenizer(bpe)
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        return made
+        old = tokenizers.ByteLevelBPETokenizer.from_file(
+            *(str(folder / name) for name in OLD_FILES)
+        )
+        return tokenizers.Tokenizer.from_str(old.to_str())
     except UserError:
         raise
     except Exception as error:  # The library raises bare exceptions.
@@ -321,29 +298,3 @@ def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) ->
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return bool(settings.get("add_bos_token", True))
     return first_added(tokenizer) == bos
-
-
-def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> None:
-    """Writes our SentencePiece model as tokenizer.json and tokenizer_config.json to an existing
-    folder, so that `AutoTokenizer` reads it.
-
-    BOS has id 1 and is not added to a text; `<s>` in a text stands for it. `context` is the
-    model's, in tokens.
-    """
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.proto)  # type: ignore[attr-defined]
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    made = tokenizers.Tokenizer(models.Unigram(pieces, UNK, byte_fallback=True))
-    rules = proto.normalizer_spec.precompiled_charsmap
-    spaces = [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
-    made.normalizer = normalizers.Sequence(
-        [*([normalizers.Precompiled(rules)] if rules else []), *spaces]
-    )
-    made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
-    space = decoders.Replace(SPACE, " ")
-    made.decoder = decoders.Sequence(
-        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    controls = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
-    names = {name: pieces[token][0] for name, token in controls.items()}
-    made.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in names.values()])
-    _write(folder, made, context, names)

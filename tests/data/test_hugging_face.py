@@ -1,4 +1,4 @@
-"""Writes our tokenizer in Hugging Face's files, and reads tokenizers of GPT-2's family."""
+"""Reads and writes tokenizers in Hugging Face's files, and renders chat templates."""
 
 import json
 import random
@@ -17,7 +17,6 @@ from spectr_jax.data.hugging_face import (
     read_names,
     read_template,
     read_tokenizer,
-    save_tokenizer,
 )
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
 from spectr_jax.loading.by_name import EMBEDDED
@@ -33,10 +32,8 @@ def ours():
 
 
 @pytest.fixture(scope="module")
-def written(ours, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ours")
-    save_tokenizer(folder, ours, context=128)
-    return folder
+def theirs(ours, in_hugging_face):
+    return HuggingFaceTokenizer(in_hugging_face(ours), BOS, EOS)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +62,21 @@ def _texts():
     ]
 
 
-def test_our_tokenizer_gives_the_same_tokens_there(ours, written):
-    theirs = HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS)
-    auto = transformers.AutoTokenizer.from_pretrained(written)
-    assert (auto.bos_token_id, auto.eos_token_id, auto.pad_token_id) == (1, 2, 0)
+def test_our_tokenizer_gives_the_same_tokens_there(ours, theirs, tmp_path):
+    """`AutoTokenizer` reads what `save` writes."""
+    theirs.save(tmp_path, context=128)
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (auto.bos_token_id, auto.eos_token_id) == (BOS, EOS)
     for text in _texts():
         tokens = ours.encode(text)
         assert theirs.encode(text) == tokens, text
         assert theirs.decode([BOS, *tokens, EOS]) == ours.decode(tokens), text
     for text in _texts()[:50]:
-        assert auto.encode(text) == ours.encode(text), text
+        assert auto.encode(text) == ours.prompt(text), text
 
 
-def test_a_vocabulary_is_the_same_in_either_form(ours, written, byte_pairs):
-    assert HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS).vocabulary == ours.vocabulary
+def test_a_vocabulary_is_the_same_in_either_form(ours, theirs, byte_pairs):
+    assert theirs.vocabulary == ours.vocabulary
     new, old = (
         HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0) for form in ("new", "old")
     )
@@ -96,8 +94,7 @@ def test_byte_pairs_split_and_join(byte_pairs):
         assert tokenizer.piece(0) == END
 
 
-def test_pieces_look_as_in_the_text(ours, written):
-    theirs = HuggingFaceTokenizer(read_tokenizer(written), BOS, EOS)
+def test_pieces_look_as_in_the_text(ours, theirs):
     tokens = ours.encode("The committee will meet \\ again")
     for tokenizer in (ours, theirs):
         assert "".join(map(tokenizer.piece, tokens)) == " The committee will meet \\ again"

@@ -13,19 +13,16 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from spectr_jax.data.hugging_face import save_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import measurement
 from spectr_jax.loading import by_name
 from spectr_jax.loading.by_name import PUBLISHED, Trained, load, register_loader, weights_path
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.models.formats.gpt2 import save_gpt2
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.models.table import TableModel, random_table
-from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import save_weights, weight_files
 from spectr_jax.utils.errors import UserError
 
@@ -155,18 +152,15 @@ def test_an_unknown_shape_is_named():
 
 
 @pytest.fixture(scope="module")
-def gpt2_pair(tmp_path_factory):
+def gpt2_pair(write_gpt2, tmp_path_factory):
     """A folder with two GPT-2 models and their byte-pair tokenizer of 290 tokens."""
     folder = tmp_path_factory.mktemp("hub")
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(
         [f"law {number}" for number in range(99)], vocab_size=290, special_tokens=["<|endoftext|>"]
     )
-    shape = TransformerConfig(
-        layers=1, width=16, mlp=32, heads=2, vocab_size=290, context=32, attention_bias=True
-    )
     for seed, name in enumerate(("target", "draft")):
-        save_gpt2(folder / name, Transformer(shape, rngs=nnx.Rngs(seed)), bos=0, eos=0)
+        write_gpt2(folder / name, 290, layers=1, seed=seed)
         made.save(str(folder / name / "tokenizer.json"))
     return folder
 
@@ -191,15 +185,6 @@ def test_models_of_different_vocabularies_are_refused(gpt2_pair, toy):
         UserError, match="have different vocabularies: of 268 tokens 0 are the same at the same ids"
     ):
         load_pair(f"hf:{gpt2_pair / 'target'}", (str(toy.folder / "draft.safetensors"),), "float32")
-
-
-def test_ours_and_its_gpt2_export_are_one_vocabulary(toy, tmp_path):
-    ours = load(str(toy.folder / "target"))
-    save_gpt2(tmp_path, ours.model, ours.tokenizer.bos, ours.tokenizer.eos)
-    save_tokenizer(tmp_path, ours.tokenizer, context=32)
-    target, (draft,) = load_pair(f"hf:{tmp_path}", (str(toy.folder / "draft"),), "float32")
-    assert target.tokenizer.vocabulary == draft.tokenizer.vocabulary
-    assert (target.tokenizer.bos, target.tokenizer.eos) == (1, 2)
 
 
 def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
