@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers, processors
 
 from spectr_jax.data.tokenizer import NO_PIECE, SPACE, AnyTokenizer, checked_text, vocabulary_digest
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import check_fetched, write_json, write_whole
+from spectr_jax.utils.files import check_fetched, read_json, write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
@@ -176,7 +176,7 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             read.no_truncation()
             read.no_padding()
             return read
-        if (kind := _json(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
+        if (kind := _object(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
             raise FileNotFoundError(f"no {FILE}, which says how a {kind} pre-tokenizes")
         if not all((folder / name).exists() for name in OLD_FILES):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
@@ -195,7 +195,7 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
 def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
     """Adds the tokens that only the files next to tokenizer.json declare, as transformers does.
     Raises ValueError if their ids do not fit."""
-    added, settings = _json(folder / ADDED), _json(folder / SETTINGS)
+    added, settings = _object(folder / ADDED), _object(folder / SETTINGS)
     declared: dict[int, dict] = {int(index): {"content": name} for name, index in added.items()}
     for given, token in settings.get("added_tokens_decoder", {}).items():
         declared[int(given)] = dict(token)
@@ -220,8 +220,8 @@ def read_template(folder: pathlib.Path) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(path, error) from error
-    given = _json(folder / SETTINGS).get("chat_template")
+            raise UserError(f"{str(path)!r} cannot be read ({error}); fetch it again") from error
+    given = _object(folder / SETTINGS).get("chat_template")
     if isinstance(given, list):
         default = [
             each for each in given if isinstance(each, dict) and each.get("name") == "default"
@@ -234,7 +234,7 @@ def read_names(folder: pathlib.Path) -> dict[str, str | None]:
     """Returns what tokenizer_config.json calls `bos_token` and `eos_token`, for chat templates:
     only those that it has, None for a token that does not exist."""
     names: dict[str, str | None] = {}
-    for name, value in _json(folder / SETTINGS).items():
+    for name, value in _object(folder / SETTINGS).items():
         content = value.get("content") if isinstance(value, dict) else value
         if name in ("bos_token", "eos_token") and isinstance(content, str | None):
             names[name] = content
@@ -251,7 +251,7 @@ def controls(
     Raises:
       UserError: one is missing, or is not a token of the vocabulary.
     """
-    own = _json(folder / "generation_config.json")
+    own = _object(folder / "generation_config.json")
     own = {name: value for name, value in own.items() if value is not None}
     given: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, **config, **own}
     bos, eos = given["bos_token_id"], given["eos_token_id"]
@@ -262,28 +262,15 @@ def controls(
         known = [type(token) is int and 0 <= token < vocab_size for token in tokens]
         if not known or not all(known):
             raise UserError(
-                f"{str(folder)!r} has {name}={given[name]}, no token of its vocabulary; fix its "
-                "config.json"
+                f"{str(folder)!r} has {name}={given[name]}: must be a token of its vocabulary; fix "
+                "its config.json"
             )
     return bos, ends[0] if len(ends) == 1 else tuple(ends)
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, empty if there is no file. Raises `UserError` if it is
-    damaged."""
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(given, dict):
-        raise UserError(f"{str(path)!r} holds no JSON object; save or fetch it again")
-    return given
-
-
-def _unreadable(path: pathlib.Path, error: Exception) -> UserError:
-    return UserError(f"{str(path)!r} cannot be read ({error}); save or fetch it again")
+def _object(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, empty if there is no file."""
+    return read_json(path) if path.exists() else {}
 
 
 def first_added(tokenizer: tokenizers.Tokenizer) -> int | None:
@@ -294,7 +281,7 @@ def first_added(tokenizer: tokenizers.Tokenizer) -> int | None:
 def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
     """Returns whether the model's own program puts BOS before a text. Llama's classes follow a
     setting next to the tokenizer."""
-    settings = _json(folder / SETTINGS)
+    settings = _object(folder / SETTINGS)
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return bool(settings.get("add_bos_token", True))
     return first_added(tokenizer) == bos

@@ -28,7 +28,7 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.training.runs import open_run
 from spectr_jax.utils.errors import UserError, check_device, unknown
-from spectr_jax.utils.files import digest, expanded, named
+from spectr_jax.utils.files import digest, expanded, named, read_json
 
 EMBEDDED = pathlib.Path(__file__).parents[1] / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
@@ -225,7 +225,6 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
 def _from_hugging_face(source: str, dtype: str) -> Trained:
     from spectr_jax.data import hugging_face
     from spectr_jax.models.formats import gpt2, hf_llama
-    from spectr_jax.models.formats.folder import read_json
 
     folder = expanded(source)
     if not folder.is_dir():
@@ -234,7 +233,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
                 f"no folder {source!r}; give hf: and the folder of a model, or its name on the hub"
             )
         folder = _fetched(source)
-    is_gpt2 = read_json(folder).get("model_type") == "gpt2"
+    is_gpt2 = read_json(folder / "config.json").get("model_type") == "gpt2"
     config = (gpt2 if is_gpt2 else hf_llama).read_config(folder)
     vocab_size = config["vocab_size"]
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.

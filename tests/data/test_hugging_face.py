@@ -391,12 +391,14 @@ def test_controls_of_a_folder(tmp_path):
     for damaged in ("[]", '{"eos_token_id": [2, 0]'):
         (tmp_path / "generation_config.json").write_text(damaged)
         with pytest.raises(
-            UserError, match=r"generation_config\.json' (holds no JSON object|cannot be read)"
+            UserError, match=r"generation_config\.json' (is not a JSON object|cannot be read)"
         ):
             controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, (7, 8))
-    with pytest.raises(UserError, match=r"has eos_token_id=\[7, 8\], no token of its vocabulary"):
+    with pytest.raises(
+        UserError, match=r"has eos_token_id=\[7, 8\]: must be a token of its vocabulary"
+    ):
         controls(tmp_path, {"bos_token_id": 1}, 8)
-    with pytest.raises(UserError, match="has bos_token_id=True, no token"):
+    with pytest.raises(UserError, match="has bos_token_id=True: must be a token"):
         controls(tmp_path, {"bos_token_id": True}, 9)

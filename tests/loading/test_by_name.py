@@ -262,7 +262,7 @@ def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
     for eos in (50256, [0, 290]):
         (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
         with pytest.raises(
-            UserError, match=re.escape(f"has eos_token_id={eos}, no token of its vocabulary")
+            UserError, match=re.escape(f"has eos_token_id={eos}: must be a token of its vocabulary")
         ):
             load(f"hf:{folder}")
     (folder / "config.json").write_text(json.dumps(config))

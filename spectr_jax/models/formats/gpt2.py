@@ -6,21 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.models.formats.folder import Folder, check_fields, read_json, refuse
+from spectr_jax.models.formats.folder import Folder, check_fields, check_known, refused
 from spectr_jax.models.formats.parts import fill
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import read_json
 
-EXPECTED = {
+KNOWN: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # Both are `jax.nn.gelu`.
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+"""The supported values of fields."""
 DEFAULTS: dict[str, Any] = {
-    name: values[0] for name, values in EXPECTED.items() if name != "model_type"
-} | {
+    "model_type": None,
     "n_inner": None,
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
@@ -71,13 +72,12 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
         fields = {ours: config[theirs] for ours, theirs in SHAPE.items()}
         shape = TransformerConfig(
             **fields | {"mlp": config["n_inner"] or 4 * config["n_embd"]},
-            dtype="float32" if dtype == "int8" else dtype,
             attention_bias=True,
             learned_positions=True,
         )
         tensors = Folder(folder)
         arrays = _ours(shape, tensors, tied=config["tie_word_embeddings"])
-        model = fill(shape, arrays, int8=dtype == "int8", source=str(folder))
+        model = fill(shape, arrays, dtype, source=str(folder))
     except KeyError as error:
         raise UserError(
             f"{str(folder)!r} is not a complete GPT-2 checkpoint: it lacks {error}; fetch it again"
@@ -92,16 +92,13 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     Raises:
       UserError: the file is missing or damaged, or the model is of another family.
     """
-    config = DEFAULTS | read_json(folder)
-    for name, known in EXPECTED.items():
-        if config.get(name) not in known:
-            raise UserError(
-                f"{str(folder)!r} has {name}={config.get(name)!r}; only models of GPT-2's family "
-                f"with {known[0]!r} are read"
-            )
-    check_fields(folder, config, FIELDS)
+    given = read_json(folder / "config.json")
+    config = DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    check_known(str(folder), config, KNOWN)
+    check_fields(str(folder), config, FIELDS)
     if {"n_embd", "n_head"} <= config.keys() and config["n_embd"] % config["n_head"]:
-        refuse(folder, config, "n_head", f"a divisor of n_embd={config['n_embd']}")
+        wanted = f"a divisor of n_embd={config['n_embd']}"
+        raise refused(str(folder), "n_head", config["n_head"], wanted)
     return config
 
 
