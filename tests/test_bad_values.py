@@ -90,7 +90,7 @@ def _select(drafts):
         (lambda: get_method("kseq_gamma", gamma=1e39), r"gamma=1e\+39: "),
         (lambda: load(None), "spec=None: must name a model"),
         (lambda: load(7), "spec=7: must name a model"),
-        (lambda: load("2m", dtype=np.float32), "dtype=.*float32.* is not known"),
+        (lambda: load("2m", dtype=np.float32), "dtype=.*float32.*: must be one of"),
         (lambda: _select([2**32 + 1]), r"drafts=\[4294967297\]"),
         (lambda: _select([0.5]), r"drafts=\[0\.5\]"),
         (lambda: check_plan("otm"), "plan='otm': is not a Plan"),

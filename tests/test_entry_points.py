@@ -259,14 +259,14 @@ CASES = [
     (
         SAMPLE,
         "--layers=2",
-        "--layers=2 is for --method=self_speculative; give both, or leave it out",
+        "--layers=2: applies to --method=self_speculative only; give both, or leave it out",
     ),
     (SAMPLE, "--chat --prompt=", "--prompt is empty: nothing to answer; give --chat a message"),
     (SAMPLE, "--tree=4;2", "tree='4;2'"),
     (SAMPLE, "--target=/nowhere", "no model at '/nowhere'; give random:NAME"),
     (SAMPLE, "--target=", "no model at ''; give random:NAME"),
     (SAMPLE, "--draft=hf:/nowhere", "no folder '/nowhere'; give hf: and the folder of a model"),
-    (SAMPLE, "--dtype=half", "dtype='half' is not known; give one of float32, bfloat16, int8"),
+    (SAMPLE, "--dtype=half", "dtype='half': must be one of float32, bfloat16, int8"),
     (SAMPLE, "--temperature=-1", "temperature=-1.0: must be"),
     (SAMPLE, "--max_new_tokens=0", "flag --max_new_tokens=0"),
     (
@@ -278,10 +278,10 @@ CASES = [
     (
         SAMPLE,
         "--html=/nowhere/page.html",
-        "--html=/nowhere/page.html is in a folder that does not exist; create it first",
+        "--html=/nowhere/page.html: is in a folder that does not exist; create it first",
     ),
     (SAMPLE, "--html=", "--html is empty; name a file"),
-    (SAMPLE, "--html=/tmp", "--html=/tmp is a folder; name a file in it"),
+    (SAMPLE, "--html=/tmp", "--html=/tmp: is a folder; name a file in it"),
     (SAMPLE, "--prompt=la\udcff", "is not UTF-8; convert it"),
     (
         SAMPLE,
@@ -408,7 +408,7 @@ def test_what_is_missing(run):
     check_one_line(run(TRAIN), "--workdir and --config are missing; see --help")
     check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
     check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
-    check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere cannot be read")
+    check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere: cannot be read")
     check_one_line(
         run(TRAIN, "--confg=x"),
         "Unknown command line flag 'confg'. Did you mean: config ?; see --help",

@@ -17,7 +17,7 @@ from spectr_jax.utils.files import check_fetched, read_json, write_json, write_w
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
 LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-"""Kinds of decoders that together spell a token as SentencePiece does."""
+"""A decoder of these parts spells a token as SentencePiece does."""
 
 
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -28,7 +28,7 @@ letters; letters above U+00FF stand for the other bytes in order."""
 
 
 def _spelled(name: str, of_bytes: bool) -> bytes:
-    """Returns the bytes that a token of this name adds to a text."""
+    """Returns the bytes that the token called `name` adds to a text."""
     if of_bytes:
         known = all(letter in BYTES for letter in name)
         return bytes(BYTES[letter] for letter in name) if known else name.encode()
@@ -75,11 +75,8 @@ class HuggingFaceTokenizer(AnyTokenizer):
     @property
     def tokens(self) -> list[str]:
         """The tokens by id; "" for an id without a token."""
-        ids = self._tokenizer.get_vocab()
-        tokens = [""] * (max(ids.values(), default=-1) + 1)
-        for token, index in ids.items():
-            tokens[index] = token
-        return tokens
+        names = {index: name for name, index in self._tokenizer.get_vocab().items()}
+        return [names.get(index, "") for index in range(max(names, default=-1) + 1)]
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:
@@ -178,12 +175,11 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             return read
         if (kind := _object(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
             raise FileNotFoundError(f"no {FILE}, which says how a {kind} pre-tokenizes")
-        if not all((folder / name).exists() for name in OLD_FILES):
+        old = [folder / name for name in OLD_FILES]
+        if not all(path.exists() for path in old):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
-        old = tokenizers.ByteLevelBPETokenizer.from_file(
-            *(str(folder / name) for name in OLD_FILES)
-        )
-        return tokenizers.Tokenizer.from_str(old.to_str())
+        made = tokenizers.ByteLevelBPETokenizer.from_file(*map(str, old))
+        return tokenizers.Tokenizer.from_str(made.to_str())
     except UserError:
         raise
     except Exception as error:  # The library raises bare exceptions.
@@ -223,16 +219,16 @@ def read_template(folder: pathlib.Path) -> str | None:
             raise UserError(f"{str(path)!r} cannot be read ({error}); fetch it again") from error
     given = _object(folder / SETTINGS).get("chat_template")
     if isinstance(given, list):
-        default = [
-            each for each in given if isinstance(each, dict) and each.get("name") == "default"
-        ]
-        given = default[-1].get("template") if default else None
+        several = [each for each in given if isinstance(each, dict)]
+        given = {each.get("name"): each.get("template") for each in several}.get("default")
     return given if isinstance(given, str) else None
 
 
 def read_names(folder: pathlib.Path) -> dict[str, str | None]:
-    """Returns what tokenizer_config.json calls `bos_token` and `eos_token`, for chat templates:
-    only those that it has, None for a token that does not exist."""
+    """Returns `bos_token` and `eos_token` of tokenizer_config.json, for chat templates.
+
+    A name that the file lacks is left out; a name that it sets to null is None.
+    """
     names: dict[str, str | None] = {}
     for name, value in _object(folder / SETTINGS).items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -249,7 +245,7 @@ def controls(
     If neither has a BOS, it is `first`, the token that the tokenizer puts first, or else EOS.
 
     Raises:
-      UserError: one is missing, or is not a token of the vocabulary.
+      UserError: EOS is missing, or one of them is not a token of the vocabulary.
     """
     own = _object(folder / "generation_config.json")
     own = {name: value for name, value in own.items() if value is not None}
@@ -274,13 +270,15 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def first_added(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Returns the token that the tokenizer puts before a text, if any."""
+    """Returns the token with which the tokenizer begins a sequence, if any."""
     return next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
 
 
 def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Returns whether the model's own program puts BOS before a text. Llama's classes follow a
-    setting next to the tokenizer."""
+    """Returns whether the model's own tokenizer class begins a sequence with BOS.
+
+    Llama's classes follow `add_bos_token` of tokenizer_config.json, others the tokenizer itself.
+    """
     settings = _object(folder / SETTINGS)
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return bool(settings.get("add_bos_token", True))

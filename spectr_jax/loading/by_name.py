@@ -69,7 +69,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
         `random:NAME` for a shape of the ladder with random weights, for timing;
         `PREFIX:NAME` for a prefix of your own (`register_loader`).
       dtype: "float32" or "bfloat16" for parameters and products, or "int8" for `models.quantized`,
-        which reads a quarter of the bytes and costs 0.03 to 0.2 % in perplexity. None chooses the
+        which reads a quarter of the bytes at a small loss (docs/speed.md). None chooses the
         fastest without loss: bfloat16 on an accelerator, which rounds float32 factors anyway;
         float32 on a CPU, where weights are stored in bfloat16 if that is exact, so that a call on
         a few tokens reads half the bytes.
@@ -126,7 +126,7 @@ def _quantizing(loader: Loader) -> Loader:
 def check_dtype(dtype: str) -> None:
     """Raises `UserError` unless models can be decoded in `dtype`."""
     if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
 
 
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:

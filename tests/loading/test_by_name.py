@@ -124,7 +124,7 @@ def test_a_loader_of_ones_own(monkeypatch):
     assert load("mine:a:b", "int8").name == "a:b in float32"
     assert isinstance(load("mine:x", "int8").model.head, Int8Linear)
     with pytest.raises(
-        UserError, match="a TableModel has no int8 products; give float32 or bfloat16"
+        UserError, match="dtype='int8': TableModel has no int8 layers; give float32 or bfloat16"
     ):
         load("mine:table", "int8")
     with pytest.raises(
@@ -140,9 +140,7 @@ def test_a_loader_of_ones_own(monkeypatch):
 
 
 def test_dtypes_that_are_not_there():
-    with pytest.raises(
-        UserError, match="dtype='float16' is not known; give one of float32, bfloat16, int8"
-    ):
+    with pytest.raises(UserError, match="dtype='float16': must be one of float32, bfloat16, int8"):
         load("2m", "float16")
 
 

@@ -42,9 +42,9 @@ FIELDS = {
 
 
 class _Reader(gguf.GGUFReader):
-    """A reader whose views are plain arrays.
+    """A reader whose views are plain arrays, not memory maps.
 
-    A vocabulary has 150,000 views, and those of memory maps take three times as long.
+    It makes a view of each token of the vocabulary; views of a memory map take three times as long.
     """
 
     @property
@@ -181,9 +181,10 @@ def gguf_config(file: GGUF) -> LlamaConfig:
 
 
 def _divisors(file: GGUF, arch: str, head_width: int) -> tuple[float, ...]:
-    """Returns the divisors of the file's tensor, times its factor of a linear stretch.
+    """Returns the divisors of the rotary frequencies; empty if all are 1.
 
-    As in llama.cpp, a factor counts unless the type of scaling is `none`.
+    They are the file's tensor of divisors, if any, times its linear factor. As in llama.cpp, the
+    factor counts unless the type of scaling is `none`.
     """
     factor = file.get(f"{arch}.rope.scaling.factor", file.get(f"{arch}.rope.scale_linear")) or 1.0
     if file.get(f"{arch}.rope.scaling.type") == "none":
@@ -194,9 +195,9 @@ def _divisors(file: GGUF, arch: str, head_width: int) -> tuple[float, ...]:
 
 
 def _in_halves(part: np.ndarray, head_width: int) -> np.ndarray:
-    """Returns a kernel [outputs, inputs] or bias whose rotary pairs are split.
+    """Returns a kernel [outputs, inputs] or bias with the channels of a rotary pair D / 2 apart.
 
-    llama.cpp stores the channels of a pair side by side; here they are D / 2 apart.
+    llama.cpp stores them next to each other.
     """
     pairs = part.reshape(-1, head_width // 2, 2, *part.shape[1:])
     return pairs.swapaxes(1, 2).reshape(part.shape)

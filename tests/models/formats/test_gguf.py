@@ -373,13 +373,22 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
         ({"eos_token_id": 300}, "names token 300, but has only 300 tokens"),
-        ({"eos_token_id": "2"}, "has tokenizer.ggml.eos_token_id='2', no int; fetch it again"),
+        (
+            {"eos_token_id": "2"},
+            "has tokenizer.ggml.eos_token_id='2': must be of type int; fetch it again",
+        ),
         ({"bos_token_id": "2"}, "names token '2', but has only 300 tokens"),
-        ({"token_type": 3}, "has tokenizer.ggml.token_type=3, no list; fetch it again"),
-        ({"pre": ["smollm"]}, "has tokenizer.ggml.pre=['smollm'], no str; fetch it again"),
+        (
+            {"token_type": 3},
+            "has tokenizer.ggml.token_type=3: must be of type list; fetch it again",
+        ),
+        (
+            {"pre": ["smollm"]},
+            "has tokenizer.ggml.pre=['smollm']: must be of type str; fetch it again",
+        ),
         ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
         ({"pre": "default"}, "'default'"),  # Which llama.cpp warns of.
-        ({"token_type": [1, 3]}, "has 300 tokens and 2 types of them; fetch it again"),
+        ({"token_type": [1, 3]}, "has 300 tokens, but 2 token types; fetch it again"),
     ],
 )
 def test_tokenizers_that_are_not_read(changes, message):
