@@ -221,8 +221,7 @@ def _folders(tmp_path, write_gpt2):
 
 
 def test_weights_that_nothing_reads(tmp_path, write_gpt2):
-    """A config of fewer layers than the weights have; what older programs saved besides is no such
-    thing."""
+    """They are an error, except for buffers that older programs saved."""
     for folder, loads, name in _folders(tmp_path, write_gpt2):
         tensors = safetensors.numpy.load_file(folder / "model.safetensors")
         if loads is load_llama:  # GPT-2 has masks already.

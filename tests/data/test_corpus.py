@@ -1,3 +1,5 @@
+"""Sources of sentences: text files, archives and TFDS, and damaged ones."""
+
 import gzip
 import lzma
 import sys

@@ -147,7 +147,7 @@ def _special(tokens=("<|end|>", "<|user|>", "<|stop|>")):
 
 
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
-    """With a system message, conditions, BOS and the beginning of the answer."""
+    """The template has conditions, a system message, BOS and the beginning of the answer."""
     template = (
         "{{ bos_token }}{% for message in messages %}\n    "
         "{% if loop.first and message.role != 'system' %}<|user|>system"
@@ -181,8 +181,8 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
 
 
 def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
-    """`eos_token` is the one of several ends that tokenizer_config.json names, and `bos_token` is
-    undefined if it has none."""
+    """`eos_token` is the name in tokenizer_config.json, even if several tokens end a sequence;
+    `bos_token` is undefined if it is null there."""
     names = {
         "bos_token": {"content": "<|user|>", "lstrip": False},
         "eos_token": "<|stop|>",
@@ -317,7 +317,7 @@ def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
 
 
 def test_old_files_are_read_only_for_a_gpt2(byte_pairs, tmp_path):
-    """They do not say how a text is split, and other models split it otherwise."""
+    """They do not say how text is split before byte pairing, and other models split it differently."""
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((byte_pairs / "old" / name).read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

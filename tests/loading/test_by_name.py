@@ -51,7 +51,7 @@ def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts()
 
 
 def test_a_short_name_is_the_model_of_the_ladder():
-    """Random weights are those of the full name too."""
+    """Both names give the same random weights."""
     short, full = load("random:2m"), load("random:draft_2m")
     assert short.name == full.name == "random:draft_2m"
     jax.tree.map(np.testing.assert_array_equal, nnx.state(short.model), nnx.state(full.model))
@@ -164,7 +164,7 @@ def gpt2_pair(write_gpt2, tmp_path_factory):
 
 
 def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
-    """With the BOS and EOS of its tokenizer."""
+    """It has the BOS and EOS of its tokenizer."""
     config = eval_config()
     config.update(num_prompts=2, batch_size=2, prompt_tokens=4, max_new_tokens=6)
     target, (draft,) = load_pair(

@@ -105,16 +105,12 @@ def save_llama(
       UserError: the layout cannot represent the model.
     """
     config = model.config
-    if config.embed_rank or config.head_tokens or config.features:
-        raise UserError(
-            "a draft with embed_rank, head_tokens or features has no such layout; use save_weights"
-        )
-    int8 = isinstance(model.blocks[0].qkv, Int8Linear)
-    if config.rope_divisors or (config.qkv_bias and config.qk_norm) or int8:
-        raise UserError(
-            "a model with rope_divisors, biases and norms, or int8 products has no such layout; "
-            "give another"
-        )
+    remedy = "cannot be written to a Hugging Face folder; use save_weights"
+    for name in ("embed_rank", "head_tokens", "features", "rope_divisors"):
+        if value := getattr(config, name):
+            raise UserError(f"{name}={value!r:.40}: {remedy}")
+    if (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
+        raise UserError(f"a model with qkv_bias and qk_norm, or an int8 model {remedy}")
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     written = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
