@@ -28,7 +28,7 @@ letters; letters above U+00FF stand for the other bytes in order."""
 
 
 def _spelled(name: str, of_bytes: bool) -> bytes:
-    """Returns the bytes that the token called `name` adds to a text."""
+    """Returns the bytes that the token called `name` spells."""
     if of_bytes:
         known = all(letter in BYTES for letter in name)
         return bytes(BYTES[letter] for letter in name) if known else name.encode()

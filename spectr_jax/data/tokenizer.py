@@ -49,7 +49,7 @@ class AnyTokenizer(Protocol):
 
     @property
     def pieces(self) -> list[bytes]:
-        """The bytes that each token adds to a text, by id; empty for a control token.
+        """The bytes that each token spells, by id; empty for a control token.
 
         Raises:
           UserError: they are unknown.

@@ -179,7 +179,7 @@ def _from_path(spec: str, dtype: str) -> Trained:
             raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
         return _from_file(path, dtype)
     if spec in PUBLISHED:
-        raise UserError(f"model {spec!r} is part of a clone of the repository, which is not here")
+        raise UserError(f"model {spec!r} is only in a clone of the repository; load it there")
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))
     raise _no_model(spec)

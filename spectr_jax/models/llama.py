@@ -88,7 +88,7 @@ class LlamaConfig:
             raise UserError("tied=True: must be False with embed_rank or head_tokens")
         if self.head_tokens > self.vocab_size:
             raise UserError(
-                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}"
+                f"head_tokens={self.head_tokens}: must be at most vocab_size={self.vocab_size}"
             )
         if self.features not in (0, self.width):
             raise UserError(

@@ -102,7 +102,7 @@ def test_the_draft_of_smollm2_that_results_has():
 def test_published_models_are_found_by_name_and_only_in_a_clone(tmp_path, monkeypatch):
     assert all(weight_files(weights_path(name)) for name in PUBLISHED)
     monkeypatch.setitem(PUBLISHED, "97m", tmp_path / "target_97m")
-    with pytest.raises(UserError, match="'97m' is part of a clone"):
+    with pytest.raises(UserError, match="'97m' is only in a clone"):
         load("97m")
 
 

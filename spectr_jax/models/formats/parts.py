@@ -104,7 +104,9 @@ def llama_arrays(
         try:
             return tensor(("" if layer is None else prefix.format(layer)) + names[part])
         except KeyError as error:
-            raise UserError(f"{source!r} lacks {error}, a part of its model") from error
+            raise UserError(
+                f"{source!r} lacks {error}, a part of its model; fetch it again"
+            ) from error
 
     keys = config.kv_heads * config.head_width
     rows = {"q": config.heads * config.head_width, "k": keys, "v": keys}
