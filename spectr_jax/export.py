@@ -108,7 +108,7 @@ def _folder(out: pathlib.Path) -> list[pathlib.Path]:
     if not isinstance(model, Llama) or not isinstance(tokenizer, HuggingFaceTokenizer):
         raise UserError(
             f"{given}: must be of the Llama family with a tokenizer of Hugging Face's library; "
-            "leave --format=llama out"
+            "give another model, or leave --format=llama out"
         )
     eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
     save_llama(out, model, tokenizer.bos, eos)
