@@ -157,5 +157,5 @@ def check_known(
 def refused(source: str, name: str, value: Any, wanted: str) -> UserError:
     """Returns the error for a value in the configuration of a model."""
     return UserError(
-        f"{source!r} has {name}={value!r:.60}: must be {wanted}; fix it, or give another model"
+        f"{source!r} has {name}={value!r:.60}: must be {wanted}; give another model, or correct a wrong value"
     )

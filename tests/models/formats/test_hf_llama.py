@@ -127,7 +127,7 @@ def test_what_a_config_may_leave_out(folder):
     [
         (
             {"model_type": "mixtral"},
-            "has model_type='mixtral': must be 'llama' or 'mistral' or 'qwen2' or 'qwen3'; fix",
+            "has model_type='mixtral': must be 'llama' or 'mistral' or 'qwen2' or 'qwen3'; give another model",
         ),
         ({"model_type": "gone"}, "has model_type=None: must be 'llama' or"),
         ({"hidden_act": "gelu"}, "has hidden_act='gelu': must be 'silu'"),
@@ -175,7 +175,7 @@ def test_what_a_config_may_leave_out(folder):
             {"rope_scaling": {**dict.fromkeys(STRETCH, 4.0), "rope_type": "llama3"}},
             "has low_freq_factor=4.0: must be below high_freq_factor=4.0",
         ),
-        ({"rope_scaling": "linear"}, "has rope_scaling='linear': must be an object; fix it"),
+        ({"rope_scaling": "linear"}, "has rope_scaling='linear': must be an object; give"),
         ({"rope_theta": "x"}, "has rope_theta='x': must be a positive number"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 0}},
