@@ -164,7 +164,7 @@ CASES = [
     ),
     (SAMPLE, "--import=scripts.dev.plot_pages --import=none", "--import=none fails"),
     (EVAL, f"{FIGURES} --config.only=('figure_4',)", "unknown figure 'figure_4'"),
-    (EVAL, f"{FIGURES} --config.draws=0", "'draws' is 0"),
+    (EVAL, f"{FIGURES} --config.draws=0", "draws=0: must be at least 1"),
     (EVAL, f"{FIGURES} --config.target=7m", "no model at '7m'"),
     (EVAL, f"{FIGURES} --config.pairs=many", "flag --config.pairs=many"),
     (PACK, "spectr_figure_5", "unexpected argument 'spectr_figure_5'"),

@@ -221,7 +221,7 @@ def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
         ({"methods": ("greedy_drafts",)}, "methods='greedy_drafts': cannot be predicted"),
         ({"methods": ("baseline",)}, "methods='baseline': cannot be predicted"),
         ({"methods": ("otm", "x")}, "unknown method 'x'"),
-        ({"tries": 0}, "'tries' is 0"),
+        ({"tries": 0}, "tries=0: must be at least 1"),
         ({"temperature": 0.0}, "temperature=0.0"),
     ],
 )

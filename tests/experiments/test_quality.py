@@ -191,7 +191,7 @@ def test_tokens_before_and_after_a_sentence(toy, llama, in_hugging_face):
     [
         ({"dtypes": ("int4",)}, "dtype='int4'"),
         ({"models": ("nowhere",)}, "no model at 'nowhere'"),
-        ({"sentences": 0}, "'sentences' is 0"),
+        ({"sentences": 0}, "sentences=0: must be at least 1"),
     ],
 )
 def test_bad_configs(toy, tmp_path, changes, message):

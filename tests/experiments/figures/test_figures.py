@@ -71,7 +71,7 @@ def test_the_linear_program_is_on_the_exact_curve(made):
     ("changes", "message"),
     [
         ({"only": ("spectr_figure_4",)}, "unknown figure 'spectr_figure_4'"),
-        ({"draws": 0}, "'draws' is 0"),
+        ({"draws": 0}, "draws=0: must be at least 1"),
         ({"draft": "nowhere"}, "no model at 'nowhere'"),
         (
             {"only": ("spectr_figure_5",), "prompt": "long " * 200},
