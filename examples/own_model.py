@@ -37,17 +37,13 @@ class Attention(nnx.Module):
         """Returns logits [B, N, V] and the cache with the new rows."""
         x = self.embed(tokens_BxN) + self.positions(positions_BxN)
         query, *new = jnp.split(self.qkv(x), 3, axis=-1)
-        mask = visible_BxNxM
-        if cache is not None:
-            starts_B = cache.lengths + pending
-            old_and_new = zip(cache.rows, new, strict=True)
-            rows = tuple(caches.write(old, added, starts_B) for old, added in old_and_new)
-            cache, new = Cache(rows, cache.lengths), rows
-            mask = caches.visible_slots(visible_BxNxM, cache.lengths, rows[0].shape[1])
-        keys, values = new
+        mask, starts_B = caches.mask_and_starts(cache, visible_BxNxM, pending)
+        rows = None if cache is None else cache.rows
+        (keys, values), rows = caches.append(rows, tuple(new), starts_B)
         scores = jnp.einsum("bne,bme->bnm", query, keys) / x.shape[-1] ** 0.5
         weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-        return self.head(x + jnp.einsum("bnm,bme->bne", weights, values)), cache
+        logits = self.head(x + jnp.einsum("bnm,bme->bne", weights, values))
+        return logits, None if cache is None else Cache(rows, cache.lengths)
 
 
 def main() -> float:

@@ -2,10 +2,9 @@
 
     python -m spectr_jax.export --model=runs/embedded/draft_6m --out=spectr_jax/embedded
     python -m spectr_jax.export --model=runs/ladder/target_97m@best --out=spectr_jax/embedded --dtype=int8 --part_mb=16
-    python -m spectr_jax.export --model=6m --out=draft_6m --format=gpt2
     python -m spectr_jax.export --model=smollm2 --out=smollm2 --format=llama
 
-The result can be named wherever a model is, as --config.target=runs/models/draft_6m or hf:draft_6m.
+The result can be named wherever a model is, as --config.target=runs/models/draft_6m or hf:smollm2.
 """
 
 import pathlib
@@ -19,22 +18,21 @@ _MODEL = flags.DEFINE_string(
     "model",
     None,
     "The workdir of a training run, with @best appended for its best checkpoint instead of its "
-    "newest; with --format=gpt2 or llama any model by name.",
+    "newest; with --format=llama the name of any model of the Llama family.",
     required=True,
 )
 _OUT = flags.DEFINE_string("out", None, "The folder to write to.", required=True)
 _FORMAT = flags.DEFINE_enum(
     "format",
     "spectr_jax",
-    ["spectr_jax", "gpt2", "llama"],
-    "spectr_jax: NAME.safetensors and tokenizer.model. A folder for transformers: gpt2 for our own "
-    "decoders, llama for the Llama family.",
+    ["spectr_jax", "llama"],
+    "spectr_jax: NAME.safetensors and tokenizer.model. llama: a folder for transformers, in float32.",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",
     None,
-    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output. "
-    "--format=gpt2 and llama are float32.",
+    "Precision of the stored matrices: bfloat16 (default), or int8 with one scale per output. Not "
+    "for --format=llama.",
 )
 _PART_MB = flags.DEFINE_float(
     "part_mb", 0.0, "The largest size of a file in MB; 0 for one file of any size.", lower_bound=0.0
@@ -86,44 +84,35 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _folder(out: pathlib.Path) -> list[pathlib.Path]:
-    from spectr_jax.data.hugging_face import HuggingFaceTokenizer, save_tokenizer
-    from spectr_jax.data.tokenizer import Tokenizer, VocabularyOf
+    from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+    from spectr_jax.data.tokenizer import VocabularyOf
     from spectr_jax.loading.by_name import load
-    from spectr_jax.models.formats.gpt2 import save_gpt2
     from spectr_jax.models.formats.hf_llama import save_llama
     from spectr_jax.models.llama import Llama
-    from spectr_jax.models.transformer import Transformer
     from spectr_jax.utils.errors import UserError
 
-    given, kind = f"--model={_MODEL.value}", _FORMAT.value
+    given = f"--model={_MODEL.value}"
     for flag in (_DTYPE, _PART_MB):
         if flag.value:
-            raise UserError(f"--{flag.name}={flag.value} is not for --format={kind}; leave it out")
+            raise UserError(
+                f"--{flag.name}={flag.value}: does not apply to --format=llama; leave it out"
+            )
     if (out / "config.json").exists():
-        raise UserError(f"{str(out)!r} has a config.json already; choose another --out")
+        raise UserError(f"--out={str(out)!r}: has a config.json already; choose another folder")
     _, model, tokenizer = load(_MODEL.value, "float32")
     if isinstance(tokenizer, VocabularyOf):
         raise UserError(
-            f"{given} is a draft that was trained for its target, without a tokenizer and with "
-            f"parts that transformers lacks; leave --format={kind} out, or copy its files"
+            f"{given}: is a draft that was trained for its target, without a tokenizer and with "
+            "parts that transformers lacks; leave --format=llama out, or copy its files"
         )
-    decoder, family, other = {
-        "gpt2": (Transformer, "a decoder of ours", "llama"),
-        "llama": (Llama, "of the Llama family", "gpt2"),
-    }[kind]
-    if not isinstance(model, decoder):
-        raise UserError(f"{given} is not {family}; give --format={other}")
-    if kind == "gpt2":
-        if not isinstance(tokenizer, Tokenizer):
-            raise UserError(f"{given} is a Hugging Face folder already; copy it")
-        save_gpt2(out, model, tokenizer.bos, tokenizer.eos)
-        save_tokenizer(out, tokenizer, model.context)
-    else:
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise UserError(f"{given} has no Hugging Face tokenizer, which its folder needs")
-        eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
-        save_llama(out, model, tokenizer.bos, eos)
-        tokenizer.save(out, model.context)
+    if not isinstance(model, Llama) or not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UserError(
+            f"{given}: must be of the Llama family with a tokenizer of Hugging Face's library; "
+            "give another model, or leave --format=llama out"
+        )
+    eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)
+    save_llama(out, model, tokenizer.bos, eos)
+    tokenizer.save(out, model.context)
     return sorted(path for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
 
 

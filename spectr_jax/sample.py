@@ -81,7 +81,9 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the most probable tokens
 _MIN_P = flags.DEFINE_float(
     "min_p", 0.0, "Sample among tokens with this fraction of the largest probability; 0 for all."
 )
-_STOP = flags.DEFINE_multi_string("stop", [], "End before this text; may be given several times.")
+_STOP = flags.DEFINE_multi_string(
+    "stop", [], "Stop before this string; may be given several times."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bound=2**32 - 1)
 _COMPARE = flags.DEFINE_bool("compare", False, "Show the baseline's continuation as well.")
 _HTML = flags.DEFINE_string("html", None, "Also write a page with the draft tree of each call.")
@@ -143,8 +145,10 @@ def _method():
     if _METHOD.value is not None:
         return get_method(_METHOD.value, **given)
     if "layers" in given:
-        hint = "is for --method=self_speculative; give both, or leave it out"
-        raise UserError(f"--layers={_LAYERS.value} {hint}")
+        raise UserError(
+            f"--layers={_LAYERS.value}: applies to --method=self_speculative only; give both, or "
+            "leave it out"
+        )
     if "tree" in given and len(given) > 1:
         both = " and ".join(f"--{name}={value}" for name, value in list(given.items())[:2])
         raise UserError(f"{both} are both given; give one of them")

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import json
 import os
 import pathlib
 import tempfile
@@ -28,6 +29,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
@@ -127,3 +129,55 @@ def toy(tmp_path_factory):
     for seed, name in enumerate(("target", "draft")):
         save_weights(folder / name, Transformer(shape, rngs=nnx.Rngs(seed)), proto, {})
     return Toy(folder, shape, prompts)
+
+
+@pytest.fixture(scope="session")
+def write_gpt2():
+    """Writes a GPT-2 as Hugging Face does: a tied head, learned positions, biases and old masks."""
+    import safetensors.numpy
+
+    def write(folder, vocab_size=29, *, layers=2, E=16, T=64, prefix="transformer.", seed=0):
+        rng = np.random.default_rng(seed)
+        shapes = {"wte": (vocab_size, E), "wpe": (T, E), "ln_f": (E,)}
+        kernels = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E)}
+        kernels |= {"mlp.c_fc": (E, 4 * E), "mlp.c_proj": (4 * E, E), "ln_1": (E,), "ln_2": (E,)}
+        for layer in range(layers):
+            shapes |= {f"h.{layer}.{name}": shape for name, shape in kernels.items()}
+        tensors = {f"{prefix}h.{layer}.attn.bias": np.ones((1, 1, T, T)) for layer in range(layers)}
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = 0.5 * rng.standard_normal(shape)
+            if name not in ("wte", "wpe"):
+                tensors[f"{prefix}{name}.bias"] = 0.5 * rng.standard_normal(shape[-1])
+        tensors = {name: array.astype(np.float32) for name, array in tensors.items()}
+        folder.mkdir(parents=True)
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = {"vocab_size": vocab_size, "n_embd": E, "n_layer": layers, "n_positions": T}
+        config |= {"model_type": "gpt2", "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def in_hugging_face():
+    """Converts our tokenizer to one of Hugging Face's library that gives the same tokens."""
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    from spectr_jax.data.tokenizer import EOS, SPACE, UNK
+
+    def convert(tokenizer):
+        proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.proto)
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        made = Tokenizer(models.Unigram(pieces, UNK, byte_fallback=True))
+        rules = normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap)
+        spaces = normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")
+        made.normalizer = normalizers.Sequence([rules, *spaces])
+        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
+        spelled = decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()
+        made.decoder = decoders.Sequence([*spelled, decoders.Strip(" ", 1, 0)])
+        made.add_special_tokens([name for name, _ in pieces[: EOS + 1]])
+        return made
+
+    return convert

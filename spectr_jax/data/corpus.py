@@ -144,9 +144,7 @@ def text_files(spec: str) -> list[pathlib.Path]:
 def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
     name, _, split = spec.removeprefix(TFDS_PREFIX).partition(":")
     if not name or not split or ":" in split:
-        raise UserError(
-            f"corpus {spec!r} is not of the form tfds:DATASET:SPLIT, such as tfds:lm1b:train"
-        )
+        raise UserError(f"corpus {spec!r}: must be tfds:DATASET:SPLIT, such as tfds:lm1b:train")
     # Only the preparation needs TensorFlow.
     preparation = "scripts/prepare_lm1b.sh"
     if name != "lm1b":

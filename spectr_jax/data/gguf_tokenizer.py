@@ -43,7 +43,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         if value is None:
             raise damaged(f"lacks {name!r} in its metadata")
         if not isinstance(value, kind):
-            raise damaged(f"has {name}={value!r:.40}, no {kind.__name__}")
+            raise damaged(f"has {name}={value!r:.40}: must be of type {kind.__name__}")
         return value
 
     if (kind := need("model", str)) != "gpt2":
@@ -53,7 +53,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         )
     tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):
-        raise damaged(f"has {len(tokens)} tokens and {len(types)} types of them")
+        raise damaged(f"has {len(tokens)} tokens, but {len(types)} token types")
     numbers = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in need("merges", list)]
     pre = need("pre", str)

@@ -1,4 +1,4 @@
-"""Reads tokenizers from Hugging Face's files, and writes our SentencePiece models as such files."""
+"""Tokenizers in Hugging Face's files: reads and writes them."""
 
 import functools
 import json
@@ -8,44 +8,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from sentencepiece import sentencepiece_model_pb2
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import pre_tokenizers, processors
 
-from spectr_jax.data.tokenizer import (
-    BOS,
-    EOS,
-    NO_PIECE,
-    PAD,
-    SPACE,
-    UNK,
-    AnyTokenizer,
-    Tokenizer,
-    checked_text,
-    vocabulary_digest,
-)
+from spectr_jax.data.tokenizer import NO_PIECE, SPACE, AnyTokenizer, checked_text, vocabulary_digest
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import check_fetched, write_json, write_whole
+from spectr_jax.utils.files import check_fetched, read_json, write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
 LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-"""Kinds of decoders that together spell a token as SentencePiece does."""
+"""A decoder of these parts spells a token as SentencePiece does."""
 
 
-def _bytes_by_letter() -> dict[str, int]:
-    """Returns the byte that each letter of a GPT-2's vocabulary stands for: itself if printable;
-    letters above U+00FF stand for the other bytes in order."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    printable = [ord(letter) for letter in letters if ord(letter) < 256]
-    others = sorted(set(range(256)) - set(printable))
-    return dict(zip(letters, [*printable, *others], strict=True))
-
-
-BYTES = _bytes_by_letter()
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+_ORDER = sorted(range(256), key=lambda byte: (chr(byte) not in _LETTERS, byte))
+BYTES = dict(zip(_LETTERS, _ORDER, strict=True))
+"""The byte that each letter of a byte-level vocabulary stands for. Printable bytes are their own
+letters; letters above U+00FF stand for the other bytes in order."""
 
 
 def _spelled(name: str, of_bytes: bool) -> bytes:
-    """Returns the bytes that a token of this name adds to a text."""
+    """Returns the bytes that the token called `name` spells."""
     if of_bytes:
         known = all(letter in BYTES for letter in name)
         return bytes(BYTES[letter] for letter in name) if known else name.encode()
@@ -92,11 +75,8 @@ class HuggingFaceTokenizer(AnyTokenizer):
     @property
     def tokens(self) -> list[str]:
         """The tokens by id; "" for an id without a token."""
-        ids = self._tokenizer.get_vocab()
-        tokens = [""] * (max(ids.values(), default=-1) + 1)
-        for token, index in ids.items():
-            tokens[index] = token
-        return tokens
+        names = {index: name for name, index in self._tokenizer.get_vocab().items()}
+        return [names.get(index, "") for index in range(max(names, default=-1) + 1)]
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:
@@ -165,20 +145,15 @@ class HuggingFaceTokenizer(AnyTokenizer):
             )
             others = written.post_processor
             written.post_processor = processors.Sequence([others, made]) if others else made
-        template = {"chat_template": self.template} if self.template else {}
-        _write(folder, written, context, self._names | template)
-
-
-def _write(
-    folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, context: int, settings: Mapping[str, str]
-) -> None:
-    write_whole(folder / FILE, tokenizer.to_str(pretty=True))
-    fixed = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / SETTINGS, {**fixed, **settings})
+        write_whole(folder / FILE, written.to_str(pretty=True))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": context,
+            "clean_up_tokenization_spaces": False,
+            **self._names,
+            **({"chat_template": self.template} if self.template else {}),
+        }
+        write_json(folder / SETTINGS, settings)
 
 
 def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
@@ -198,15 +173,13 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             read.no_truncation()
             read.no_padding()
             return read
-        if (kind := _json(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
+        if (kind := _object(folder / "config.json").get("model_type", "gpt2")) != "gpt2":
             raise FileNotFoundError(f"no {FILE}, which says how a {kind} pre-tokenizes")
-        if not all((folder / name).exists() for name in OLD_FILES):
+        old = [folder / name for name in OLD_FILES]
+        if not all(path.exists() for path in old):
             raise FileNotFoundError(f"no {FILE}, and not both of {' and '.join(OLD_FILES)}")
-        bpe = models.BPE.from_file(*(str(folder / name) for name in OLD_FILES))
-        made = tokenizers.Tokenizer(bpe)
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        return made
+        made = tokenizers.ByteLevelBPETokenizer.from_file(*map(str, old))
+        return tokenizers.Tokenizer.from_str(made.to_str())
     except UserError:
         raise
     except Exception as error:  # The library raises bare exceptions.
@@ -218,7 +191,7 @@ def read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
 def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
     """Adds the tokens that only the files next to tokenizer.json declare, as transformers does.
     Raises ValueError if their ids do not fit."""
-    added, settings = _json(folder / ADDED), _json(folder / SETTINGS)
+    added, settings = _object(folder / ADDED), _object(folder / SETTINGS)
     declared: dict[int, dict] = {int(index): {"content": name} for name, index in added.items()}
     for given, token in settings.get("added_tokens_decoder", {}).items():
         declared[int(given)] = dict(token)
@@ -243,21 +216,21 @@ def read_template(folder: pathlib.Path) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(path, error) from error
-    given = _json(folder / SETTINGS).get("chat_template")
+            raise UserError(f"{str(path)!r} cannot be read ({error}); fetch it again") from error
+    given = _object(folder / SETTINGS).get("chat_template")
     if isinstance(given, list):
-        default = [
-            each for each in given if isinstance(each, dict) and each.get("name") == "default"
-        ]
-        given = default[-1].get("template") if default else None
+        several = [each for each in given if isinstance(each, dict)]
+        given = {each.get("name"): each.get("template") for each in several}.get("default")
     return given if isinstance(given, str) else None
 
 
 def read_names(folder: pathlib.Path) -> dict[str, str | None]:
-    """Returns what tokenizer_config.json calls `bos_token` and `eos_token`, for chat templates:
-    only those that it has, None for a token that does not exist."""
+    """Returns `bos_token` and `eos_token` of tokenizer_config.json, for chat templates.
+
+    A name that the file lacks is left out; a name that it sets to null is None.
+    """
     names: dict[str, str | None] = {}
-    for name, value in _json(folder / SETTINGS).items():
+    for name, value in _object(folder / SETTINGS).items():
         content = value.get("content") if isinstance(value, dict) else value
         if name in ("bos_token", "eos_token") and isinstance(content, str | None):
             names[name] = content
@@ -272,9 +245,9 @@ def controls(
     If neither has a BOS, it is `first`, the token that the tokenizer puts first, or else EOS.
 
     Raises:
-      UserError: one is missing, or is not a token of the vocabulary.
+      UserError: EOS is missing, or one of them is not a token of the vocabulary.
     """
-    own = _json(folder / "generation_config.json")
+    own = _object(folder / "generation_config.json")
     own = {name: value for name, value in own.items() if value is not None}
     given: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, **config, **own}
     bos, eos = given["bos_token_id"], given["eos_token_id"]
@@ -285,65 +258,28 @@ def controls(
         known = [type(token) is int and 0 <= token < vocab_size for token in tokens]
         if not known or not all(known):
             raise UserError(
-                f"{str(folder)!r} has {name}={given[name]}, no token of its vocabulary; fix its "
-                "config.json"
+                f"{str(folder)!r} has {name}={given[name]}: must be a token of its vocabulary; fix "
+                "its config.json"
             )
     return bos, ends[0] if len(ends) == 1 else tuple(ends)
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, empty if there is no file. Raises `UserError` if it is
-    damaged."""
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(given, dict):
-        raise UserError(f"{str(path)!r} holds no JSON object; save or fetch it again")
-    return given
-
-
-def _unreadable(path: pathlib.Path, error: Exception) -> UserError:
-    return UserError(f"{str(path)!r} cannot be read ({error}); save or fetch it again")
+def _object(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, empty if there is no file."""
+    return read_json(path) if path.exists() else {}
 
 
 def first_added(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Returns the token that the tokenizer puts before a text, if any."""
+    """Returns the token with which the tokenizer begins a sequence, if any."""
     return next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
 
 
 def puts_bos(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, bos: int) -> bool:
-    """Returns whether the model's own program puts BOS before a text. Llama's classes follow a
-    setting next to the tokenizer."""
-    settings = _json(folder / SETTINGS)
+    """Returns whether the model's own tokenizer class begins a sequence with BOS.
+
+    Llama's classes follow `add_bos_token` of tokenizer_config.json, others the tokenizer itself.
+    """
+    settings = _object(folder / SETTINGS)
     if settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return bool(settings.get("add_bos_token", True))
     return first_added(tokenizer) == bos
-
-
-def save_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer, context: int) -> None:
-    """Writes our SentencePiece model as tokenizer.json and tokenizer_config.json to an existing
-    folder, so that `AutoTokenizer` reads it.
-
-    BOS has id 1 and is not added to a text; `<s>` in a text stands for it. `context` is the
-    model's, in tokens.
-    """
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.proto)  # type: ignore[attr-defined]
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    made = tokenizers.Tokenizer(models.Unigram(pieces, UNK, byte_fallback=True))
-    rules = proto.normalizer_spec.precompiled_charsmap
-    spaces = [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
-    made.normalizer = normalizers.Sequence(
-        [*([normalizers.Precompiled(rules)] if rules else []), *spaces]
-    )
-    made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
-    space = decoders.Replace(SPACE, " ")
-    made.decoder = decoders.Sequence(
-        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    controls = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
-    names = {name: pieces[token][0] for name, token in controls.items()}
-    made.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in names.values()])
-    _write(folder, made, context, names)

@@ -1,8 +1,8 @@
 """Packed rows, and their order, which is new in each epoch.
 
 Grain yields rows one by one, at 40 us each under the interpreter's lock, which is too slow for
-small models on a fast GPU. Here they come many at a time. The order and the position (a number of
-rows) are those of Grain's own shuffle, so that either can resume a run of the other.
+small models on a fast GPU. `ShuffledRows` yields arrays of many rows. Their order and the position
+(a number of rows) are those of Grain's own shuffle, so either can resume a run of the other.
 """
 
 from typing import Any
@@ -12,7 +12,10 @@ import numpy as np
 
 
 class PackedRows:
-    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory."""
+    """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory.
+
+    `tokenizer_digest` identifies the tokenizer that made them.
+    """
 
     def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
         self._shards = shards

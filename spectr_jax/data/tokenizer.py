@@ -1,5 +1,5 @@
-"""What decoding needs of a tokenizer, and SentencePiece: unigram pieces with byte fallback, so that
-every text can be encoded. `hugging_face.py` has the tokenizers of other models."""
+"""The protocol of tokenizers, and ours: SentencePiece unigrams, which encode every text because rare
+characters fall back to bytes. `hugging_face.py` has the tokenizers of other models."""
 
 import functools
 import io
@@ -18,11 +18,11 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPACE = "▁"
 """SentencePiece's symbol for a space inside a piece."""
 NO_PIECE = "<none>"
-"""Shown for token -1, which marks a place where the target had no distribution."""
+"""The text of token -1, which marks a place where the target had no distribution."""
 
 
 class AnyTokenizer(Protocol):
-    """What decoding needs of a tokenizer. Inherit from it for the methods that have a body.
+    """A tokenizer as decoding needs it. Inherit from it to get the methods that have a body.
 
     Attributes:
       bos: the token that begins a sequence.
@@ -49,7 +49,7 @@ class AnyTokenizer(Protocol):
 
     @property
     def pieces(self) -> list[bytes]:
-        """The bytes that each token adds to a text, by id; empty for a control token.
+        """The bytes that each token spells, by id; empty for a control token.
 
         Raises:
           UserError: they are unknown.

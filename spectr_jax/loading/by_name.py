@@ -28,7 +28,7 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.training.runs import open_run
 from spectr_jax.utils.errors import UserError, check_device, unknown
-from spectr_jax.utils.files import digest, expanded, named
+from spectr_jax.utils.files import digest, expanded, named, read_json
 
 EMBEDDED = pathlib.Path(__file__).parents[1] / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
@@ -69,7 +69,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
         `random:NAME` for a shape of the ladder with random weights, for timing;
         `PREFIX:NAME` for a prefix of your own (`register_loader`).
       dtype: "float32" or "bfloat16" for parameters and products, or "int8" for `models.quantized`,
-        which reads a quarter of the bytes and costs 0.03 to 0.2 % in perplexity. None chooses the
+        which reads a quarter of the bytes at a small loss (docs/speed.md). None chooses the
         fastest without loss: bfloat16 on an accelerator, which rounds float32 factors anyway;
         float32 on a CPU, where weights are stored in bfloat16 if that is exact, so that a call on
         a few tokens reads half the bytes.
@@ -126,7 +126,7 @@ def _quantizing(loader: Loader) -> Loader:
 def check_dtype(dtype: str) -> None:
     """Raises `UserError` unless models can be decoded in `dtype`."""
     if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r} is not known; give one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
 
 
 def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) -> Trained:
@@ -179,7 +179,7 @@ def _from_path(spec: str, dtype: str) -> Trained:
             raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
         return _from_file(path, dtype)
     if spec in PUBLISHED:
-        raise UserError(f"model {spec!r} is part of a clone of the repository, which is not here")
+        raise UserError(f"model {spec!r} is only in a clone of the repository; load it there")
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))
     raise _no_model(spec)
@@ -225,7 +225,6 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
 def _from_hugging_face(source: str, dtype: str) -> Trained:
     from spectr_jax.data import hugging_face
     from spectr_jax.models.formats import gpt2, hf_llama
-    from spectr_jax.models.formats.folder import read_json
 
     folder = expanded(source)
     if not folder.is_dir():
@@ -234,7 +233,7 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
                 f"no folder {source!r}; give hf: and the folder of a model, or its name on the hub"
             )
         folder = _fetched(source)
-    is_gpt2 = read_json(folder).get("model_type") == "gpt2"
+    is_gpt2 = read_json(folder / "config.json").get("model_type") == "gpt2"
     config = (gpt2 if is_gpt2 else hf_llama).read_config(folder)
     vocab_size = config["vocab_size"]
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.

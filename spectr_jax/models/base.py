@@ -48,9 +48,9 @@ class Model(Protocol):
         Args:
           tokens_BxN: int32 new tokens.
           positions_BxN: int32 position of each in its sequence; siblings in a tree share one.
-          visible_BxNxM: bool ancestor mask, M = pending + N: entry (i, j) says that new token i
-            sees token j, itself included; j counts the pending tokens of earlier calls first.
-            Committed tokens are always visible.
+          visible_BxNxM: bool ancestor mask, M = pending + N: entry (i, j) says whether new token i
+            sees token j, where the pending tokens of earlier calls come first. A token sees
+            itself. Committed tokens are always visible.
           cache: the KV cache of earlier calls; None for a call on whole sequences (M = N), as in
             training.
           pending: static number of pending tokens already in the cache.
@@ -128,7 +128,7 @@ def features_shown(model: Any) -> int:
 
 
 class Decoder(nnx.Module):
-    """What `Transformer` and `Llama` share. Cache rows are the keys and values of each layer."""
+    """The base class of `Transformer` and `Llama`. Cache rows are the keys and values of each layer."""
 
     config: Any
     norm: Any

@@ -43,7 +43,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def read(buffer_BT: jax.Array) -> jax.Array:
-    """Returns the rows of a buffer of `zeros` in their dtype."""
+    """Returns the rows of a buffer that `zeros` made, in the dtype that it was given."""
     if buffer_BT.dtype != jnp.uint16:
         return buffer_BT
     return jax.lax.bitcast_convert_type(buffer_BT, jnp.bfloat16)
@@ -85,7 +85,7 @@ def append(rows: Any, new: tuple, starts_B: Any) -> tuple[tuple, Any]:
     """Appends new rows to the buffers of a layer.
 
     Args:
-      rows: tuple of buffers of `zeros`; None for a call without a cache.
+      rows: tuple of buffers that `zeros` made; None for a call without a cache.
       new: tuple of new rows [B, N, ...], one for each buffer.
       starts_B: the first slot of the new rows in each sequence.
 
@@ -134,7 +134,7 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
       path_BxD: int32, the pending index of each row to keep, in order; entries past the new length
         are ignored.
       lengths_B: the new lengths, at most `settled + D` above the old ones.
-      settled: static number of first pending rows that stay where they are.
+      settled: static number of leading pending rows that are in place already.
 
     Returns:
       The cache with these rows in the slots right after the old lengths and the settled rows.

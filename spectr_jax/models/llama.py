@@ -88,7 +88,7 @@ class LlamaConfig:
             raise UserError("tied=True: must be False with embed_rank or head_tokens")
         if self.head_tokens > self.vocab_size:
             raise UserError(
-                f"head_tokens={self.head_tokens} is more than vocab_size={self.vocab_size}"
+                f"head_tokens={self.head_tokens}: must be at most vocab_size={self.vocab_size}"
             )
         if self.features not in (0, self.width):
             raise UserError(
@@ -255,7 +255,7 @@ class Llama(Decoder):
         return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers)
 
     def _fused(self, features_BxNxF):
-        """Returns features as one hidden state [B, N, E]. The draft's own are unchanged."""
+        """Returns features as one hidden state [B, N, E]. Those of width E are returned unchanged."""
         parts = jnp.split(features_BxNxF, features_BxNxF.shape[-1] // self.config.width, axis=-1)
         if len(parts) == 1:
             return features_BxNxF

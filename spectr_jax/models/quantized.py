@@ -82,7 +82,9 @@ def quantize(model: AnyDecoder) -> AnyDecoder:
       UserError: the model is quantized already, or is not a `Transformer` or `Llama`.
     """
     if not isinstance(model, Decoder):
-        raise UserError(f"a {type(model).__name__} has no int8 products; give float32 or bfloat16")
+        raise UserError(
+            f"dtype='int8': {type(model).__name__} has no int8 layers; give float32 or bfloat16"
+        )
     copy: Any = nnx.clone(model)
     for _, module in list(nnx.iter_modules(copy)):
         for name, part in list(vars(module).items()):

@@ -31,7 +31,8 @@ class TransformerConfig:
     """The shape of a decoder.
 
     `dtype` is that of the factors of matrix products and of the cache; sums, norms and residuals
-    are float32, as are parameters in training. The last three fields are for GPT-2 (`gpt2.py`).
+    are float32, as are parameters in training. The last three fields are
+    for GPT-2 (`models.formats.gpt2`).
 
     Raises:
       UserError: the heads do not divide the width, or it is odd and positions are sinusoidal.

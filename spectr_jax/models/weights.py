@@ -125,11 +125,8 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
     try:
         metadata, arrays = _read(path)
         fields, is_llama = json.loads(metadata["model"]), metadata.get("family") == LLAMA
-        config: TransformerConfig | LlamaConfig = (
-            LlamaConfig(**fields | {"dtype": dtype})
-            if is_llama
-            else TransformerConfig(**fields | {"dtype": dtype, "dropout": 0.0})
-        )
+        fields |= {"dtype": dtype} if is_llama else {"dtype": dtype, "dropout": 0.0}
+        config: Any = (LlamaConfig if is_llama else TransformerConfig)(**fields)
         tokenizer = metadata["tokenizer_sha256"]
     except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
         raise UserError(

@@ -17,8 +17,8 @@ class Answer(NamedTuple):
     """An answer with its counts and times."""
 
     text: str  # Without the token or stop string that ends it.
-    tokens: int  # With that one.
-    calls: int  # Of the target.
+    tokens: int  # Their number, including those that end it.
+    calls: int  # The number of calls of the target.
     first: float  # Seconds to the first token, including compilation.
     speed: float  # Tokens per second after the first one; 0 if there were none.
     whole: bool  # Whether the model or a stop string ended the answer, not the limit.
@@ -27,8 +27,9 @@ class Answer(NamedTuple):
 def check(session: Session) -> None:
     """Raises `UserError` if the target has no chat template."""
     if session.target.tokenizer.template is None:
-        missing = f"and {session.target.name!r} has none; leave --chat out"
-        raise UserError(f"--chat needs a chat template, {missing}")
+        raise UserError(
+            f"--chat needs a chat template, and {session.target.name!r} has none; leave --chat out"
+        )
 
 
 def encode_message(session: Session, message: str) -> list[int]:

@@ -18,8 +18,8 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
-"""Pixels in a drawn tree: between depths, between leaves, around the tree, and from where an edge
-leaves its row."""
+"""Pixels of a drawn tree: between levels, between leaves, around the tree, and the width in which an
+edge changes rows."""
 LONGEST = 10
 """The longest token in a tree, in characters."""
 
@@ -44,18 +44,19 @@ def checked_path(name: str) -> pathlib.Path:
     path = expanded(name)
     try:
         if path.is_dir():
-            raise UserError(f"--html={name} is a folder; name a file in it")
+            raise UserError(f"--html={name}: is a folder; name a file in it")
         if path.exists() and not path.is_file():  # The page would replace a device.
-            raise UserError(f"--html={name} is not a file; choose another")
+            raise UserError(f"--html={name}: is not a file; choose another")
         if not path.parent.is_dir():
-            raise UserError(f"--html={name} is in a folder that does not exist; create it first")
+            raise UserError(f"--html={name}: is in a folder that does not exist; create it first")
         # Permissions alone do not decide: root has all of them, even on a read-only file system.
         tempfile.NamedTemporaryFile(
             dir=path.parent, prefix=f"{path.name}.", suffix=".partial"
         ).close()
     except OSError as error:
-        hint = "choose another file"
-        raise UserError(f"--html={name} cannot be written ({error}); {hint}") from error
+        raise UserError(
+            f"--html={name}: cannot be written ({error}); choose another file"
+        ) from error
     return path
 
 

@@ -14,8 +14,9 @@ def from_flag(text: str) -> list[str]:
         # Python keeps undecodable bytes of arguments as surrogates, which no tokenizer takes.
         text.encode()
     except UnicodeEncodeError as error:
-        hint = "convert it, such as with iconv"
-        raise UserError(f"--prompt={shortened(text)!r} is not UTF-8; {hint}") from error
+        raise UserError(
+            f"--prompt={shortened(text)!r}: is not UTF-8; convert it, for example with iconv"
+        ) from error
     return [text]
 
 
@@ -28,11 +29,12 @@ def from_file(path: str) -> list[str]:
     try:
         lines = expanded(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        hint = "give a text file with one prompt per line"
-        raise UserError(f"--file={path} cannot be read ({error}); {hint}") from error
+        raise UserError(
+            f"--file={path}: cannot be read ({error}); give a text file with one prompt per line"
+        ) from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"--file={path} has no prompt; write one per line")
+        raise UserError(f"--file={path}: has no prompt; write one per line")
     return prompts
 
 
@@ -57,7 +59,8 @@ def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
                 found = True
                 yield line.rstrip("\n")
     except UnicodeError as error:
-        hint = "give text with one prompt per line"
-        raise UserError(f"stdin cannot be read ({error}); {hint}") from error
+        raise UserError(
+            f"stdin cannot be read ({error}); give text with one prompt per line"
+        ) from error
     if not found:
         raise nothing

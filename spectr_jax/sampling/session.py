@@ -27,7 +27,7 @@ PARTIAL = "\ufffd"
 
 
 class Session(NamedTuple):
-    """What all prompts share. `target_model` and `draft_model` are frozen."""
+    """The models and options that all prompts share. `target_model` and `draft_model` are frozen."""
 
     method: Method
     target: Trained
@@ -94,8 +94,9 @@ def open_session(
     wanted = method or get_method("block", draft_length=3)
     # These have vocabularies of their own.
     others = target.startswith(("hf:", "gguf:")) or target == SMOLLM2
-    needed = f"needs a draft model with the vocabulary of {target!r}; give --draft"
-    missing = UserError(f"method {wanted.name!r} {needed}")
+    missing = UserError(
+        f"method {wanted.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
+    )
     if not wanted.needs_draft:
         loaded, drafts = load_alone(target, dtype), None
     elif draft is not None:
@@ -135,9 +136,10 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
     """Raises `UserError` if the target's context has no room for the new tokens."""
     context, new = session.target.model.context, session.max_new_tokens
     if len(tokens) + new > context:
-        given = f"has {len(tokens)} tokens and max_new_tokens is {new}"
-        limit = f"more than the {context} of {session.target.name!r} together; shorten one of them"
-        raise UserError(f"the prompt {shortened(prompt)!r} {given}, {limit}")
+        raise UserError(
+            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {new}, "
+            f"more than the {context} of {session.target.name!r} together; shorten one of them"
+        )
 
 
 def encode_all(

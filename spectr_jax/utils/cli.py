@@ -270,7 +270,8 @@ def _exit(
 ) -> NoReturn:
     """Prints `line`, after the traceback if --verbose is given, and exits.
 
-    It exits `at_once` if JAX would wait for other processes, which wait for this one.
+    With `at_once` it skips the handlers of JAX, which would wait for processes that wait for this
+    one.
     """
     # The flag may follow one that was not parsed.
     if flags.FLAGS["verbose"].value or "--verbose" in sys.argv:

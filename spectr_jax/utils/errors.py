@@ -1,4 +1,4 @@
-"""Reasons to end a program early: bad input, or a signal."""
+"""Exceptions that end a program with one line: bad input, or a signal."""
 
 import difflib
 import errno
@@ -49,9 +49,9 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
     """Returns one line that tells the user what to do, or None if the error is a bug of ours.
 
     Besides `UserError` these are: too little memory, a missing device, a missing package of an
-    extra, and errors of the file system about a path, its permissions or a full disk. A missing
-    file counts only inside the folder `output`, which somebody may have removed; all other files
-    are checked before they are read.
+    extra, and errors of the file system about a path, its permissions or a full disk. Programs
+    check files before they read them, so a missing file is a bug, except inside the folder
+    `output`, which somebody may have removed.
     """
     if isinstance(error, UserError):
         return str(error)

@@ -54,6 +54,20 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises `UserError` if it is missing or damaged."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"{str(path)!r} cannot be read ({reason}); save or fetch it again"
+        ) from error
+    if not isinstance(given, dict):
+        raise UserError(f"{str(path)!r} is not a JSON object; save or fetch it again")
+    return given
+
+
 def check_fetched(path: pathlib.Path) -> None:
     """Raises `UserError` if the file is a pointer of Git LFS, whose content was not fetched."""
     with path.open("rb") as opened:

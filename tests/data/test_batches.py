@@ -1,3 +1,5 @@
+"""Batches of packed sentences: their content, order and positions."""
+
 import collections
 import itertools
 import json
@@ -80,8 +82,8 @@ def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
     "streams", [1, *(pytest.param(streams, marks=pytest.mark.slow) for streams in (3, 4))]
 )
 def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
-    """At each point where a stream's packed rows are used up, each of its sentences was seen n or
-    n + 1 times, in another order each time, although the pipeline restarts every 17 batches."""
+    """Whenever a stream has used up its packed rows, it has shown each of its sentences n or n + 1
+    times, in a new order each time. The pipeline restarts every 17 batches."""
     numbers = {
         tokenizer.decode(tokenizer.encode(sentence)): index
         for index, sentence in enumerate(sentences)

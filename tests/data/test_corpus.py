@@ -1,3 +1,5 @@
+"""Sources of sentences: text files, archives and TFDS, and damaged ones."""
+
 import gzip
 import lzma
 import sys
@@ -135,7 +137,7 @@ def test_not_utf8(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("tfds:lm1b", "corpus 'tfds:lm1b' is not of the form tfds:DATASET:SPLIT"),
+        ("tfds:lm1b", "corpus 'tfds:lm1b': must be tfds:DATASET:SPLIT"),
         (
             "tfds:lm1b:train",
             "the TFDS corpus 'tfds:lm1b:train' cannot be opened in .*scripts/prepare_lm1b.sh",

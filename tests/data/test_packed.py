@@ -49,7 +49,7 @@ def test_rows_are_the_packed_sentences(corpus, tmp_path, monkeypatch, compress):
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatch, streams):
-    """In each stream. Its epochs end inside batches."""
+    """This holds in each stream, whose epochs end inside batches."""
     _, lines, tokenizer = corpus
     monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 10)
     pack(lines, tokenizer, tmp_path, LENGTH)
@@ -113,7 +113,7 @@ def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
 
 
 def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
-    """So that positions (numbers of rows) of runs that used Grain's own shuffle stay valid."""
+    """Positions (numbers of rows) of runs that used Grain's own shuffle stay valid."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
@@ -133,7 +133,7 @@ def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
 
 
 def test_where_sentences_begin_follows_from_the_tokens(corpus):
-    """Compared with the sentences themselves, some of which are cut."""
+    """Compares with the sentences themselves, some of which are cut."""
     _, lines, tokenizer = corpus
     (batch,) = evaluation_batches(lines, tokenizer, batch=10_000, length=LENGTH)
     expected = sorted(tuple([*tokenizer.encode(line), EOS][:LENGTH]) for line in lines)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, save_tokenizer
+from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.decoding import Policy, decode, get_method, stream
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.stopping import MATCHED, _transitions, before, prepared, settled
@@ -129,15 +129,14 @@ class _Bytes:
     pieces = [bytes([byte]) for byte in range(256)]
 
 
-def test_pieces_spell_the_text(toy, tmp_path):
+def test_pieces_spell_the_text(toy, in_hugging_face):
     """Checks SentencePiece, the same model in Hugging Face's layout, and byte pairs."""
     text = "draft target\n\ntoken é 日本 law  two"
     ours = load(toy.folder / "target", "float32").tokenizer
-    save_tokenizer(tmp_path, ours, 32)
     made = tokenizers.ByteLevelBPETokenizer()
     special = ["<s>", "</s>"]
     made.train_from_iterator([text], vocab_size=300, special_tokens=special, show_progress=False)
-    saved = HuggingFaceTokenizer(read_tokenizer(tmp_path), 1, 2)
+    saved = HuggingFaceTokenizer(in_hugging_face(ours), 1, 2)
     for tokenizer in (ours, saved, HuggingFaceTokenizer(made._tokenizer, 0, 1)):
         tokens = tokenizer.prompt(text)
         spelled = b"".join(tokenizer.pieces[token] for token in tokens).decode()

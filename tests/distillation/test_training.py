@@ -344,7 +344,7 @@ def test_what_is_refused(config, folder, teacher):
         "unknown loss 'sk'": {"loss": "sk"},
         "cross_entropy=-1.0: ": {"cross_entropy": -1.0},
         "model.embed_rank=-1: ": {"model.embed_rank": -1},
-        "head_tokens=999 is more than vocab_size": {"model.head_tokens": 999},
+        "head_tokens=999: must be at most vocab_size": {"model.head_tokens": 999},
         "no labels that can be read": {"data.train": str(folder / "none")},
         "data.train=.* too few for 64 streams": {"data.streams": 64, "batch_size": 64},
         "no model at 'none'": {"teacher": "none"},

@@ -198,7 +198,7 @@ def test_operations_that_only_contain_others_do_not_count():
     ("changes", "message"),
     [
         ({"runs": 0}, "runs=0: must be at least 1"),
-        ({"dtype": "int4"}, "dtype='int4' is not known"),
+        ({"dtype": "int4"}, "dtype='int4': must be one of"),
         ({"context": 30}, "context=30: with a call of 3 tokens it exceeds the context 32"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
         ({"models": ("random:draft_2m", "random:draft_2m")}, "models='random:draft_2m'"),

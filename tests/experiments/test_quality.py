@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer, save_tokenizer
+from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer
 from spectr_jax.data.tokenizer import BOS, EOS
 from spectr_jax.experiments import quality
 from spectr_jax.experiments.config import quality_config
@@ -151,12 +151,11 @@ def test_a_llama_is_compared_with_our_model(toy, llama, tmp_path):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
 
-def test_tokens_before_and_after_a_sentence(toy, llama, tmp_path):
+def test_tokens_before_and_after_a_sentence(toy, llama, in_hugging_face):
     """The separator or BOS comes before, a newline or EOS after. Our tokenizer in Hugging Face's
     files gives the same tokens."""
     ours = load(str(toy.folder / "target")).tokenizer
-    save_tokenizer(tmp_path, ours, 32)
-    written = HuggingFaceTokenizer(read_tokenizer(tmp_path), BOS, (EOS, 3))
+    written = HuggingFaceTokenizer(in_hugging_face(ours), BOS, (EOS, 3))
     line = "token 3 law"
     assert scored(ours, line) == scored(written, line) == [BOS, *ours.encode(line), EOS]
     pairs = read_tokenizer(llama)

@@ -311,7 +311,7 @@ def test_the_wrong_tokenizer_is_refused(toy, tmp_path):
         ({"methods": ("speck",)}, "unknown method 'speck'"),
         ({"methods": ("baseline",)}, "methods='baseline': does not draft chains of 2 tokens"),
         ({"methods": ("block",), "num_drafts": (2,)}, "methods='block': drafts only one chain"),
-        ({"dtype": "int4"}, "dtype='int4' is not known"),
+        ({"dtype": "int4"}, "dtype='int4': must be one of"),
         ({"target": "none"}, "no model at 'none'"),
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
     ],

@@ -25,7 +25,7 @@ def test_integers_of_a_model_of_its_own_are_written_as_they_are():
     not cpu.kernels(), reason="XLA's products by head copy keys and values on a CPU"
 )
 def test_a_call_on_one_token_copies_no_cache():
-    """Its temporary memory is smaller than one layer's keys."""
+    """The call needs less temporary memory than one layer's keys."""
     shape = LlamaConfig(
         layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=4096
     )
@@ -47,7 +47,7 @@ def test_a_call_on_one_token_copies_no_cache():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("new", [1, 2])
 def test_each_sequence_of_a_batch_is_written_in_its_own_place(dtype, new):
-    """The last sequence's start is too late for its rows, which then end in the last slot."""
+    """Rows that would not fit after their start end in the last slot."""
     buffer = np.arange(30.0).reshape(3, 5, 2)
     rows, starts = -1.5 - np.arange(3.0 * new * 2).reshape(3, new, 2), np.array([0, 2, 9])
     expected = buffer.copy()

@@ -37,7 +37,7 @@ def test_products_and_gradients(rows):
 
 @pytest.mark.skipif(not kernels(), reason="the CPU kernels are not in use")
 def test_few_tokens_have_the_bits_of_each_alone():
-    """So ties between tokens are broken as in the baseline, whatever the width of a call."""
+    """Ties between tokens are then broken as in the baseline, whatever the width of a call."""
     linear = jax.jit(_linear(512, 1024))
     x = jax.random.normal(jax.random.key(1), (FEW, 512))
     assert jnp.array_equal(linear(x), jnp.concatenate([linear(row[None]) for row in x]))

@@ -1,3 +1,5 @@
+"""The decoder of the ladder and GPT-2: masks, caches, precisions, shapes and compiled programs."""
+
 import dataclasses
 import functools
 

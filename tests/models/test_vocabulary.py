@@ -95,8 +95,8 @@ def test_outputs_are_the_targets_whatever_the_draft_cannot_say():
     assert np.asarray(made.emitted_per_call)[:, 2:].sum() > 0  # Some of its drafts are accepted.
 
 
-def test_what_shapes_are_refused():
+def test_shapes_that_are_refused():
     with pytest.raises(UserError, match="tied=True: must be False"):
         dataclasses.replace(SHAPE, tied=True)
-    with pytest.raises(UserError, match="head_tokens=32 is more than vocab_size=31"):
+    with pytest.raises(UserError, match="head_tokens=32: must be at most vocab_size=31"):
         dataclasses.replace(SHAPE, head_tokens=32)

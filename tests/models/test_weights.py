@@ -1,3 +1,5 @@
+"""Our model files: round trips, int8, parts, and damaged files."""
+
 import resource
 
 import jax

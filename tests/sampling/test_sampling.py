@@ -212,14 +212,14 @@ def test_blank_lines_are_no_prompts(tmp_path):
 
 def test_prompts_that_cannot_be_read(tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"la\xff\n")
-    with pytest.raises(UserError, match=r"prompts.txt cannot be read \('utf-8'"):
+    with pytest.raises(UserError, match=r"prompts.txt: cannot be read \('utf-8'"):
         prompts.from_file(str(tmp_path / "prompts.txt"))
     with pytest.raises(UserError, match="'~nobody-here/x' cannot expand"):
         prompts.from_file("~nobody-here/x")
     for errors in ("strict", "surrogateescape"):  # The latter in the locale C.
         with pytest.raises(UserError, match=r"stdin cannot be read \('utf-8'"):
             list(prompts.from_stdin(stdin_of(b"la\xff\n", errors)))
-    with pytest.raises(UserError, match=r"--prompt='la\\udcff' is not UTF-8"):
+    with pytest.raises(UserError, match=r"--prompt='la\\udcff': is not UTF-8"):
         prompts.from_flag(os.fsdecode(b"la\xff"))
     with pytest.raises(UserError, match="no prompt on stdin"):
         prompts.from_stdin(None)  # At once.
@@ -229,12 +229,12 @@ def test_prompts_that_cannot_be_read(tmp_path):
     ("name", "message"),
     [
         ("", "--html is empty; name a file"),
-        ("/tmp", "--html=/tmp is a folder; name a file in it"),
-        ("/nowhere/page.html", "--html=/nowhere/page.html is in a folder that does not exist"),
-        ("/proc/page.html", "--html=/proc/page.html cannot be written"),  # Not by root either.
-        ("/dev/null", "--html=/dev/null is not a file; choose another"),
+        ("/tmp", "--html=/tmp: is a folder; name a file in it"),
+        ("/nowhere/page.html", "--html=/nowhere/page.html: is in a folder that does not exist"),
+        ("/proc/page.html", "--html=/proc/page.html: cannot be written"),  # Not by root either.
+        ("/dev/null", "--html=/dev/null: is not a file; choose another"),
         ("~nobody-here/page.html", "'~nobody-here/page.html' cannot expand"),
-        ("x" * 250, "x cannot be written .* File name too long"),
+        ("x" * 250, "x: cannot be written .* File name too long"),
     ],
 )
 def test_a_page_that_cannot_be_written(name, message):

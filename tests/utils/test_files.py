@@ -1,3 +1,5 @@
+"""Files that Git LFS has not fetched."""
+
 import pytest
 
 from spectr_jax.data.hugging_face import read_tokenizer

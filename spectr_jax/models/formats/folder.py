@@ -13,7 +13,7 @@ import safetensors
 
 from spectr_jax.models.weights import write_tensors
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import check_fetched, write_json
+from spectr_jax.utils.files import check_fetched, read_json, write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -24,8 +24,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a non-negative number": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
     "true or false": lambda value: type(value) is bool,
 }
-"""Checks of metadata, by the words for them in errors."""
-
+"""Checks of a field's value, by what errors call such values."""
 
 Place = tuple[pathlib.Path, int, str, tuple[int, ...]]
 """Location of a tensor: its file, its first byte there, its dtype and shape."""
@@ -67,8 +66,7 @@ class Folder:
                 f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., "
                 "safe_serialization=True)"
             )
-        index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
-        names = index.get("weight_map") if isinstance(index, dict) else None
+        names = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise UserError(
                 f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; fetch it again"
@@ -93,7 +91,9 @@ class Folder:
         file, start, dtype, shape = self._places[name]
         self._unread.discard(name)
         if dtype not in DTYPES:
-            raise UserError(f"{str(file)!r} has {name} in {dtype}, which is not supported")
+            raise UserError(
+                f"{str(file)!r} has {name} in {dtype}; give a model in {', '.join(DTYPES)}"
+            )
         size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         try:
             values = np.fromfile(file, np.uint8, size, offset=start)
@@ -115,25 +115,6 @@ def _places(file: pathlib.Path) -> dict[str, Place]:
     }
 
 
-def read_json(folder: pathlib.Path, nulls: bool = False) -> dict[str, Any]:
-    """Returns the fields of config.json, without those that are null unless `nulls`.
-
-    Raises:
-      UserError: the file is missing or damaged.
-    """
-    try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{str(folder)!r} is not a Hugging Face model folder ({error}); fix the path"
-        ) from error
-    if not isinstance(given, dict):
-        raise UserError(
-            f"{str(folder / 'config.json')!r} holds {given!r:.40}, not a JSON object; fetch it again"
-        )
-    return {name: value for name, value in given.items() if nulls or value is not None}
-
-
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Writes config.json and model.safetensors, each atomically; makes `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,20 +124,38 @@ def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.nda
 
 
 def check_fields(
-    folder: pathlib.Path, config: dict[str, Any], kinds: dict[str, tuple[str, ...]]
+    source: str, config: Any, kinds: dict[str, tuple[str, ...]], prefix: str = ""
 ) -> None:
-    """Raises `UserError` for a field that is not of its kind, {key of `KINDS`: fields}.
+    """Raises `UserError` for a value that is not of its kind.
 
-    Missing fields are found when they are read.
+    Missing and null fields are not checked.
+
+    Args:
+      source: the model, named in errors.
+      config: has `get`, as a dict.
+      kinds: names of fields by kind, a key of `KINDS`.
+      prefix: precedes the names.
     """
     for kind, names in kinds.items():
         for name in names:
-            if config.get(name) is not None and not KINDS[kind](config[name]):
-                refuse(folder, config, name, kind)
+            if (value := config.get(prefix + name)) is not None and not KINDS[kind](value):
+                raise refused(source, prefix + name, value, kind)
 
 
-def refuse(folder: pathlib.Path, config: dict[str, Any], name: str, wanted: str):
-    """Raises `UserError` for a field of config.json."""
-    raise UserError(
-        f"{str(folder)!r} has {name}={config[name]!r}, which is not {wanted}; fix its config.json"
+def check_known(
+    source: str, config: Any, known: dict[str, tuple[Any, ...]], prefix: str = ""
+) -> None:
+    """Raises `UserError` for a value that is not one of the `known` values of its field.
+
+    A missing field has the first of them. The other arguments are those of `check_fields`.
+    """
+    for name, values in known.items():
+        if (value := config.get(prefix + name, values[0])) not in values:
+            raise refused(source, prefix + name, value, " or ".join(map(repr, values)))
+
+
+def refused(source: str, name: str, value: Any, wanted: str) -> UserError:
+    """Returns the error for a value in the configuration of a model."""
+    return UserError(
+        f"{source!r} has {name}={value!r:.60}: must be {wanted}; give another model, or correct a wrong value"
     )

@@ -6,7 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from spectr_jax.models.formats.folder import KINDS
+from spectr_jax.models.formats.folder import check_fields, check_known, refused
 from spectr_jax.models.formats.parts import fill, llama_arrays
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils.errors import UserError
@@ -42,9 +42,9 @@ FIELDS = {
 
 
 class _Reader(gguf.GGUFReader):
-    """A reader whose views are plain arrays.
+    """A reader whose views are plain arrays, not memory maps.
 
-    A vocabulary has 150,000 views, and those of memory maps take three times as long.
+    It makes a view of each token of the vocabulary; views of a memory map take three times as long.
     """
 
     @property
@@ -105,7 +105,8 @@ class GGUF:
             return np.asarray(gguf.dequantize(stored.reshape(view.shape), kind), np.float32)
         except (NotImplementedError, ValueError) as error:
             raise UserError(
-                f"{str(self.path)!r} has {name} in {kind.name}, which is not supported ({error})"
+                f"{str(self.path)!r} has {name} in {kind.name}, which cannot be read ({error}); give "
+                "another file"
             ) from error
 
 
@@ -119,7 +120,7 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
     Raises:
       UserError: the file lacks a part, or its model is not supported.
     """
-    config = gguf_config(file, "float32" if dtype == "int8" else dtype)
+    config = gguf_config(file)
     interleaved = file.need("general.architecture") == "llama"
     unread = set(file.tensors) - {ROPE_DIVISORS}
 
@@ -132,19 +133,16 @@ def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
         return array
 
     arrays = llama_arrays(config, tensor, NAMES, "blk.{}.", str(file.path))
-    model = fill(config, arrays, int8=dtype == "int8", source=str(file.path))
+    model = fill(config, arrays, dtype, source=str(file.path))
     if unread:  # Nothing else in the file says that a model has such parts.
-        raise UserError(f"{str(file.path)!r} has {min(unread)}, a part that is not supported")
+        raise UserError(f"{str(file.path)!r} has an unsupported part {min(unread)!r}; give another")
     return model
 
 
-def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
+def gguf_config(file: GGUF) -> LlamaConfig:
     """Returns the shape of a file's model; raises `UserError` if it is not supported."""
     path, arch = str(file.path), file.need("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise UserError(
-            f"{path!r} is of architecture {arch!r}; supported are {', '.join(ARCHITECTURES)}"
-        )
+    check_known(path, file, {"general.architecture": ARCHITECTURES})
 
     def need(name):
         return file.need(f"{arch}.{name}")
@@ -154,22 +152,16 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
 
     if (parts := file.get("split.count", 1)) != 1:
         raise UserError(f"{path!r} is one of {parts!r:.40} parts; merge them with llama-gguf-split")
-    for kind, names in FIELDS.items():
-        for name in names:
-            if (value := get(name)) is not None and not KINDS[kind](value):
-                raise UserError(f"{path!r} has {arch}.{name}={value!r:.40}, which is not {kind}")
+    check_fields(path, file, FIELDS, prefix=f"{arch}.")
     context = need("context_length")
     heads, width = need("attention.head_count"), need("embedding_length")
     head_width = get("attention.key_length", width // heads)
+    known = {"expert_count": (0,), "rope.scaling.type": ("none", "linear")}
+    check_known(path, file, known | {"rope.dimension_count": (head_width,)}, prefix=f"{arch}.")
     window = get("attention.sliding_window", context)
-    for name, supported in (
-        ("expert_count", get("expert_count", 0) == 0),
-        ("attention.sliding_window", type(window) is int and window >= context),
-        ("rope.scaling.type", get("rope.scaling.type", "none") in ("none", "linear")),
-        ("rope.dimension_count", get("rope.dimension_count", head_width) == head_width),
-    ):
-        if not supported:
-            raise UserError(f"{path!r} has {arch}.{name}={get(name)!r}, which is not supported")
+    if type(window) is not int or window < context:
+        wanted = f"at least the context of {context}"
+        raise refused(path, f"{arch}.attention.sliding_window", window, wanted)
     return LlamaConfig(
         layers=need("block_count"),
         width=width,
@@ -185,14 +177,14 @@ def gguf_config(file: GGUF, dtype: str) -> LlamaConfig:
         tied=NAMES["head"] not in file.tensors,
         qkv_bias=f"blk.0.{NAMES['q_bias']}" in file.tensors,
         qk_norm=f"blk.0.{NAMES['norm_q']}" in file.tensors,
-        dtype=dtype,
     )
 
 
 def _divisors(file: GGUF, arch: str, head_width: int) -> tuple[float, ...]:
-    """Returns the divisors of the file's tensor, times its factor of a linear stretch.
+    """Returns the divisors of the rotary frequencies; empty if all are 1.
 
-    As in llama.cpp, a factor counts unless the type of scaling is `none`.
+    They are the file's tensor of divisors, if any, times its linear factor. As in llama.cpp, the
+    factor counts unless the type of scaling is `none`.
     """
     factor = file.get(f"{arch}.rope.scaling.factor", file.get(f"{arch}.rope.scale_linear")) or 1.0
     if file.get(f"{arch}.rope.scaling.type") == "none":
@@ -203,9 +195,9 @@ def _divisors(file: GGUF, arch: str, head_width: int) -> tuple[float, ...]:
 
 
 def _in_halves(part: np.ndarray, head_width: int) -> np.ndarray:
-    """Returns a kernel [outputs, inputs] or bias whose rotary pairs are split.
+    """Returns a kernel [outputs, inputs] or bias with the channels of a rotary pair D / 2 apart.
 
-    llama.cpp stores the channels of a pair side by side; here they are D / 2 apart.
+    llama.cpp stores them next to each other.
     """
     pairs = part.reshape(-1, head_width // 2, 2, *part.shape[1:])
     return pairs.swapaxes(1, 2).reshape(part.shape)

@@ -6,13 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.models.formats.folder import Folder, check_fields, read_json, refuse, save
+from spectr_jax.models.formats.folder import Folder, check_fields, check_known, refused, save
 from spectr_jax.models.formats.parts import fill, llama_arrays
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import read_json
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+KNOWN: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+}
+"""The supported values of fields."""
+KNOWN_ROPE = {"rope_type": ("default", "linear", "llama3"), "partial_rotary_factor": (1,)}
 SHAPE = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -69,14 +78,14 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
     Raises:
       UserError: a file is missing or damaged, or the model is not supported.
     """
-    config = llama_config(folder, "float32" if dtype == "int8" else dtype)
+    config = llama_config(folder)
     tensors = Folder(folder)
 
     def tensor(name: str) -> np.ndarray:
         return np.asarray(tensors[name], np.float32)
 
     arrays = llama_arrays(config, tensor, NAMES, LAYER, str(folder))
-    model = fill(config, arrays, int8=dtype == "int8", source=str(folder))
+    model = fill(config, arrays, dtype, source=str(folder))
     tensors.check_all_read(UNUSED)
     return model
 
@@ -96,16 +105,12 @@ def save_llama(
       UserError: the layout cannot represent the model.
     """
     config = model.config
-    if config.embed_rank or config.head_tokens or config.features:
-        raise UserError(
-            "a draft with embed_rank, head_tokens or features has no such layout; use save_weights"
-        )
-    int8 = isinstance(model.blocks[0].qkv, Int8Linear)
-    if config.rope_divisors or (config.qkv_bias and config.qk_norm) or int8:
-        raise UserError(
-            "a model with rope_divisors, biases and norms, or int8 products has no such layout; "
-            "give another"
-        )
+    remedy = "cannot be written to a Hugging Face folder; use save_weights"
+    for name in ("embed_rank", "head_tokens", "features", "rope_divisors"):
+        if value := getattr(config, name):
+            raise UserError(f"{name}={value!r:.40}: {remedy}")
+    if (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
+        raise UserError(f"a model with qkv_bias and qk_norm, or an int8 model {remedy}")
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     written = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
@@ -153,7 +158,7 @@ def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
     return tensors
 
 
-def llama_config(folder: pathlib.Path, dtype: str) -> LlamaConfig:
+def llama_config(folder: pathlib.Path) -> LlamaConfig:
     """Returns the shape that config.json gives; raises `UserError` as `read_config`."""
     given = read_config(folder)
     heads, width, kind = given["num_attention_heads"], given["hidden_size"], given["model_type"]
@@ -166,7 +171,6 @@ def llama_config(folder: pathlib.Path, dtype: str) -> LlamaConfig:
         rope_divisors=divisors,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        dtype=dtype,
     )
 
 
@@ -176,30 +180,19 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     Raises:
       UserError: the file is missing, damaged or incomplete, or the model is not supported.
     """
-    given = read_json(folder, nulls=True)
+    source, given = str(folder), read_json(folder / "config.json")
     given = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
     given = {name: value for name, value in given.items() if value is not None}
-    for name, value, known in (
-        ("model_type", given.get("model_type"), MODEL_TYPES),
-        ("hidden_act", given.get("hidden_act", "silu"), ("silu",)),
-    ):
-        if value not in known:
-            raise UserError(f"{str(folder)!r} has {name}={value!r}; use one of {', '.join(known)}")
-    check_fields(folder, given, FIELDS)
+    check_known(source, {"model_type": None, **given}, KNOWN)
+    check_fields(source, given, FIELDS)
     if missing := [name for name in tuple(SHAPE.values())[:-3] if name not in given]:
-        raise UserError(f"{str(folder)!r} has a config.json without {missing[0]!r}")
-    windows = given["model_type"] == "mistral" or given.get("use_sliding_window", False)
-    if windows:
-        check_fields(folder, given, {"a positive integer": ("sliding_window",)})
-    window = given.get("sliding_window", math.inf)
-    for name, supported in (
-        ("attention_bias", not given.get("attention_bias", False)),
-        ("mlp_bias", not given.get("mlp_bias", False)),
-        ("sliding_window", not windows or window >= given["max_position_embeddings"]),
-        ("quantization_config", "quantization_config" not in given),
-    ):
-        if not supported:
-            raise UserError(f"{str(folder)!r} has {name}={given[name]!r}, which is not supported")
+        raise UserError(f"{source!r} has a config.json without {missing[0]!r}; fetch it again")
+    if given["model_type"] == "mistral" or given.get("use_sliding_window", False):
+        check_fields(source, given, {"a positive integer": ("sliding_window",)})
+        window, context = given.get("sliding_window", math.inf), given["max_position_embeddings"]
+        if window < context:
+            wanted = f"at least max_position_embeddings={context}"
+            raise refused(source, "sliding_window", window, wanted)
     return given
 
 
@@ -210,10 +203,11 @@ def _rotary(
 
     Newer files have both in `rope_parameters`; older ones have the divisors in `rope_scaling`.
     """
+    source = str(folder)
 
     def scaling_of(field):
         if not isinstance(scaling := given.get(field, {}), dict):
-            refuse(folder, given, field, "an object")
+            raise refused(source, field, scaling, "an object")
         renamed = {"rope_type": scaling.get("type"), **scaling}
         return {
             name: value for name, value in renamed.items() if name != "type" and value is not None
@@ -222,19 +216,17 @@ def _rotary(
     field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     scaling = scaling_of(field)
     if any(scaling.get(name) != value for name, value in scaling_of("rope_scaling").items()):
-        raise UserError(
-            f"{str(folder)!r} has rope_scaling={given['rope_scaling']} and conflicting "
-            "rope_parameters; keep one in its config.json"
-        )
+        wanted = "equal to rope_parameters, or absent"
+        raise refused(source, "rope_scaling", given["rope_scaling"], wanted)
     if "factor" in scaling and "rope_type" not in scaling:
-        refuse(folder, given, field, "one that names its rope_type")
-    if scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)) != 1:
-        raise UserError(f"{str(folder)!r} has partial_rotary_factor, which is not supported")
-    if (kind := scaling.get("rope_type", "default")) not in ("default", "linear", "llama3"):
-        raise UserError(f"{str(folder)!r} has rope_type={kind!r}; use default, linear or llama3")
-    scaling = {"rope_theta": given.get("rope_theta", 10_000.0), **scaling}
-    check_fields(folder, scaling, {"a positive number": ROPE_NUMBERS})
-    theta = float(scaling["rope_theta"])
+        raise refused(source, field, given[field], "an object with a rope_type")
+    outside = {
+        name: given[name] for name in ("rope_theta", "partial_rotary_factor") if name in given
+    }
+    scaling = {"rope_theta": 10_000.0, "rope_type": "default", **outside, **scaling}
+    check_known(source, scaling, KNOWN_ROPE)
+    check_fields(source, scaling, {"a positive number": ROPE_NUMBERS})
+    kind, theta = scaling["rope_type"], float(scaling["rope_theta"])
     if kind == "default":
         return theta, ()
     try:
@@ -244,9 +236,9 @@ def _rotary(
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         context = int(scaling["original_max_position_embeddings"])
     except KeyError as error:
-        raise UserError(f"{str(folder)!r} has a rope_scaling without {error}") from error
+        raise UserError(f"{source!r} has a {field} without {error}; fetch it again") from error
     if low >= high:
-        refuse(folder, scaling, "low_freq_factor", f"below high_freq_factor={high}")
+        raise refused(source, "low_freq_factor", low, f"below high_freq_factor={high}")
     return theta, llama3_divisors(
         theta, head_width, factor=factor, low=low, high=high, context=context
     )

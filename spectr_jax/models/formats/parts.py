@@ -4,6 +4,7 @@ Arrays have Hugging Face's layout: kernels are [outputs, inputs], and channels i
 head are a rotary pair. Each array is stored in the model's dtype before the next is read.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,25 +23,27 @@ from spectr_jax.utils.errors import UserError
 def fill(
     config: LlamaConfig | TransformerConfig,
     arrays: Iterable[tuple[str, np.ndarray]],
+    dtype: str,
     *,
-    int8: bool,
     source: str,
 ) -> Any:
     """Returns a decoder with the arrays of a checkpoint.
 
     Args:
-      config: its shape and dtype.
+      config: its shape.
       arrays: all arrays, as (our name, array).
-      int8: quantize each array as it is read, as `quantize` does; needs a float32 config.
+      dtype: "float32", "bfloat16" or "int8", which quantizes each array as `quantize` does.
       source: named in errors.
 
     Raises:
       UserError: the shape of an array is not the config's.
     """
+    int8 = dtype == "int8"
+    shape = dataclasses.replace(config, dtype="float32" if int8 else dtype)
 
     def build():
-        decoder: Any = Llama if isinstance(config, LlamaConfig) else Transformer
-        model = decoder(config, rngs=nnx.Rngs(0))
+        decoder: Any = Llama if isinstance(shape, LlamaConfig) else Transformer
+        model = decoder(shape, rngs=nnx.Rngs(0))
         return quantize(model) if int8 else model
 
     graphdef, state = nnx.split(nnx.eval_shape(build))
@@ -48,7 +51,7 @@ def fill(
     for name, array in arrays:
         for leaf, value in _leaves(name, array, wanted):
             _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
-            made = jnp.asarray(value, wanted[leaf].dtype if int8 else config.dtype)
+            made = jnp.asarray(value, wanted[leaf].dtype if int8 else dtype)
             # Otherwise arrays stay in memory until they are copied.
             leaves[leaf] = jax.block_until_ready(made)
     return nnx.merge(graphdef, with_leaves(state, leaves))
@@ -101,7 +104,9 @@ def llama_arrays(
         try:
             return tensor(("" if layer is None else prefix.format(layer)) + names[part])
         except KeyError as error:
-            raise UserError(f"{source!r} lacks {error}, a part of its model") from error
+            raise UserError(
+                f"{source!r} lacks {error}, a part of its model; fetch it again"
+            ) from error
 
     keys = config.kv_heads * config.head_width
     rows = {"q": config.heads * config.head_width, "k": keys, "v": keys}

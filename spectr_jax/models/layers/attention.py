@@ -20,7 +20,7 @@ def attention(
 ) -> jax.Array:
     """Returns attention [B, N, H, D] in the dtype of the queries.
 
-    Each key and value head serves H / K query heads, in order. Every new token must see a slot.
+    Each key and value head serves H / K query heads, in order. Every new token must see at least one slot.
     """
     few = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES
     if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.multiplied(q_BxNxHxD, k_BxTxKxD):

@@ -11,11 +11,11 @@ from flax import nnx
 from spectr_jax.models.llama import Llama, LlamaConfig
 
 SHAPE = LlamaConfig(
-    layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=290, context=64
+    layers=2, width=32, mlp=64, heads=4, kv_heads=2, head_width=8, vocab_size=300, context=64
 )
 SHAPES = {
     "llama": SHAPE,
-    "tied": dataclasses.replace(SHAPE, tied=True, kv_heads=6, rope_theta=1e5),
+    "tied": dataclasses.replace(SHAPE, tied=True, kv_heads=4, rope_theta=1e5),
     "qwen2": dataclasses.replace(SHAPE, qkv_bias=True, tied=True, rope_theta=1e6),
     "qwen3": dataclasses.replace(SHAPE, qk_norm=True, head_width=10, norm_epsilon=1e-6),
 }

@@ -16,19 +16,10 @@ from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.gguf import GGUF, NAMES, load_gguf
 from spectr_jax.models.formats.hf_llama import NAMES as HF_NAMES
 from spectr_jax.models.formats.hf_llama import llama_tensors
-from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.utils.errors import UserError
 
-SHAPE = LlamaConfig(
-    layers=2, width=32, mlp=64, heads=4, kv_heads=2, head_width=8, vocab_size=300, context=64
-)
-SHAPES = {
-    "llama": SHAPE,
-    "tied": dataclasses.replace(SHAPE, tied=True, kv_heads=4, rope_theta=1e5),
-    "qwen2": dataclasses.replace(SHAPE, qkv_bias=True, rope_theta=1e6),
-    "qwen3": dataclasses.replace(SHAPE, qk_norm=True, head_width=10, norm_epsilon=1e-6),
-}
 SENTENCES = [
     f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again."
     for number in range(200)
@@ -41,7 +32,7 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
     if pre_tokenizer:
         made._tokenizer.pre_tokenizer = pre_tokenizer
     made.train_from_iterator(
-        SENTENCES, vocab_size=SHAPE.vocab_size, special_tokens=list(CONTROLS), show_progress=False
+        SENTENCES, vocab_size=300, special_tokens=list(CONTROLS), show_progress=False
     )
     return made._tokenizer
 
@@ -101,40 +92,28 @@ def write(path, model: Llama, kind: str, quantization=None, more=None, **changes
     writer.close()
 
 
-@pytest.fixture(scope="module")
-def models():
-    rng = np.random.default_rng(0)
-    made = {kind: Llama(shape, rngs=nnx.Rngs(0)) for kind, shape in SHAPES.items()}
-    for model in made.values():
-        noisy = jax.tree.map(
-            lambda leaf: leaf + rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), nnx.state(model)
-        )
-        nnx.update(model, noisy)
-    return made
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_what_is_written_is_read(models, kind, tmp_path):
-    write(tmp_path / "model.gguf", models[kind], kind)
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen2", "qwen3"])
+def test_what_is_written_is_read(llamas, kind, tmp_path):
+    write(tmp_path / "model.gguf", llamas[kind], kind)
     read = load_gguf(GGUF(tmp_path / "model.gguf"))
     epsilon, theta = np.float32(read.config.norm_epsilon), np.float32(read.config.rope_theta)
     assert (epsilon, theta) == (
-        np.float32(SHAPES[kind].norm_epsilon),
-        np.float32(SHAPES[kind].rope_theta),
+        np.float32(llamas[kind].config.norm_epsilon),
+        np.float32(llamas[kind].config.rope_theta),
     )
     assert dataclasses.replace(read.config, norm_epsilon=0.0) == dataclasses.replace(
-        SHAPES[kind], norm_epsilon=0.0
+        llamas[kind].config, norm_epsilon=0.0
     )
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(models[kind]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(llamas[kind]))
 
 
 @pytest.mark.parametrize(
     "quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1]
 )
-def test_quantized_files(models, quantization, tmp_path):
-    write(tmp_path / "model.gguf", models["tied"], "tied", quantization)
+def test_quantized_files(llamas, quantization, tmp_path):
+    write(tmp_path / "model.gguf", llamas["tied"], "tied", quantization)
     file = GGUF(tmp_path / "model.gguf")
-    read, exact = load_gguf(file), models["tied"]
+    read, exact = load_gguf(file), llamas["tied"]
     down, whole = read.blocks[1].down.kernel[...], np.asarray(exact.blocks[1].down.kernel[...])
     rounded = gguf.dequantize(
         gguf.quantize(np.ascontiguousarray(whole.T), quantization), quantization
@@ -145,10 +124,10 @@ def test_quantized_files(models, quantization, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(small), nnx.state(quantize(read)))
 
 
-def test_a_file_is_a_model_by_name(models, tmp_path):
+def test_a_file_is_a_model_by_name(llamas, tmp_path):
     write(
         tmp_path / "small.gguf",
-        models["llama"],
+        llamas["llama"],
         "llama",
         **{"tokenizer.chat_template": "{{ messages[0].content }}!"},
     )
@@ -163,10 +142,10 @@ def test_a_file_is_a_model_by_name(models, tmp_path):
     assert tokenizer.chat([{"role": "user", "content": "again"}]) == tokenizer.encode("again!")
 
 
-def test_frequencies_of_their_own(models, tmp_path):
+def test_frequencies_of_their_own(llamas, tmp_path):
     """Llama 3.1 has a tensor of divisors, and a linear stretch has a factor."""
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    write(tmp_path / "linear.gguf", models["llama"], "llama", **scaling)
+    write(tmp_path / "linear.gguf", llamas["llama"], "llama", **scaling)
     assert load_gguf(GGUF(tmp_path / "linear.gguf")).config.rope_divisors == (4.0,) * 4
     divisors = {"rope_freqs.weight": np.array([1, 1.5, 8, 8], np.float32)}
     for scaling, more, expected in (
@@ -181,13 +160,13 @@ def test_frequencies_of_their_own(models, tmp_path):
         ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, None, ()),
         ({"llama.rope.freq_base": None}, None, ()),
     ):
-        write(tmp_path / "own.gguf", models["llama"], "llama", more=more, **scaling)
+        write(tmp_path / "own.gguf", llamas["llama"], "llama", more=more, **scaling)
         config = load_gguf(GGUF(tmp_path / "own.gguf")).config
         assert config.rope_divisors == expected and config.rope_theta == 10_000.0
 
 
-def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(tmp_path):
-    model = Llama(dataclasses.replace(SHAPE, qkv_bias=True), rngs=nnx.Rngs(0))
+def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(llamas, tmp_path):
+    model = Llama(dataclasses.replace(llamas["llama"].config, qkv_bias=True), rngs=nnx.Rngs(0))
     for block in model.blocks:
         block.qkv.bias[...] = np.arange(64, dtype=np.float32)
     write(tmp_path / "model.gguf", model, "llama")  # The writer leaves biases as they are.
@@ -202,62 +181,59 @@ def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(tmp_path
 @pytest.mark.parametrize(
     "name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias", "blk.1.attn_q.bias", "extra.weight"]
 )
-def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
-    write(tmp_path / "model.gguf", models["llama"], "llama", more={name: np.ones(32, np.float32)})
-    with pytest.raises(UserError, match=rf"has {name}, a part that is not supported"):
+def test_a_part_that_would_be_left_out_is_refused(llamas, name, tmp_path):
+    write(tmp_path / "model.gguf", llamas["llama"], "llama", more={name: np.ones(32, np.float32)})
+    with pytest.raises(UserError, match=rf"has an unsupported part '{name}'"):
         load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "gemma"}, "is of architecture 'gemma'; supported are llama, qwen2, qwen3"),
+        (
+            {"arch": "gemma"},
+            "has general.architecture='gemma': must be 'llama' or 'qwen2' or 'qwen3'",
+        ),
         ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
-        ({"llama.expert_count": 8}, "has llama.expert_count=8, which is not supported"),
+        ({"llama.expert_count": 8}, "has llama.expert_count=8: must be 0"),
         (
             {"llama.attention.sliding_window": 32},
-            "has llama.attention.sliding_window=32, which is not supported",
+            "has llama.attention.sliding_window=32: must be at least the context of 64",
         ),
         (
             {"llama.attention.sliding_window": [8, 9]},
-            "has llama.attention.sliding_window=[8, 9], which is not supported",
+            "has llama.attention.sliding_window=[8, 9]: must be at least the context of 64",
         ),
         (
             {"llama.attention.head_count_kv": [2, 2]},
-            "has llama.attention.head_count_kv=[2, 2], which is not a positive integer",
+            "has llama.attention.head_count_kv=[2, 2]: must be a positive integer",
         ),
         (
             {"llama.feed_forward_length": [64, 64]},
-            "has llama.feed_forward_length=[64, 64], which is not a positive integer",
+            "has llama.feed_forward_length=[64, 64]: must be a positive integer",
         ),
         (
             {"llama.attention.head_count": 0},
-            "has llama.attention.head_count=0, which is not a positive integer",
+            "has llama.attention.head_count=0: must be a positive integer",
         ),
-        (
-            {"llama.context_length": "x"},
-            "has llama.context_length='x', which is not a positive integer",
-        ),
+        ({"llama.context_length": "x"}, "has llama.context_length='x': must be a positive integer"),
         (
             {"llama.rope.scaling.type": "yarn"},
-            "has llama.rope.scaling.type='yarn', which is not supported",
+            "has llama.rope.scaling.type='yarn': must be 'none' or 'linear'",
         ),
-        (
-            {"llama.rope.dimension_count": 4},
-            "has llama.rope.dimension_count=4, which is not supported",
-        ),
+        ({"llama.rope.dimension_count": 4}, "has llama.rope.dimension_count=4: must be 8"),
         ({"llama.attention.key_length": 6}, "0.q is"),
         (
             {"llama.rope.freq_base": -1.0},
-            "has llama.rope.freq_base=-1.0, which is not a positive number",
+            "has llama.rope.freq_base=-1.0: must be a positive number",
         ),
         (
             {"llama.attention.layer_norm_rms_epsilon": float("nan")},
-            "layer_norm_rms_epsilon=nan, which is not a non-negative number",
+            "layer_norm_rms_epsilon=nan: must be a non-negative number",
         ),
         (
             {"llama.rope.scaling.factor": -2.0},
-            "has llama.rope.scaling.factor=-2.0, which is not a non-negative number",
+            "has llama.rope.scaling.factor=-2.0: must be a non-negative number",
         ),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
         ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
@@ -267,15 +243,15 @@ def test_a_part_that_would_be_left_out_is_refused(models, name, tmp_path):
         ),
     ],
 )
-def test_what_is_not_understood_is_refused(models, changes, message, tmp_path):
-    write(tmp_path / "model.gguf", models["llama"], "llama", **changes)
+def test_what_is_not_understood_is_refused(llamas, changes, message, tmp_path):
+    write(tmp_path / "model.gguf", llamas["llama"], "llama", **changes)
     with pytest.raises(UserError, match=re.escape(message)):
         load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
-def test_damaged_files(models, tmp_path):
+def test_damaged_files(llamas, tmp_path):
     path = tmp_path / "model.gguf"
-    write(path, models["llama"], "llama")
+    write(path, llamas["llama"], "llama")
     whole = path.read_bytes()
     for length in (0, 3, 100, 5_000, len(whole) // 2, len(whole) - 100):
         path.write_bytes(whole[:length])
@@ -376,13 +352,22 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
         ({"eos_token_id": 300}, "names token 300, but has only 300 tokens"),
-        ({"eos_token_id": "2"}, "has tokenizer.ggml.eos_token_id='2', no int; fetch it again"),
+        (
+            {"eos_token_id": "2"},
+            "has tokenizer.ggml.eos_token_id='2': must be of type int; fetch it again",
+        ),
         ({"bos_token_id": "2"}, "names token '2', but has only 300 tokens"),
-        ({"token_type": 3}, "has tokenizer.ggml.token_type=3, no list; fetch it again"),
-        ({"pre": ["smollm"]}, "has tokenizer.ggml.pre=['smollm'], no str; fetch it again"),
+        (
+            {"token_type": 3},
+            "has tokenizer.ggml.token_type=3: must be of type list; fetch it again",
+        ),
+        (
+            {"pre": ["smollm"]},
+            "has tokenizer.ggml.pre=['smollm']: must be of type str; fetch it again",
+        ),
         ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
         ({"pre": "default"}, "'default'"),  # Which llama.cpp warns of.
-        ({"token_type": [1, 3]}, "has 300 tokens and 2 types of them; fetch it again"),
+        ({"token_type": [1, 3]}, "has 300 tokens, but 2 token types; fetch it again"),
     ],
 )
 def test_tokenizers_that_are_not_read(changes, message):

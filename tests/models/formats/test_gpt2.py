@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformers
-from flax import nnx
 
 from spectr_jax import check_model
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
-from spectr_jax.models.formats.gpt2 import gpt2_config, load_gpt2, save_gpt2
+from spectr_jax.models.formats.gpt2 import load_gpt2
 from spectr_jax.models.layers.attention import causal
-from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils.errors import UserError
 
 pytestmark = [
@@ -24,77 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-SHAPE = TransformerConfig(layers=2, width=16, mlp=40, heads=2, vocab_size=29, context=12)
-TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (2, SHAPE.context))
-
-
-def _noisy(model):
-    """Adds noise to a model, whose initial biases are zeros and scales are ones."""
-    state = nnx.state(model)
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
-    nnx.update(
-        model,
-        jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(next(keys), leaf.shape), state),
-    )
-    return model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return _noisy(Transformer(SHAPE, rngs=nnx.Rngs(0)))
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpt2") / "made"
-    save_gpt2(folder, model, bos=1, eos=2)
-    return folder
-
-
-def random_gpt2(folder, vocab_size=29, prefix="transformer.", seed=0):
-    """Writes a GPT-2 as Hugging Face does: a tied head, learned positions, biases and old masks."""
-    rng = np.random.default_rng(seed)
-    E, F, T = 16, 64, 24
-    shapes = {
-        "wte.weight": (vocab_size, E),
-        "wpe.weight": (T, E),
-        "ln_f.weight": (E,),
-        "ln_f.bias": (E,),
-    }
-    for layer in range(2):
-        for name, inputs, outputs in (
-            ("attn.c_attn", E, 3 * E),
-            ("attn.c_proj", E, E),
-            ("mlp.c_fc", E, F),
-            ("mlp.c_proj", F, E),
-        ):
-            shapes |= {
-                f"h.{layer}.{name}.weight": (inputs, outputs),
-                f"h.{layer}.{name}.bias": (outputs,),
-            }
-        for name in ("ln_1", "ln_2"):
-            shapes |= {f"h.{layer}.{name}.weight": (E,), f"h.{layer}.{name}.bias": (E,)}
-    tensors = {
-        prefix + name: np.float32(0.5 * rng.standard_normal(shape))
-        for name, shape in shapes.items()
-    }
-    tensors |= {
-        f"{prefix}h.{layer}.attn.bias": np.ones((1, 1, T, T), np.float32) for layer in range(2)
-    }
-    folder.mkdir()
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = {
-        "model_type": "gpt2",
-        "vocab_size": vocab_size,
-        "n_positions": T,
-        "n_embd": E,
-        "n_layer": 2,
-        "n_head": 2,
-    }
-    (folder / "config.json").write_text(
-        json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0})
-    )
-    return folder
+TOKENS = np.random.default_rng(0).integers(0, 29, (2, 12))
 
 
 class _HuggingFace(transformers.FlaxGPT2LMHeadModel):
@@ -115,42 +43,14 @@ def _ours(model, tokens_BxN):
     return model.extend(jnp.asarray(tokens_BxN), positions, causal(jnp.zeros(tokens_BxN.shape)))[0]
 
 
-def test_transformers_computes_our_logits(model, folder):
-    np.testing.assert_allclose(_theirs(folder, TOKENS), _ours(model, TOKENS), atol=1e-4)
-    names = set(safetensors.numpy.load_file(folder / "model.safetensors"))
-    # What GPT-2 has, and no more.
-    assert "lm_head.bias" not in names and len(names) == 4 + 1 + 12 * SHAPE.layers
-
-
-def test_what_was_written_is_read(model, folder):
-    np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _ours(model, TOKENS), atol=1e-4)
-
-
-def test_without_a_head_bias_the_shape_stays(model, tmp_path):
-    plain = nnx.clone(model)
-    plain.head.bias[...] = jnp.zeros(SHAPE.vocab_size)
-    save_gpt2(tmp_path / "plain", plain)
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    shape = {
-        "n_layer": 2,
-        "n_embd": 16,
-        "n_inner": 40,
-        "n_head": 2,
-        "vocab_size": 29,
-        "n_positions": 12,
-    }
-    assert shape.items() <= config.items() and config["layer_norm_epsilon"] == 1e-6
-    np.testing.assert_allclose(_theirs(tmp_path / "plain", TOKENS), _ours(plain, TOKENS), atol=1e-4)
-
-
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_we_compute_the_logits_of_a_gpt2(prefix, tmp_path):
-    folder = random_gpt2(tmp_path / "gpt2", prefix=prefix)
+def test_we_compute_the_logits_of_a_gpt2(write_gpt2, prefix, tmp_path):
+    folder = write_gpt2(tmp_path / "gpt2", prefix=prefix)
     np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _theirs(folder, TOKENS), atol=1e-4)
 
 
-def test_a_gpt2_follows_the_protocol(tmp_path):
-    check_model(load_gpt2(random_gpt2(tmp_path / "gpt2")), tolerance=5e-5)
+def test_a_gpt2_follows_the_protocol(write_gpt2, tmp_path):
+    check_model(load_gpt2(write_gpt2(tmp_path / "gpt2")), tolerance=5e-5)
 
 
 def _change(folder, config=None, tensors=None):
@@ -165,9 +65,9 @@ def _change(folder, config=None, tensors=None):
 @pytest.mark.parametrize(
     "tied", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}]
 )
-def test_the_config_says_whether_the_head_is_tied(tied, tmp_path):
+def test_the_config_says_whether_the_head_is_tied(write_gpt2, tied, tmp_path):
     """A checkpoint may also contain a head that is not used."""
-    folder = random_gpt2(tmp_path / "gpt2")
+    folder = write_gpt2(tmp_path / "gpt2")
     before = _ours(load_gpt2(folder), TOKENS)
     _change(
         folder,
@@ -179,8 +79,8 @@ def test_the_config_says_whether_the_head_is_tied(tied, tmp_path):
     assert np.array_equal(ours, before) == tied.get("tie_word_embeddings", True)
 
 
-def test_a_gpt2_in_parts(tmp_path):
-    folder = random_gpt2(tmp_path / "gpt2")
+def test_a_gpt2_in_parts(write_gpt2, tmp_path):
+    folder = write_gpt2(tmp_path / "gpt2")
     whole = _ours(load_gpt2(folder), TOKENS)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -195,10 +95,10 @@ def test_a_gpt2_in_parts(tmp_path):
     np.testing.assert_array_equal(_ours(load_gpt2(folder), TOKENS), whole)
 
 
-def test_a_gpt2_decodes_its_own_likeliest_tokens(tmp_path):
+def test_a_gpt2_decodes_its_own_likeliest_tokens(write_gpt2, tmp_path):
     """With a draft tree and a cache, each greedy token is the likeliest of Hugging Face's class."""
     target, draft = (
-        random_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft"))
+        write_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft"))
     )
     method = get_method("otm", tree="2,1")
     prompts, lengths = np.array([[3, 4, 5], [6, 7, 0]]), np.array([3, 2])
@@ -219,49 +119,36 @@ def test_a_gpt2_decodes_its_own_likeliest_tokens(tmp_path):
         )
 
 
-def test_a_model_in_bfloat16_is_written_in_float32(model, tmp_path):
-    narrow = nnx.merge(
-        nnx.graphdef(model), jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model))
-    )
-    save_gpt2(tmp_path, narrow)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype("float32")}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"model_type": "llama"},
-            "has model_type='llama'; only models of GPT-2's family with 'gpt2' are read",
-        ),
+        ({"model_type": "llama"}, "has model_type='llama': must be 'gpt2'; give another model"),
         ({"activation_function": "relu"}, "has activation_function='relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
         ({"n_layer": 3}, "lacks 'h.2.ln_1.weight'"),
         ({"n_embd": 32}, "head/kernel is .* where its configuration gives"),
         ({"tie_word_embeddings": False}, "lacks 'lm_head.weight'"),
-        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no', which is not true or false"),
-        ({"n_head": 0}, "has n_head=0, which is not a positive integer; fix its config.json"),
-        ({"n_head": 3}, "has n_head=3, which is not a divisor of n_embd=16"),
-        ({"n_layer": "2"}, "has n_layer='2', which is not a positive integer"),
-        ({"n_inner": 64.0}, "has n_inner=64.0, which is not a positive integer"),
-        ({"vocab_size": True}, "has vocab_size=True, which is not a positive integer"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no': must be true or false"),
+        ({"n_head": 0}, "has n_head=0: must be a positive integer; give another model"),
+        ({"n_head": 3}, "has n_head=3: must be a divisor of n_embd=16"),
+        ({"n_layer": "2"}, "has n_layer='2': must be a positive integer"),
+        ({"n_inner": 64.0}, "has n_inner=64.0: must be a positive integer"),
+        ({"vocab_size": True}, "has vocab_size=True: must be a positive integer"),
         (
             {"layer_norm_epsilon": "1e-5"},
-            "has layer_norm_epsilon='1e-5', which is not a non-negative number",
+            "has layer_norm_epsilon='1e-5': must be a non-negative number",
         ),
     ],
 )
-def test_other_models_are_refused(change, message, tmp_path):
-    folder = random_gpt2(tmp_path / "gpt2")
+def test_other_models_are_refused(write_gpt2, change, message, tmp_path):
+    folder = write_gpt2(tmp_path / "gpt2")
     _change(folder, change)
     with pytest.raises(UserError, match=message):
         load_gpt2(folder)
 
 
-def test_damaged_folders_are_refused(tmp_path):
-    folder = random_gpt2(tmp_path / "gpt2")
+def test_damaged_folders_are_refused(write_gpt2, tmp_path):
+    folder = write_gpt2(tmp_path / "gpt2")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match="has weights that cannot be read"):
@@ -271,7 +158,7 @@ def test_damaged_folders_are_refused(tmp_path):
         UserError, match=r"has no model\.safetensors; write it with save_pretrained"
     ):
         load_gpt2(folder)
-    for index in ("[]", "null", "{}", '{"weight_map": {"wte.weight": 3}}'):
+    for index in ("{}", '{"weight_map": {"wte.weight": 3}}'):
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(
             UserError, match=r"^'[^']*index\.json' has no weight_map of tensors to files"
@@ -279,15 +166,8 @@ def test_damaged_folders_are_refused(tmp_path):
             load_gpt2(folder)
     for config in ("[]", "null", "3"):
         (folder / "config.json").write_text(config)
-        with pytest.raises(UserError, match="not a JSON object"):
+        with pytest.raises(UserError, match="is not a JSON object"):
             load_gpt2(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is not a Hugging Face model folder"):
+    with pytest.raises(UserError, match=r"config\.json' cannot be read"):
         load_gpt2(folder)
-
-
-def test_the_config_has_what_gpt2_needs():
-    config = gpt2_config(SHAPE)
-    assert config["model_type"] == "gpt2" and config["architectures"] == ["GPT2LMHeadModel"]
-    assert config["activation_function"] == "gelu_new" and config["tie_word_embeddings"] is False
-    assert config["attn_pdrop"] == config["embd_pdrop"] == config["resid_pdrop"] == 0

@@ -15,10 +15,9 @@ import tokenizers
 from flax import nnx
 
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
-from spectr_jax.models.formats import gpt2, hf_llama
+from spectr_jax.models.formats import hf_llama
 from spectr_jax.models.formats.gguf import NAMES
 from spectr_jax.models.llama import LlamaConfig, abstract
-from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 MOST = 1.3
 """Largest ratio of peak memory to the model's size: a layer's parts and the allocator add to it."""
@@ -46,14 +45,10 @@ for small, large in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-def _zeros(graphdef_and_state):
-    graphdef, state = graphdef_and_state
-    return nnx.merge(graphdef, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state))
-
-
 def _llama(layers: int):
     sizes = {"layers": layers, "width": WIDTH, "mlp": MLP, "vocab_size": VOCABULARY, "context": 32}
-    return _zeros(abstract(LlamaConfig(**sizes, heads=4, kv_heads=4, head_width=64)))
+    graphdef, state = abstract(LlamaConfig(**sizes, heads=4, kv_heads=4, head_width=64))
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state))
 
 
 def _tokenizer() -> tokenizers.Tokenizer:
@@ -93,17 +88,13 @@ def _write_gguf(path: pathlib.Path, layers: int, tensors: dict[str, np.ndarray])
     writer.close()
 
 
-def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
+def _write_all(folder: pathlib.Path, layers: int, write_gpt2) -> list[str]:
     """Writes a Llama as a folder and as a GGUF file, and a GPT-2; returns their names."""
     llama, tokenizer = _llama(layers), HuggingFaceTokenizer(_tokenizer(), 0, 0)
     hf_llama.save_llama(folder / "llama", llama, 0, 0)
     tokenizer.save(folder / "llama", 32)
     _write_gguf(folder / "llama.gguf", layers, hf_llama.llama_tensors(llama))
-    shape = TransformerConfig(
-        layers=layers, width=WIDTH, mlp=MLP, heads=4, vocab_size=VOCABULARY, context=32
-    )
-    plain = _zeros(nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))))
-    gpt2.save_gpt2(folder / "gpt2", plain, 0, 0)
+    write_gpt2(folder / "gpt2", VOCABULARY, layers=layers, E=WIDTH, T=32)
     tokenizer.save(folder / "gpt2", 32)
     return [f"hf:{folder / 'llama'}", f"gguf:{folder / 'llama.gguf'}", f"hf:{folder / 'gpt2'}"]
 
@@ -112,9 +103,10 @@ def _write_all(folder: pathlib.Path, layers: int) -> list[str]:
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/status").exists(), reason="Linux tells a process its peak"
 )
-def test_reading_a_model_takes_little_more_than_the_model(tmp_path):
+def test_reading_a_model_takes_little_more_than_the_model(tmp_path, write_gpt2):
     """Reads 40 MB in a process that has read a small model. Mapped files count."""
-    names = [_write_all(tmp_path / size, layers) for size, layers in (("small", 1), ("large", 12))]
+    sizes = {"small": 1, "large": 12}
+    names = [_write_all(tmp_path / size, layers, write_gpt2) for size, layers in sizes.items()]
     pairs = [name for pair in zip(*names, strict=True) for name in pair]
     flags = {
         "env": {**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -90,7 +90,7 @@ def _call(
 
 
 def _as(plain: Function) -> Callable[[Function], Function]:
-    """Decorates a kernel with the shape errors and the gradients of `plain`, the same function."""
+    """Returns a decorator that gives a kernel the shape errors and gradients of `plain` in JAX."""
 
     def decorate(kernel: Function) -> Function:
         @jax.custom_vjp
