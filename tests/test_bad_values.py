@@ -164,13 +164,7 @@ def test_the_width_that_prompts_are_padded_to_does_not_count():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "otm_block",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gsd", "traversal", "ersd", "otm_layer")
-        ),
-    ],
+    ["otm_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ersd", "otm_layer"))],
 )
 def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_reaches(name):
     rows, length, prompt = 6000, 4, (1, 2)

@@ -97,14 +97,11 @@ def _seen(call):
     [
         ("llama", "draft", 1, "2,2,1"),
         ("llama", "deep_draft", 3, "2,2,1"),
-        pytest.param("llama", "draft", 3, "2,2,1", marks=pytest.mark.slow),
-        pytest.param("llama", "draft", 1, "chain:3", marks=pytest.mark.slow),
         pytest.param("llama", "draft", 3, "chain:3", marks=pytest.mark.slow),
         pytest.param("llama", "deep_draft", 1, "chain:3", marks=pytest.mark.slow),
         ("ladder", "draft", 3, "3x1"),
         pytest.param("ladder", "deep_draft", 3, "3x1", marks=pytest.mark.slow),
         pytest.param("llama", "draft", 70, "2,2,1", marks=pytest.mark.slow),
-        pytest.param("llama", "deep_draft", 70, "2,2,1", marks=pytest.mark.slow),
     ],
 )
 def test_p_at_each_node_equals_that_without_a_cache(request, kind, sees, prompt, tree):
