@@ -15,13 +15,13 @@ trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 status=0
 tests() { .venv/bin/python -m pytest -n "${WORKERS:-2}" "$@" || status=$?; }
-[ -z "$all" ] || set -- --ignore=tests/decoding/test_vocabularies.py --ignore=tests/models/test_cpu.py "$@"
+only_with_defaults="whole_outputs or test_vocabularies or test_cpu"
+[ -z "$all" ] || set -- -k "not ($only_with_defaults)" "$@"
 tests --dist loadgroup --no-loadscope-reorder "$@"
 if [ -n "$all" ]; then
-  # The tests above lower XLA's optimization. These need users' settings, which change rounding; of
-  # the two files that were left out above, all tests run here.
+  # The tests above lower XLA's optimization. These need users' settings, which change rounding.
   XLA_DEFAULTS=1 tests --dist loadgroup \
-    -k "whole_outputs or greedy or two_tokens or test_cpu or products" \
+    -k "$only_with_defaults or greedy or products" \
     tests/decoding/test_{methods,vocabularies}.py tests/models/test_{cpu,quantized,dense}.py
   # Checks the shapes and dtypes of annotations in every call.
   tests -m "not slow" --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype \
