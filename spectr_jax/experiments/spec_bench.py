@@ -92,7 +92,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 measured.append((question.task, journal.value(entry, measure)))
                 bar.update()
             rows += summaries(temperature, measured)
-    title = f"Spec-Bench, {target.name}"
+    title = f"Speedup by task, {target.name}"
     result = {"title": title, "questions": len(questions), "rows": rows}
     return journal.finish(result, markdown, plot)
 
@@ -281,17 +281,19 @@ def markdown(result: dict[str, Any]) -> str:
     for temperature in config["temperatures"]:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
         tables += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
-    header = ["Published by others", "Model, hardware", "Speedup", "Source"]
+    questions = pathlib.PurePath(config["questions"]).name
+    header = ["Published for Spec-Bench", "Model, hardware", "Speedup", "Source"]
     cited = [
         [name, model, f"{speed:.2f}", source] for name, model, speed, source in paper.SPEC_BENCH
     ]
     notes = [
         "## Other models, other hardware",
         report.markdown_table(header, cited),
-        f"{result['questions']} questions of Spec-Bench (Xia et al., 2024), one conversation at a "
-        f"time, at most {config['max_new_tokens']} new tokens per answer. In each of "
-        f"{config['runs']} run(s) the methods take turns. Speedup is the ratio of the mean tokens "
-        "per second over questions to that of the baseline, prompts included, averaged over runs. "
+        f"{result['questions']} questions of `{questions}`, in the format and by the protocol of "
+        "Spec-Bench (Xia et al., 2024): one conversation at a time, at most "
+        f"{config['max_new_tokens']} new tokens per answer. In each of {config['runs']} run(s) the "
+        "methods take turns. Speedup is the ratio of the mean tokens per second over questions to "
+        "that of the baseline, prompts included, averaged over runs. "
         "Tokens per call count the accepted drafts and one extra token.",
         "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
         f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
