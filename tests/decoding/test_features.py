@@ -99,7 +99,7 @@ def _seen(call):
         ("llama", "deep_draft", 3, "2,2,1"),
         pytest.param("llama", "draft", 3, "chain:3", marks=pytest.mark.slow),
         pytest.param("llama", "deep_draft", 1, "chain:3", marks=pytest.mark.slow),
-        ("ladder", "draft", 3, "3x1"),
+        pytest.param("ladder", "draft", 3, "3x1", marks=pytest.mark.slow),
         pytest.param("ladder", "deep_draft", 3, "3x1", marks=pytest.mark.slow),
         pytest.param("llama", "draft", 70, "2,2,1", marks=pytest.mark.slow),
     ],

@@ -50,11 +50,22 @@ METHODS = {
 }
 
 
-def _cases(cases):
+REPEATED = (
+    *("kseq_gamma gamma=1.2", "naive K=2 L=3", "recursive K=3 L=2", "spectr+ K=2 L=3"),
+    *("spectr++ K=3 L=2", "otm_layer uneven", "gbv_conditional tree 2,2,1", "lookup L=3"),
+    *("traversal specinfer", "self_speculative"),
+)
+"""Cases whose verifier another case has too. Tests of transport plans enumerate their plans."""
+
+
+def _cases(cases, slow=()):
     # The tests of a method run in one process, because most share one compiled program.
-    marks = {case: [pytest.mark.xdist_group(case), pytest.mark.optimized] for case in cases}
+    def marks(case):
+        own = [pytest.mark.xdist_group(case), pytest.mark.optimized]
+        return [*own, pytest.mark.slow] if case in slow else own
+
     return pytest.mark.parametrize(
-        "case", [pytest.param(case, marks=marks[case]) for case in cases]
+        "case", [pytest.param(case, marks=marks(case)) for case in cases]
     )
 
 
@@ -78,7 +89,7 @@ def _policy(case):
     return checks.SHAPED if case in SHAPED else checks.PLAIN
 
 
-@every_method
+@_cases(METHODS, slow=REPEATED)
 def test_whole_outputs_follow_the_target(case):
     checks.check_outputs(_method(case), _policy(case), least=1e-3, generations=GENERATIONS)
 

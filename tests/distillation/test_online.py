@@ -160,6 +160,7 @@ def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
     assert np.abs(students.levels(plain, {**batch, "features": last}, 3)[2] - wanted[2]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
     whole = training.distil(config(), tmp_path / "whole")
     found = [
@@ -187,6 +188,7 @@ def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
         training.distil(config(), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_draft_of_one_layers_features_is_continued_with_more(
     config, teacher, sentences, tmp_path
 ):
