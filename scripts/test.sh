@@ -25,7 +25,7 @@ if [ -n "$all" ]; then
     tests/decoding/test_{methods,vocabularies}.py tests/models/test_{cpu,quantized,dense}.py
   # Checks the shapes and dtypes of annotations in every call.
   tests -m "not slow" --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype \
-    tests/transport/test_draw.py tests/decoding/test_{drafting,scoring,multipath,layer,policies}.py
+    tests/transport/test_draw.py tests/decoding/test_{drafting,scoring,multipath,layer,policy}.py
 fi
 wait $! || status=$?
 cat "$types"

@@ -1,4 +1,4 @@
-"""Distributions under a policy, policies per sequence, and the valid values of a policy."""
+"""Policies per sequence, and the valid values of a policy."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,6 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError
 
-LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
 POLICIES = [
     Policy(),
     Policy(temperature=0.0),
@@ -51,57 +50,6 @@ def _expected(logits, policy):
         kept &= logits >= logits[order][np.argmax(mass >= policy.top_p)]
     kept &= p >= policy.min_p
     return np.where(kept, p, 0) / np.where(kept, p, 0).sum()
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        (Policy(), [0.1, 0.4, 0.2, 0.3]),
-        (Policy(temperature=0.5), np.array([0.01, 0.16, 0.04, 0.09]) / 0.3),
-        (Policy(temperature=0.0), [0, 1, 0, 0]),
-        (Policy(top_k=2), [0, 4 / 7, 0, 3 / 7]),
-        (Policy(top_k=9), [0.1, 0.4, 0.2, 0.3]),
-        (Policy(top_p=0.65), [0, 4 / 7, 0, 3 / 7]),
-        (Policy(top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
-        (Policy(top_p=1e-6), [0, 1, 0, 0]),
-        (Policy(top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
-    ],
-)
-def test_probabilities_are_those_of_the_limits(policy, expected):
-    np.testing.assert_allclose(probabilities(LOGITS, policy), expected, atol=1e-6)
-
-
-def test_greedy_takes_the_first_of_equal_logits():
-    pmfs = probabilities(jnp.zeros((2, 3)), Policy(temperature=0.0))
-    np.testing.assert_array_equal(pmfs, [[1, 0, 0]] * 2)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)],
-)
-def test_nan_logits_have_no_distribution(policy):
-    pmfs = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
-    assert np.isfinite(pmfs[0]).all()
-    assert not (pmfs[1] > 0).any()
-
-
-def test_vmap_over_temperatures_equals_each_alone():
-    def at(temperature):
-        return probabilities(LOGITS, Policy(temperature=temperature))
-
-    temperatures = [0.0, 0.5, 1.0]
-    expected = jnp.stack([at(temperature) for temperature in temperatures])
-    np.testing.assert_allclose(jax.vmap(at)(jnp.array(temperatures)), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-10, 1e-37])
-@pytest.mark.parametrize("size", [5, 13, 300])
-@pytest.mark.optimized
-def test_a_tiny_temperature_is_greedy(size, temperature):
-    logits = 100 + 30 * np.random.default_rng(size).normal(size=(200, size))
-    pmfs = jax.jit(probabilities)(jnp.float32(logits), Policy(temperature=temperature, top_p=0.9))
-    np.testing.assert_array_equal(pmfs, np.eye(size)[logits.argmax(axis=1)])
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
