@@ -111,6 +111,7 @@ def prefill(
         draft_lengths_B = drafting.committed_length(lengths_B, recalled)
         draft_cache = dataclasses.replace(draft_cache, lengths=draft_lengths_B)
     tokens = jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1)))
+    none_yet = jnp.zeros(tokens.shape, jnp.float32)
     return Loop(
         step=jnp.zeros((), jnp.int32),
         tokens=tokens,
@@ -122,7 +123,7 @@ def prefill(
         calls=jnp.zeros(B, jnp.int32),
         histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
         observed=None,
-        logprobs=Logprobs(*[jnp.zeros(tokens.shape, jnp.float32)] * 2) if logprobs else None,
+        logprobs=Logprobs(policy=none_yet, model=none_yet) if logprobs else None,
         stop_states=jnp.full(B, START, jnp.int32) if stops else None,
     )
 
