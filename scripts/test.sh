@@ -15,14 +15,13 @@ trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 status=0
 tests() { .venv/bin/python -m pytest -n "${WORKERS:-2}" "$@" || status=$?; }
-only_with_defaults="whole_outputs or test_vocabularies or test_cpu"
-[ -z "$all" ] || set -- -k "not ($only_with_defaults)" "$@"
+# Most tests lower XLA's optimization. These need users' settings, which change rounding.
+with_defaults=(tests/decoding/test_{methods,vocabularies}.py
+  tests/models/test_{cpu,dense,one_model_in_every_call,quantized}.py)
+[ -z "$all" ] || set -- "${with_defaults[@]/#/--ignore=}" "$@"
 tests --dist loadgroup --no-loadscope-reorder "$@"
 if [ -n "$all" ]; then
-  # The tests above lower XLA's optimization. These need users' settings, which change rounding.
-  XLA_DEFAULTS=1 tests --dist loadgroup \
-    -k "$only_with_defaults or greedy or products" \
-    tests/decoding/test_{methods,vocabularies}.py tests/models/test_{cpu,quantized,dense}.py
+  XLA_DEFAULTS=1 tests --dist loadgroup "${with_defaults[@]}"
   # Checks the shapes and dtypes of annotations in every call.
   tests -m "not slow" --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype \
     tests/transport/test_draw.py tests/decoding/test_{drafting,scoring,multipath,layer,policy}.py

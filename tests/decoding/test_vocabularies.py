@@ -21,7 +21,7 @@ from spectr_jax.decoding.verifiers import Block, Layer, MultiPath, TokenByToken,
 from spectr_jax.testing import chi_square
 from spectr_jax.transport.base import draw
 
-CALLS = {1_024: 200_000, 8_192: 20_000}
+CALLS = {1_024: 100_000, 8_192: 20_000}
 FEWER_CALLS = {1_024: 25_000, 8_192: 5_000}
 SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal"}
 """Methods that get fewer calls."""
