@@ -1,4 +1,4 @@
-"""A small corpus of numbered sentences, and runs on it in this process or as a command."""
+"""Provides a small corpus of numbered sentences, and runs on it in this process or as a command."""
 
 import functools
 import json
@@ -44,8 +44,10 @@ def _programs(mesh, steps, *fields):
 
 @pytest.fixture(autouse=True)
 def _little_but_training(request, monkeypatch):
-    """Runs of one shape in one process share their programs, and plot no curves: together these
-    take half of a run's time."""
+    """Lets runs of one shape share their compiled programs, and skips the plots.
+
+    Compilation and plots take half of a run's time.
+    """
     if request.node.get_closest_marker("own_programs"):
         return
 
@@ -61,7 +63,7 @@ def _little_but_training(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with train.txt and heldout.txt."""
+    """Returns a folder with train.txt and heldout.txt."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     for name, count in (("train", 600), ("heldout", 40)):
@@ -75,7 +77,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fields(corpus):
-    """Returns the flat fields of a small run, with changes."""
+    """Returns a function that gives the flat config fields of a small run with changes."""
 
     def make(**changes):
         data = {
@@ -89,7 +91,7 @@ def fields(corpus):
 
 @pytest.fixture(scope="session")
 def config(fields):
-    """Returns the config of a small run, with changes."""
+    """Returns a function that gives the config of a small run with changes."""
 
     def make(**changes):
         made = train_config("draft_2m")
@@ -101,7 +103,7 @@ def config(fields):
 
 @pytest.fixture(scope="session")
 def command(fields):
-    """Returns the command line of a small run, with changes."""
+    """Returns a function that gives the command line of a small run with changes."""
 
     def make(workdir, *flags, **changes):
         given = [f"--config.{name}={value}" for name, value in fields(**changes).items()]
@@ -113,7 +115,7 @@ def command(fields):
 
 @pytest.fixture(scope="session")
 def start(command):
-    """Starts a small run as a command, with stderr in stdout."""
+    """Returns a function that starts a small run as a command. Its stderr goes to stdout."""
 
     def popen(*args, env=None, **changes):
         return subprocess.Popen(
@@ -130,7 +132,7 @@ def start(command):
 
 @pytest.fixture(scope="session")
 def losses():
-    """Returns {step: loss} of a workdir."""
+    """Returns a function that reads {step: loss} from a workdir."""
 
     def read(workdir):
         return {
@@ -144,7 +146,7 @@ def losses():
 
 @pytest.fixture(scope="session")
 def wait_for_step(losses):
-    """Waits until a started run has logged a step."""
+    """Returns a function that waits until a started run has logged a step."""
 
     def wait(workdir, step, process):
         deadline = time.monotonic() + 180

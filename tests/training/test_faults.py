@@ -1,4 +1,4 @@
-"""Each fault of a run gives a clear message, and the last good step stays intact."""
+"""Tests that each fault of a run gives a clear message and keeps the last good checkpoint."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def _largest(folder):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(config, start, wait_for_step, losses, tmp_path):
-    """After kill -9 at some step, losses and parameters equal those of an uninterrupted run."""
+    """After SIGKILL, the resumed run has the losses and parameters of an uninterrupted run."""
     changes = {"steps": 60, "checkpoint_every": 10, "eval_every": 30}
     whole = train(config(**changes), tmp_path / "whole")
     process = start(tmp_path / "killed", **changes)
@@ -46,8 +46,8 @@ def test_a_killed_run_resumes_bit_for_bit(config, start, wait_for_step, losses, 
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_saves(start, wait_for_step, losses, tmp_path):
-    """SIGTERM is sent in `test_scale.py`."""
+def test_ctrl_c_saves_a_checkpoint_and_exits_with_75(start, wait_for_step, losses, tmp_path):
+    """A test in `test_scale.py` sends SIGTERM instead."""
     process = start(tmp_path, steps=100_000)
     wait_for_step(tmp_path, 10, process)
     process.send_signal(signal.SIGINT)
@@ -58,9 +58,12 @@ def test_an_interrupted_run_saves(start, wait_for_step, losses, tmp_path):
     assert _saved(tmp_path)[-1] == step
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
-    """`timeout` sends SIGTERM to a run and then to its group. A later Ctrl-C stops it at once."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_repeated_within_a_second_counts_once(monkeypatch, capfd, number):
+    """`timeout` sends SIGTERM to a run and then to its process group, so the second is ignored.
+
+    A signal that comes more than a second later interrupts the run at once.
+    """
     clock = [100.0]
     monkeypatch.setattr("spectr_jax.training.interruption.time.monotonic", lambda: clock[0])
     with Interruption() as interruption:
@@ -69,7 +72,7 @@ def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
             try:
                 signal.raise_signal(number)
             except KeyboardInterrupt:
-                pytest.fail("the echo ended the run")
+                pytest.fail("the repeated signal interrupted the run")
             assert interruption.requested(2)
         clock[0] = 101.1
         with pytest.raises(KeyboardInterrupt):
@@ -77,7 +80,7 @@ def test_an_echo_of_a_signal_is_not_a_second_one(monkeypatch, capfd, number):
     assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
-def test_a_loss_that_is_not_finite(config, tmp_path):
+def test_a_non_finite_loss_stops_training_before_saving(config, tmp_path):
     changes = {
         "steps": 40,
         "checkpoint_every": 1,
@@ -93,16 +96,16 @@ def test_a_loss_that_is_not_finite(config, tmp_path):
     assert params and all(np.isfinite(leaf).all() for leaf in params)
 
 
-@pytest.mark.parametrize("damage", ["gone", "truncated", "no metadata"])
-def test_a_damaged_checkpoint_is_replaced_by_the_one_before(
+@pytest.mark.parametrize("damage", ["missing parameters", "empty state", "missing positions"])
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     config, losses, tmp_path, capfd, damage
 ):
     whole = train(config(), tmp_path)
     curve = losses(tmp_path)
     newest = tmp_path / "checkpoints/12"
-    if damage == "gone":
+    if damage == "missing parameters":
         _largest(newest / "params").unlink()
-    elif damage == "truncated":
+    elif damage == "empty state":
         _largest(newest / "rest").write_bytes(b"")
     else:
         (newest / "data").rename(tmp_path / "away")
@@ -119,29 +122,29 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("damage", ["gone", "truncated", "foreign"])
-def test_no_checkpoint_that_can_be_read(config, tmp_path, damage):
-    """Nothing is moved."""
+@pytest.mark.parametrize("damage", ["missing file", "truncated file", "other model shape"])
+def test_an_unreadable_only_checkpoint_is_reported_and_kept(config, tmp_path, damage):
+    """The checkpoint stays where it is: only checkpoints after a readable one are moved."""
     train(config(steps=4), tmp_path)
     largest = _largest(tmp_path / "checkpoints/4/params")
-    if damage == "gone":
+    if damage == "missing file":
         largest.unlink()
-    elif damage == "truncated":
+    elif damage == "truncated file":
         largest.write_bytes(largest.read_bytes()[: os.path.getsize(largest) // 2])
-    else:  # The parameters of a model of another shape.
+    else:
         stored = json.loads((tmp_path / "config.json").read_text())
         stored["model"]["width"] = 32
         (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged or of another model"):
         load(str(tmp_path))
-    if damage != "foreign":
+    if damage != "other model shape":
         with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged or of another model"):
             train(config(), tmp_path)
     assert _saved(tmp_path) == [4] and not (tmp_path / "damaged").exists()
 
 
 def test_a_half_written_checkpoint_is_ignored(config, tmp_path):
-    """A run that died while writing leaves a folder that was not renamed yet."""
+    """A run that is killed while it saves leaves a folder under its temporary name."""
     train(config(steps=4), tmp_path)
     (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/4.orbax-checkpoint-tmp")
     with pytest.raises(UserError, match="no complete checkpoint in"):
@@ -153,9 +156,8 @@ def test_a_half_written_checkpoint_is_ignored(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk(config, command, losses, tmp_path):
-    """If no file can exceed 60 kB, the checkpoint fails and the one before is whole; with more
-    space the run continues."""
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(config, command, losses, tmp_path):
+    """A limit of 60 kB per file stands for the full disk. Without it the run continues."""
     changes = {"model.width": 64, "steps": 4}
     train(config(**changes), tmp_path)
     before = losses(tmp_path)
@@ -178,7 +180,7 @@ def test_a_full_disk(config, command, losses, tmp_path):
     ) == 8
 
 
-def test_out_of_memory(config, tmp_path, monkeypatch):
+def test_an_out_of_memory_error_names_settings_that_help(config, tmp_path, monkeypatch):
     def step(state, batch):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore"
@@ -193,9 +195,9 @@ def test_out_of_memory(config, tmp_path, monkeypatch):
         train(config(), tmp_path)
 
 
-def test_a_shard_that_is_gone(config, corpus, tmp_path, array_records):
-    """It is reported before the run starts. During a run the sentence is named, and the last
-    checkpoint is kept."""
+def test_missing_and_truncated_data_files_are_reported(config, corpus, tmp_path, array_records):
+    """A missing file is reported before training starts. A truncated file stops the run at a
+    sentence that the error names, and the last checkpoint is kept."""
     files = array_records(tmp_path, (corpus / "train.txt").read_text().splitlines(), shards=2)
     changes = {
         "data.train": "tfds:lm1b:train",

@@ -1,4 +1,4 @@
-"""Held-out scores compared with those of the sentences one by one."""
+"""Tests that held-out scores do not depend on packing, padding or line ends."""
 
 import functools
 import math
@@ -25,8 +25,8 @@ def tokenizer(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow), 16])
-def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
-    """For any padding and packing. Sentences that do not fit are left out."""
+def test_heldout_scores_equal_those_of_single_sentences(config, tokenizer, rows):
+    """Scores are means over all tokens, for any packing. Sentences that do not fit are left out."""
     run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})
     sentences = open_sentences(run.data.heldout)
     model = Transformer(TransformerConfig(**run.model), rngs=nnx.Rngs(0))
@@ -55,8 +55,8 @@ def test_means_are_over_the_tokens_of_the_sentences(config, tokenizer, rows):
     )
 
 
-def test_characters_do_not_depend_on_line_ends(corpus, tokenizer, tmp_path):
-    """A line end counts as one character, and a blank line, which is easy to predict, as none."""
+def test_line_ends_and_blank_lines_leave_heldout_data_unchanged(corpus, tokenizer, tmp_path):
+    """A line end counts as one character. A blank line counts as none: it is easy to predict."""
     lines = (corpus / "heldout.txt").read_text().splitlines()
     other = tmp_path / "other.txt"
     other.write_bytes("".join(f"{line}\r\n\r\n  \n" for line in lines).encode())
@@ -69,7 +69,7 @@ def test_characters_do_not_depend_on_line_ends(corpus, tokenizer, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_no_sentence_fits(config, tokenizer):
+def test_a_context_too_short_for_any_sentence_is_refused(config, tokenizer):
     run = config()
     with pytest.raises(
         UserError, match=r"data.heldout=.*: no sentence fits 2 tokens; raise model.context"

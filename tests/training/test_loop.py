@@ -1,4 +1,4 @@
-"""Training runs: what they learn, write and refuse."""
+"""Tests what training runs learn, which files they write and which configs they refuse."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ from spectr_jax.utils.errors import UserError
 
 
 @pytest.mark.own_programs
-def test_a_run_learns_and_leaves_its_record(config, losses, tmp_path):
+def test_a_run_lowers_the_loss_and_writes_its_files(config, losses, tmp_path):
     train(config(steps=60, eval_every=30, checkpoint_every=30), tmp_path / "run")
     curve = losses(tmp_path / "run")
     assert list(curve) == list(range(1, 61))
@@ -69,7 +69,7 @@ def test_an_early_exit_is_trained_with_the_model(config, corpus, tmp_path):
     assert not any(
         "exit_loss" in record for record in read_metrics(tmp_path / "none/metrics.jsonl")
     )
-    behind_one = {}
+    nats_after_one = {}
 
     @nnx.jit
     def scored(model, batch):
@@ -92,21 +92,21 @@ def test_an_early_exit_is_trained_with_the_model(config, corpus, tmp_path):
             "segments": segments,
             "targets": tokens[:, 1:],
         }
-        nats, exit_nats, count, *logits_behind = scored(model, batch)
-        for ours, logits in zip((nats, exit_nats), logits_behind, strict=True):
+        nats, exit_nats, count, *logits_of_layers = scored(model, batch)
+        for ours, logits in zip((nats, exit_nats), logits_of_layers, strict=True):
             theirs = -jnp.take_along_axis(
                 jax.nn.log_softmax(logits), batch["targets"][..., None], -1
             ).sum()
             assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
         assert count == 19
-        behind_one[name] = float(exit_nats)
+        nats_after_one[name] = float(exit_nats)
         evaluated = read_metrics(tmp_path / name / "metrics.jsonl")[-1]
         assert ("eval_exit_nats_per_token" in evaluated) == (name == "exit")
-    assert behind_one["exit"] < behind_one["none"]
+    assert nats_after_one["exit"] < nats_after_one["none"]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(config, losses, tmp_path):
-    """The second start has more steps to take."""
+    """The second start has a larger `steps` than the first."""
     whole = train(config(), tmp_path / "whole")
     train(config(steps=7), tmp_path / "parts")
     resumed = train(config(), tmp_path / "parts")
@@ -117,7 +117,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config, losses, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
+def test_a_second_run_in_the_same_workdir_is_refused(config, tmp_path):
     with (
         preparation.locked(tmp_path),
         pytest.raises(UserError, match="another process trains there"),
@@ -130,7 +130,7 @@ def test_one_run_at_a_time_in_a_workdir(config, tmp_path):
 
 @pytest.mark.slow
 def test_the_newest_and_the_best_checkpoint_are_kept(config, losses, tmp_path):
-    """The learning rate ruins the model late: the best checkpoint is an early one."""
+    """A growing learning rate ruins the model, so an early checkpoint is the best."""
     changes = {
         "steps": 60,
         "eval_every": 5,
@@ -181,7 +181,7 @@ def _nats(model, workdir):
     return evaluate(score, params, heldout, sharding.make_mesh())["eval_nats_per_token"]
 
 
-def test_the_record_says_how_fast_it_was(config, tmp_path):
+def test_metrics_record_mfu_and_time_waiting_for_data(config, tmp_path):
     train(config(steps=4), tmp_path)
     record = read_metrics(tmp_path / "metrics.jsonl")[3]
     shape = TransformerConfig(**config().model)
@@ -190,8 +190,8 @@ def test_the_record_says_how_fast_it_was(config, tmp_path):
     assert 0 < record["mfu"] < 1 and 0 <= record["waiting_for_data"] < 1
 
 
-def test_flops_of_the_ladder():
-    """6 per parameter outside the embedding, and attention; the 97M by hand."""
+def test_flops_per_token_match_a_count_by_hand():
+    """A token costs 6 FLOPs per parameter outside the embedding, plus those of attention."""
     width, mlp, vocab, layers = 768, 3072, 8192, 12
     weights = (
         layers * (4 * width * width + 2 * width * mlp + mlp + width + 4 * width)
@@ -205,8 +205,10 @@ def test_flops_of_the_ladder():
 
 
 @pytest.mark.own_programs
-def test_nothing_is_compiled_after_step_two(config, tmp_path, monkeypatch, count_compilations):
-    """Later evaluations and checkpoints compile nothing either."""
+def test_training_compiles_nothing_after_step_two(
+    config, tmp_path, monkeypatch, count_compilations
+):
+    """The steps that are checked evaluate and save checkpoints too."""
     seen = []
     after = Interruption.requested
     monkeypatch.setattr(
@@ -220,8 +222,8 @@ def test_nothing_is_compiled_after_step_two(config, tmp_path, monkeypatch, count
     assert seen[2] == seen[-1] == len(compiled)
 
 
-def test_gradients_of_parts_add_up(config):
-    """Four parts with different numbers of tokens give the gradient of the whole batch."""
+def test_accumulated_gradients_equal_those_of_the_whole_batch(config):
+    """The parts have different numbers of tokens, so a plain mean of their gradients is wrong."""
     shape = TransformerConfig(**{**config().model, "dropout": 0.0})
     graphdef, _ = abstract(shape)
     optimizer = optax.sgd(1.0)
@@ -256,7 +258,7 @@ def test_gradients_of_parts_add_up(config):
         )
 
 
-def test_another_config_does_not_touch_the_workdir(config, tmp_path):
+def test_a_changed_config_is_refused_without_touching_the_run(config, tmp_path):
     train(config(steps=4), tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(
@@ -281,14 +283,14 @@ def test_another_config_does_not_touch_the_workdir(config, tmp_path):
         ({"model.vocab_size": 90_000}, "no vocabulary of 90000 pieces can be trained"),
     ],
 )
-def test_bad_configs(config, tmp_path, changes, message):
+def test_invalid_config_values_are_refused_before_training(config, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         train(config(**changes), tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
+def test_init_starts_training_from_given_weights(config, corpus, losses, tmp_path):
     train(config(steps=20), tmp_path / "first")
     before = load(str(tmp_path / "first"))
     file, *_ = save_weights(tmp_path / "given", before.model, before.tokenizer.proto, {})
@@ -307,7 +309,7 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     train(config(steps=5, **given, seed=1), parts)
     resumed = train(
         config(**given, seed=1), parts
-    )  # From its own checkpoint, not from the weights again.
+    )  # The run continues from its checkpoint instead of loading the weights again.
     assert losses(parts) == second and int(resumed.step) == 12
 
     train_tokenizer(
@@ -322,7 +324,7 @@ def test_a_run_starts_from_weights(config, corpus, losses, tmp_path):
     assert not list(tmp_path.glob("refused/*/config.json"))
 
 
-def test_unknown_fields(config, tmp_path):
+def test_an_unknown_config_field_is_refused_with_a_suggestion(config, tmp_path):
     wrong = config()
     with wrong.unlocked():
         wrong.optimizer.learning_rat = 0.1
@@ -333,9 +335,7 @@ def test_unknown_fields(config, tmp_path):
         train(wrong, tmp_path)
 
 
-def test_a_shared_tokenizer_is_trained_once_and_its_use_is_reported(
-    config, corpus, tmp_path, capsys
-):
+def test_a_shared_tokenizer_is_trained_once_and_reported(config, corpus, tmp_path, capsys):
     shared, sentences = tmp_path / "tokenizer.model", open_sentences(str(corpus / "train.txt"))
     for name, said in (
         ("one", "training a tokenizer of 320 pieces"),
@@ -373,8 +373,8 @@ def test_a_packed_corpus_trains_only_with_its_own_tokenizer(config, corpus, loss
 
 
 @pytest.mark.slow
-def test_muon_moves_the_kernels_of_blocks_equally_in_all_directions(config, tmp_path):
-    """It moves the head as AdamW does, except for Nesterov's momentum."""
+def test_muon_equalises_singular_values_of_kernel_updates(config, tmp_path):
+    """Muon updates the head as AdamW does, except for Nesterov's momentum."""
     start = make_programs(config(), sharding.make_mesh()).init(jax.random.key(0)).params
     moved = {}
     for name in ("adamw", "muon"):

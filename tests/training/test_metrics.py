@@ -1,4 +1,4 @@
-"""The speed in the record, measured on steps that the test finishes."""
+"""Tests the speed that a run records, with steps that finish when the test says so."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from spectr_jax.training.metrics import Window
 
 
 class _Loss:
-    """A loss that the device computes until `done` is set."""
+    """Stands for a loss that the device is still computing until `done` is set."""
 
     def __init__(self, value=2.0, done=True):
         self.value, self.done = value, threading.Event()
@@ -29,27 +29,27 @@ def _step(loss, tokens=10):
     return {"loss": loss, "grad_norm": np.float32(1.0), "tokens": tokens}
 
 
-def test_only_an_idle_device_is_waiting_for_data():
+def test_waiting_for_data_counts_only_while_the_device_idles():
     with Window() as window:
         window.add(_step(_Loss()))
-        at_work = _Loss(done=False)
-        window.add(_step(at_work))
-        with window.waiting_for_data():  # Only the host waits.
+        unfinished = _Loss(done=False)
+        window.add(_step(unfinished))
+        with window.waiting_for_data():  # Only the host waits here.
             time.sleep(0.1)
         assert window.means()["waiting_for_data"] == 0
-        with window.waiting_for_data():  # In the second half the device waits too.
+        with window.waiting_for_data():  # In the second half the device is idle too.
             time.sleep(0.2)
-            at_work.done.set()
+            unfinished.done.set()
             time.sleep(0.2)
         assert 0.15 < window.means()["waiting_for_data"] < 0.7
         window.clear()
-        with window.waiting_for_data():  # The device waits all the time.
+        with window.waiting_for_data():  # The device is idle throughout.
             time.sleep(0.1)
         window.add(_step(_Loss()))
         assert window.means()["waiting_for_data"] > 0.8
 
 
-def test_compilation_is_left_out_and_the_first_loss_is_not():
+def test_throughput_excludes_the_first_step_but_losses_include_it():
     with Window() as window:
         time.sleep(0.5)
         window.add(_step(_Loss(3.0), tokens=1000))
@@ -66,7 +66,7 @@ def test_compilation_is_left_out_and_the_first_loss_is_not():
         assert window.means()["tokens_per_second"] == pytest.approx(1000 / 0.1, rel=0.6)
 
 
-def test_the_thread_ends_with_the_window():
+def test_closing_the_window_stops_its_thread():
     before = threading.enumerate()
     with Window() as window:
         window.add(_step(_Loss()))
@@ -93,8 +93,8 @@ def test_the_thread_ends_with_the_window():
         ("cpu", None),
     ],
 )
-def test_devices_whose_names_begin_alike(kind, teraflops, monkeypatch):
-    """The order of the table does not matter."""
+def test_similar_device_names_have_their_own_peak_flops(kind, teraflops, monkeypatch):
+    """The longest name that fits decides, whatever the order of the table."""
     wanted = None if teraflops is None else teraflops * 1e12
     for order in (1, -1):
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A run is the same on one device, on eight, and on two processes."""
+"""Tests that a run is the same on one device, on eight devices and in two processes."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.utils.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("scale")  # All tests compare with the same runs.
+pytestmark = pytest.mark.xdist_group("scale")  # Most tests share trained runs.
 
-# Without dropout, so that the parts of an accumulated batch are the batch.
+# With dropout, the parts of an accumulated batch would have masks of their own.
 CHANGES = {
     "steps": 20,
     "batch_size": 16,
@@ -26,14 +26,14 @@ CHANGES = {
     "checkpoint_every": 10,
     "model.dropout": 0.0,
 }
-# A process waits long for one that dies while they save.
+# These runs never save on their own: if a process dies during a save, the other waits long for it.
 ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
 VARIANTS = {
-    "data 8": {},
-    "fsdp 8": {"mesh.fsdp": 8},
-    "fsdp 2, two parts, remat": {"mesh.fsdp": 2, "accumulate": 2, "remat": True},
+    "8-way data parallel": {},
+    "8-way fsdp": {"mesh.fsdp": 8},
+    "2-way fsdp, 2 accumulated parts, remat": {"mesh.fsdp": 2, "accumulate": 2, "remat": True},
 }
-ON_EIGHT = """
+TRAIN_ON_EIGHT = """
 import json, pathlib, sys
 import jax
 from spectr_jax.training.config import train_config
@@ -77,7 +77,7 @@ def _devices(count):
 
 @pytest.fixture(scope="module")
 def one(config, tmp_path_factory):
-    """The run on one device, and two copies of it that stop at step 10."""
+    """Returns a folder with the run on one device and two copies of it that stop at step 10."""
     folder = tmp_path_factory.mktemp("one")
     train(config(**CHANGES), folder / "whole")
     train(config(**{**CHANGES, "steps": 10}), folder / "half")
@@ -87,14 +87,17 @@ def one(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def eight(one, fields, tmp_path_factory):
-    """The variants on eight devices, and the second half of the stopped run."""
+    """Returns the folder of the variants on eight devices, and {workdir: shards per kernel}.
+
+    The stopped run takes its second half on eight devices too.
+    """
     folder = tmp_path_factory.mktemp("eight")
     runs = [
         (str(folder / name), fields(**{**CHANGES, **changes})) for name, changes in VARIANTS.items()
     ]
     runs.append((str(one / "half"), fields(**{**CHANGES, "mesh.fsdp": 2})))
     result = subprocess.run(
-        [sys.executable, "-c", ON_EIGHT],
+        [sys.executable, "-c", TRAIN_ON_EIGHT],
         input=json.dumps(runs),
         env=_devices(8),
         capture_output=True,
@@ -104,7 +107,7 @@ def eight(one, fields, tmp_path_factory):
     return folder, json.loads(result.stdout.splitlines()[-1])
 
 
-def _same(ours, theirs):
+def _check_same_metrics(ours, theirs):
     for name in ("loss", "grad_norm", "eval_nats_per_token", "eval_bits_per_character"):
         records = [read_metrics(run / "metrics.jsonl") for run in (ours, theirs)]
         values = [
@@ -117,19 +120,19 @@ def _same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_eight_devices_give_the_run_of_one(one, eight, losses, variant):
-    """Loss, gradient norm and held-out loss agree to 1e-5 for 20 steps, in which the loss falls."""
+def test_training_on_eight_devices_matches_one_device(one, eight, losses, variant):
+    """Loss, gradient norm and held-out loss agree to 1e-5 over 20 steps. The loss falls by 0.3."""
     folder, sharded = eight
     assert losses(one / "whole")[20] < losses(one / "whole")[1] - 0.3
-    _same(folder / variant, one / "whole")
+    _check_same_metrics(folder / variant, one / "whole")
     assert sharded[str(folder / variant)] == VARIANTS[variant].get("mesh.fsdp", 1)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_other_devices(one, eight):
-    """Ten steps on one device, then ten on eight."""
+def test_a_run_resumes_on_a_different_number_of_devices(one, eight):
+    """The run takes ten steps on one device, and then ten on eight."""
     assert len(read_metrics(one / "half/metrics.jsonl")) == 22
-    _same(one / "half", one / "whole")
+    _check_same_metrics(one / "half", one / "whole")
 
 
 def _free_port():
@@ -138,7 +141,7 @@ def _free_port():
         return found.getsockname()[1]
 
 
-def _two(start, workdir, **changes):
+def _start_two(start, workdir, **changes):
     port = _free_port()
     flags = [
         (f"--coordinator=localhost:{port}", "--processes=2", f"--process_id={index}")
@@ -148,21 +151,23 @@ def _two(start, workdir, **changes):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tmp_path):
-    """Two processes of four devices have the losses of one device. SIGTERM to one stops and saves
-    both. If one is killed, the other exits, and a single process resumes the same run."""
+def test_two_processes_train_stop_and_resume_as_one(
+    one, config, start, wait_for_step, losses, tmp_path
+):
+    """Two processes of four devices have the losses of one device. After SIGTERM to one of them,
+    both save and stop. If one is killed, the other exits, and a single process resumes the run."""
     workdir = tmp_path / "run"
-    processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
-    # By then each stream has packed a second group of rows, and their positions differ.
+    processes = _start_two(start, workdir, **{**CHANGES, **ENDLESS})
+    # By step 40 each stream has packed a second group of rows, and their data positions differ.
     wait_for_step(workdir, 40, processes[0])
     processes[1].terminate()
     logs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [75, 75], logs
     stopped = max(losses(workdir))
     assert all(f"stopped and saved at step {stopped} of 100000" in log for log in logs)
-    _same(workdir, one / "whole")
+    _check_same_metrics(workdir, one / "whole")
 
-    processes = _two(start, workdir, **{**CHANGES, **ENDLESS})
+    processes = _start_two(start, workdir, **{**CHANGES, **ENDLESS})
     wait_for_step(workdir, stopped + 15, processes[0])
     processes[1].kill()
     logs = [process.communicate(timeout=120)[0] for process in processes]
@@ -182,9 +187,9 @@ def test_two_processes_are_one_run(one, config, start, wait_for_step, losses, tm
 
 
 @pytest.mark.slow
-def test_decoding_spreads_over_devices_and_processes(one, corpus):
-    """One device, eight, and two processes of four give the same texts. The models come from
-    workdirs."""
+def test_decoding_totals_do_not_depend_on_devices_or_processes(one, corpus):
+    """One device, eight devices, and two processes of four devices each emit the same number of
+    tokens in the same number of target calls. The models are loaded from workdirs."""
     command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
     port = f"localhost:{_free_port()}"
     runs = [(1, []), (8, []), (4, [port, "0"]), (4, [port, "1"])]
@@ -220,6 +225,8 @@ def test_decoding_spreads_over_devices_and_processes(one, corpus):
         ),
     ],
 )
-def test_what_cannot_be_divided_evenly(config, changes, devices, processes, message):
+def test_indivisible_batch_sizes_and_streams_are_refused(
+    config, changes, devices, processes, message
+):
     with pytest.raises(UserError, match=message):
         preparation.count_streams(config(**changes), devices, processes)

@@ -1,4 +1,4 @@
-"""Files that Git LFS has not fetched."""
+"""Tests the error for files that Git LFS has not fetched."""
 
 import pytest
 
@@ -20,8 +20,8 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
         ("draft.safetensors", load_weights),
     ],
 )
-def test_a_pointer_of_git_lfs_is_named(tmp_path, name, read):
-    """A clone made without Git LFS has such files."""
+def test_a_git_lfs_pointer_is_refused_with_the_fix(tmp_path, name, read):
+    """A repository cloned without Git LFS has pointers instead of large files."""
     file = tmp_path / name
     file.write_text(POINTER)
     with pytest.raises(

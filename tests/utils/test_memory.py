@@ -1,4 +1,7 @@
-"""Settings of glibc's heap. They stay for the life of a process, so each test starts its own."""
+"""Tests the settings of glibc's heap.
+
+They last as long as the process, so each test starts processes of its own.
+"""
 
 import os
 import subprocess
@@ -25,7 +28,7 @@ thread.start()
 thread.join()
 """
 
-PAGES = 2**24 * 8 // os.sysconf("SC_PAGE_SIZE")  # Of one array above.
+PAGES = 2**24 * 8 // os.sysconf("SC_PAGE_SIZE")  # Pages of one array of `FAULTS`.
 SMALL_PAGES = {"NUMPY_MADVISE_HUGEPAGE": "0"}
 
 
@@ -50,12 +53,12 @@ def only_glibc_without_an_accelerator():
         pytest.skip("not Linux with glibc and without an accelerator")
 
 
-def test_freed_memory_is_kept_for_all_threads():
+def test_freed_memory_is_reused_by_all_threads():
     _, (of_main, of_thread) = run()
     assert of_main < 2 * PAGES and of_thread < PAGES / 30
 
 
-def test_settings_of_the_user_stay():
+def test_malloc_settings_of_the_user_take_precedence():
     done, (of_main, _) = run(
         GLIBC_TUNABLES="glibc.malloc.hugetlb=0:glibc.malloc.mmap_threshold=1048576"
     )
