@@ -1,4 +1,4 @@
-"""A teacher of the Llama family with random weights and a chat template, and sentences for it."""
+"""Provides sentences, and a Llama teacher with random weights and a chat template."""
 
 import random
 
@@ -17,7 +17,7 @@ LENGTH = 24
 
 
 def about(teacher, /, **more):
-    """Returns what identifies labels of `teacher`, for `claim_folder`."""
+    """Returns the fields that identify labels of `teacher`, as `claim_folder` takes them."""
     size = teacher.model.vocab_size
     found = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": size, "context": 64}
     return {**found, "length": LENGTH, **more}
@@ -31,7 +31,7 @@ def sentences():
 
 @pytest.fixture(scope="session")
 def teacher(sentences):
-    """The model of `load("school:teacher")` in tests with `all_labels`."""
+    """Returns the teacher. Tests with `all_labels` can load it as "school:teacher"."""
     made = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made.train_from_iterator(
@@ -55,6 +55,6 @@ def teacher(sentences):
 
 @pytest.fixture
 def all_labels(monkeypatch, teacher):
-    """Labels the whole vocabulary, so that losses and scores are exact."""
+    """Makes labels cover the whole vocabulary, so that losses and scores are exact."""
     monkeypatch.setattr(labels, "TOP", teacher.model.vocab_size)
     monkeypatch.setitem(LOADERS, "school", lambda name, dtype: teacher)

@@ -1,4 +1,4 @@
-"""The sequences that a teacher reads and writes, and their labels."""
+"""Tests the sequences that a teacher reads or writes, and the labels that it gives them."""
 
 import json
 
@@ -35,7 +35,7 @@ def label(folder, teacher, texts, count):
 
 
 def sequences(rows):
-    """Yields the tokens of each sequence, its row, and its places in the row."""
+    """Yields the tokens of each sequence, its row, and its indices in the row."""
     for row in rows:
         for number in range(1, row["segments"].max() + 1):
             where = np.flatnonzero(row["segments"] == number)
@@ -60,7 +60,7 @@ def test_labels_are_the_teachers_likeliest_tokens(teacher, sentences, tmp_path, 
     assert sorted(seen) == sorted(tokens for tokens in given if len(tokens) > 1)
 
 
-def test_a_batch_knows_where_sequences_begin_and_end(teacher, sentences, tmp_path):
+def test_positions_and_targets_restart_at_each_packed_sequence(teacher, sentences, tmp_path):
     label(tmp_path / "labels", teacher, teaching.read_texts(sentences, teacher.tokenizer), 30)
     rows = labels.open_labels(str(tmp_path / "labels")).take(np.arange(4))
     batch = labels.batch_of(rows)
@@ -71,9 +71,9 @@ def test_a_batch_knows_where_sequences_begin_and_end(teacher, sentences, tmp_pat
     assert (batch["positions"][batch["segments"] == 0] == 0).all()
 
 
-def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_path):
+def test_labelling_resumes_and_reports_damaged_or_mismatched_folders(teacher, sentences, tmp_path):
     texts, folder = teaching.read_texts(sentences, teacher.tokenizer), tmp_path / "labels"
-    label(folder, teacher, texts, 11)  # Two shards, both whole.
+    label(folder, teacher, texts, 11)  # The second shard is completed too.
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
     (folder / "labels-00000.npy").unlink()
     label(folder, teacher, texts, 30)
@@ -108,9 +108,11 @@ def test_it_resumes_and_grows_and_refuses_other_labels(teacher, sentences, tmp_p
             labels.open_labels(str(place))
 
 
-def test_whose_labels_they_are(teacher, sentences, tmp_path):
-    """An index without shards is replaced, one of an older version can be read, and labels of two
-    teachers are not mixed."""
+def test_labels_of_different_teachers_are_not_mixed(teacher, sentences, tmp_path):
+    """Folders may hold labels of one teacher in several dtypes, but not of several teachers.
+
+    An index without shards is replaced. An index of an older version is still read.
+    """
     mine = about(teacher, teacher="school:teacher", dtype="int8", weights="aaa")
     row_type, fill = labels.row_type(teacher.model.vocab_size, LENGTH), teaching.labeller(teacher)
     texts = teaching.read_texts(sentences, teacher.tokenizer)
@@ -128,7 +130,7 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
     ):
         labels.open_labels(f"{one},{two}")
     assert len(labels.open_labels(f"{one},{three}").counts) == 2, (
-        "another dtype of the model of that name"
+        "the same teacher in another dtype is accepted"
     )
     with pytest.raises(
         UserError,
@@ -153,8 +155,8 @@ def test_whose_labels_they_are(teacher, sentences, tmp_path):
         labels.open_labels(f"{one},{old}")
 
 
-def test_which_text_they_are_of(tmp_path):
-    """The digest identifies a corpus; its name may change."""
+def test_labels_of_different_corpora_are_not_mixed(tmp_path):
+    """The digest identifies a corpus, so its path may change. Older indices lack the digest."""
     about = {
         "teacher": "school:teacher",
         "vocabulary": "abc",
@@ -179,7 +181,7 @@ def test_which_text_they_are_of(tmp_path):
         with pytest.raises(UserError, match=f"has labels of {told}"):
             labels.claim_folder(tmp_path / "labels", {**about, **changed})
     index = json.loads((tmp_path / "labels" / labels.INDEX).read_text())
-    del index["corpus"]  # As in an older index.
+    del index["corpus"]  # Older indices lack this field.
     (tmp_path / "labels" / labels.INDEX).write_text(json.dumps(index))
     labels.claim_folder(tmp_path / "labels", about)
     with pytest.raises(
@@ -189,14 +191,14 @@ def test_which_text_they_are_of(tmp_path):
     labels.shard_path(tmp_path / "labels", 0).rename(
         tmp_path / "labels/labels-00000.npy.123.partial"
     )
-    labels.claim_folder(tmp_path / "labels", about)  # Killed in its first shard.
+    # A command that was killed during its first shard leaves only this partial file.
+    labels.claim_folder(tmp_path / "labels", about)
     (tmp_path / "labels/text.txt").write_text("A user's own.")
     with pytest.raises(UserError, match=r"--out=.*labels: has other files, such as 'text.txt'"):
         labels.claim_folder(tmp_path / "labels", about)
 
 
-def test_a_corpus_ends(teacher, sentences):
-    """The last shard has the remaining sequences."""
+def test_the_last_shard_has_the_remaining_sequences(teacher, sentences):
     texts = teaching.read_texts(sentences[:13], teacher.tokenizer)
     assert len(texts(0, 10)) == 10 and len(texts(10, 20)) == 3
     assert (
@@ -205,7 +207,7 @@ def test_a_corpus_ends(teacher, sentences):
     )
 
 
-def test_the_first_rows_of_each_folder(teacher, sentences, tmp_path):
+def test_counts_limit_the_rows_read_from_each_folder(teacher, sentences, tmp_path):
     texts = teaching.read_texts(sentences, teacher.tokenizer)
     for name, count in (("one", 20), ("two", 10)):
         label(tmp_path / name, teacher, texts, count)
@@ -222,7 +224,7 @@ def test_the_first_rows_of_each_folder(teacher, sentences, tmp_path):
         labels.open_labels(both, (one, two + 1))
 
 
-def test_the_teacher_continues_sentences(teacher, sentences):
+def test_the_teacher_continues_prefixes_of_sentences(teacher, sentences):
     texts = teaching.continued_texts(
         teacher, sentences, LENGTH, Policy(eos=teacher.tokenizer.eos), seed=0
     )
@@ -243,7 +245,7 @@ def test_the_teacher_continues_sentences(teacher, sentences):
         assert (likeliest[len(tokens) // 2 + 6 : -1] == tokens[len(tokens) // 2 + 7 :]).all()
 
 
-def test_later_texts_compile_nothing(teacher, sentences, count_compilations):
+def test_later_batches_of_generated_text_compile_nothing(teacher, sentences, count_compilations):
     policy = Policy(eos=teacher.tokenizer.eos)
     for texts in (
         teaching.continued_texts(teacher, sentences, LENGTH, policy, seed=0),
@@ -267,9 +269,9 @@ def test_the_teacher_writes_both_sides_of_a_chat(teacher):
         assert tokens[: len(opening)] == opening and len(tokens) <= 40
         assert tokens[text.prompt - len(closing) : text.prompt] == closing
         answered = np.flatnonzero(text.drafted)
-        assert answered[0] == text.prompt - 1, "the answer's first token is the first to draft"
+        assert answered[0] == text.prompt - 1, "the answer's first token must be drafted"
         assert answered[-1] == len(tokens) - (2 if teacher.tokenizer.ends(tokens[-1]) else 1), (
-            "nothing follows an end"
+            "no draft may be requested after an end token"
         )
         assert len(answered) == answered[-1] - answered[0] + 1
     longest = 2 * (64 + len(opening)) // 3

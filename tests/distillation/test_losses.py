@@ -1,4 +1,4 @@
-"""The losses against sums over a whole vocabulary in float64."""
+"""Compares the losses with sums over a whole vocabulary in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def distributions(seed, kept=V):
 
 
 def place(p, q, target=0):
-    """Returns a place with labels of the first `KNOWN` tokens."""
+    """Returns a `Place` with labels of the first `KNOWN` tokens."""
     with np.errstate(divide="ignore"):
         return Place(
             *(jnp.asarray(np.log(part), jnp.float32) for part in (p[:KNOWN], q[:KNOWN], p[target]))
@@ -27,8 +27,10 @@ def place(p, q, target=0):
 
 
 def merged(p, q):
-    """Returns p, and q without the labels that the student does not score. The last outcome is the
-    rest."""
+    """Returns p and q over the labels that the student scores and one last outcome, the rest.
+
+    q has no probability on labels that the student does not score, and is renormalised.
+    """
     labelled = np.arange(V) < KNOWN
     named, lacking = labelled & (p > 0), labelled & (p == 0)
     q = np.where(lacking, 0, q) / q[~lacking].sum()
@@ -37,7 +39,7 @@ def merged(p, q):
 
 @pytest.mark.parametrize("kept", [V, KNOWN + 2, KNOWN - 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_values(seed, kept):
+def test_each_loss_equals_its_definition_in_float64(seed, kept):
     p, q = distributions(seed, kept)
     mp, mq = merged(p, q)
     accepted = np.minimum(p[:KNOWN], q[:KNOWN]).sum()
@@ -59,11 +61,11 @@ def test_values(seed, kept):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_optimum_of_the_labels_is_no_more_than_that_of_all(seed):
+def test_optimal_acceptance_from_labels_is_a_lower_bound(seed):
     p, q = distributions(seed)
     for drafts in (1, 4):
         told, best = float(optimal_acceptance(place(p, q), drafts)), otm.acceptance(p, q, drafts)
-        left = np.minimum(p, q)[KNOWN:].sum()  # What could be accepted there at K = 1.
+        left = np.minimum(p, q)[KNOWN:].sum()  # The acceptance of unlabelled tokens with one draft.
         assert best - drafts * left - 1e-4 <= told <= best + 1e-4
         if drafts == 1:
             assert told == pytest.approx(float(acceptance(place(p, q))), abs=1e-4)
@@ -71,9 +73,9 @@ def test_the_optimum_of_the_labels_is_no_more_than_that_of_all(seed):
 
 
 @pytest.mark.parametrize("lacking", [0.9, 0.9997, 0.9999])
-def test_where_a_student_lacks_nearly_all(lacking):
-    """The divergences of a student that equals the teacher on its head are about 0, although labels
-    are rounded to float16."""
+def test_divergences_stay_bounded_when_the_head_misses_most_probability(lacking):
+    """The student equals the teacher on the tokens that its head scores, so only the rounding of
+    labels to float16 moves its divergences from 0. Another student has larger ones."""
     kept = np.array([0.75, 0.25])
     q = np.concatenate([np.array([0.6, 0.4]) * lacking, (1 - lacking) * kept]).astype(np.float64)
     log_p = jnp.asarray([-np.inf, -np.inf, *np.log(kept)], jnp.float32)
@@ -84,7 +86,7 @@ def test_where_a_student_lacks_nearly_all(lacking):
         assert float(LOSSES[name](further)) > float(LOSSES[name](seen)), name
 
 
-def test_where_a_student_lacks_a_token_or_a_text_ends():
+def test_losses_are_finite_for_tokens_outside_the_head():
     p, q = distributions(0, kept=3)
     assert float(LOSSES["cross_entropy"](place(p, q, target=5))) == 0
     for name, loss in LOSSES.items():
@@ -95,8 +97,8 @@ def test_where_a_student_lacks_a_token_or_a_text_ends():
 
 
 @pytest.mark.parametrize("kept", [V, KNOWN - 2])
-def test_a_vocabulary_smaller_than_the_labels(kept):
-    """Empty labels, which are token 0 with probability 0, change nothing."""
+def test_padding_labels_change_no_loss(kept):
+    """A vocabulary smaller than `TOP` leaves empty labels: token 0 with probability 0."""
     p, q = distributions(2, kept)
     seen = place(p, q)
     padded = seen._replace(
@@ -114,11 +116,10 @@ def test_a_vocabulary_smaller_than_the_labels(kept):
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
-def test_each_is_least_where_the_student_is_the_teacher(name):
-    """Gradient steps on a student's logits reach its teacher's distribution: the acceptance is
-    near 1."""
+def test_minimising_each_loss_recovers_the_teacher(name):
+    """Gradient descent on a student's logits reaches an acceptance above 0.99."""
     _, q = distributions(1)
-    q = np.append(q[: KNOWN - 1], q[KNOWN - 1 :].sum())  # All labelled.
+    q = np.append(q[: KNOWN - 1], q[KNOWN - 1 :].sum())  # Every outcome is labelled.
     log_q = jnp.asarray(np.log(q), jnp.float32)
 
     def objective(logits):
@@ -132,8 +133,8 @@ def test_each_is_least_where_the_student_is_the_teacher(name):
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl"])
-def test_divergences_of_a_fully_labelled_head_leave_out_what_it_does_not_score(name):
-    """They equal the divergences of q normalised over the head."""
+def test_divergences_ignore_tokens_outside_a_fully_labelled_head(name):
+    """The divergences equal those of q normalised over the head."""
     p, q = distributions(5, KNOWN)
     q_head, p_head = q[:KNOWN] / q[:KNOWN].sum(), p[:KNOWN]
     first, second = (q_head, p_head) if name == "kl" else (p_head, q_head)

@@ -1,5 +1,7 @@
-"""Students whose teacher labels text in each step: labels equal those of `label`, and a run resumes
-bit-equal."""
+"""Tests students whose teacher labels sequences during training.
+
+The labels must equal those that `label` stores, and a stopped run must resume bit for bit.
+"""
 
 import dataclasses
 
@@ -29,7 +31,10 @@ KEPT = 120
 
 @pytest.fixture
 def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
-    """The config of a small run on a corpus and a folder of labelled rows, with changes."""
+    """Returns a function that gives the config of a small run with changes.
+
+    Its sources are a corpus and a folder of labelled rows.
+    """
     monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
     (tmp_path / "train.txt").write_text("\n".join(sentences[:150]))
     (tmp_path / "heldout.txt").write_text("\n".join(sentences[150:]))
@@ -71,9 +76,7 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
     return make
 
 
-def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
-    config, teacher, sentences
-):
+def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sentences):
     made = online.Lessons(config(), teacher)
     chat_rows = len(labels.open_labels(config().data.train.split(",")[1]))
     assert made.streams(8) == 4 and made.counts == (150, chat_rows)
@@ -85,14 +88,14 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
         {tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]) for sentence in part}
         for part in (sentences[:150], sentences[150:])
     )
-    origins = []  # The sources that have all sequences of a row.
+    origins = []  # For each row, the sources that contain all its sequences.
     for tokens, segments in zip(batch["inputs"], batch["segments"], strict=True):
         numbers = range(1, segments.max() + 1)
         row = {tuple(tokens[segments == number].tolist()) for number in numbers}
         origins.append(
             [name for name, part in (("corpus", corpus), ("chats", chats)) if row <= part]
         )
-    assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no text"
+    assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no row"
     assert origins == [["corpus"], ["corpus"], ["corpus"], ["chats"]] * 4
     found = jax.jit(teaching.taught, static_argnums=2)(made.model, batch, (1,))
     rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
@@ -109,8 +112,8 @@ def test_batches_are_mixed_as_configured_and_their_labels_are_those_of_label(
     assert found["features"].shape[-1] == 48
 
 
-def test_training_labels_every_token_that_the_head_scores(config, teacher):
-    """The acceptance in a training step is sum min(p, q) over the whole vocabulary."""
+def test_online_labels_cover_every_token_that_the_head_scores(config, teacher):
+    """The acceptance rate in a training step is sum min(p, q) over the whole vocabulary."""
     made = online.Lessons(config(), teacher)
     batch = next(iter(made.batches(0, 4)))
     tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
@@ -129,9 +132,9 @@ def test_training_labels_every_token_that_the_head_scores(config, teacher):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
-    """A student that sees several layers has the hidden states of a student that sees one, given the
-    projected sum."""
+def test_target_features_of_several_layers_are_projected_and_summed(config, teacher):
+    """A student with features of two layers has the same hidden states as a student with one layer
+    that gets the projected sum. Both use their own features along a drafted path."""
     made = online.Lessons(config(), teacher)
     batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)
@@ -161,7 +164,7 @@ def test_levels_see_several_layers_where_the_target_has_run(config, teacher):
 
 
 @pytest.mark.slow
-def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
+def test_a_stopped_online_run_resumes_bit_for_bit(config, tmp_path, monkeypatch):
     whole = training.distil(config(), tmp_path / "whole")
     found = [
         record
@@ -189,10 +192,8 @@ def test_it_resumes_bit_equal_after_a_stop(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_draft_of_one_layers_features_is_continued_with_more(
-    config, teacher, sentences, tmp_path
-):
-    """Training starts at the draft, learns to use the other layer, and decoding stays exact."""
+def test_training_adds_a_feature_layer_to_a_trained_draft(config, teacher, sentences, tmp_path):
+    """Training starts from the draft and learns to use the added layer. Decoding stays exact."""
     tokens = np.arange(KEPT, dtype=np.int32)
     shape = LlamaConfig(
         1,
@@ -231,8 +232,8 @@ def test_a_draft_of_one_layers_features_is_continued_with_more(
     np.testing.assert_array_equal(made.tokens, expected.tokens)
 
 
-def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
-    """`label --labels=false` writes such rows; without `online` they are refused."""
+def test_online_training_reads_rows_without_labels(config, teacher, sentences, tmp_path):
+    """`label --labels=false` writes rows without labels. Training without `online` refuses them."""
     texts = teaching.starting_at(teaching.read_texts(sentences, teacher.tokenizer), 150)
     for name, labelled, fill in (
         ("bare", False, lambda rows: None),
@@ -259,7 +260,7 @@ def test_rows_without_labels_are_a_source(config, teacher, sentences, tmp_path):
         training.distil(config(online=False, **changes), tmp_path / "labels")
 
 
-def test_what_is_refused(config, tmp_path):
+def test_invalid_online_configs_are_refused(config, tmp_path):
     cases = {
         r"data.shares=\(1, 2\): must divide batch_size=16 among the 2 sources": {
             "data.shares": (1, 2)
@@ -274,8 +275,8 @@ def test_what_is_refused(config, tmp_path):
             training.distil(config(**changes), tmp_path / "refused")
 
 
-def test_a_constant_rate_ends_when_the_run_does():
-    """A lower `steps` moves only the decay."""
+def test_a_constant_learning_rate_decays_at_the_end():
+    """A lower `steps` moves the decay and changes nothing else."""
     options = online_config().optimizer
     options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
     long, short = (learning_rate(options, steps) for steps in (200, 100))
@@ -285,7 +286,7 @@ def test_a_constant_rate_ends_when_the_run_does():
     assert [round(float(short(step)), 6) for step in (10, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.0]
 
 
-def test_names_in_metrics():
+def test_metric_names_are_short_forms_of_source_paths():
     found = map(
         online.short_name,
         ("a/heldout-00000-of-00001.txt.xz", "my/held*", "tfds:lm1b:test", "labels/chats"),

@@ -1,5 +1,4 @@
-"""A student's run: its scores are those of decoding, it resumes, and its result drafts for its
-teacher."""
+"""Tests distillation: its scores are those of decoding, it resumes, and a student can draft."""
 
 import dataclasses
 import functools
@@ -36,7 +35,7 @@ KEPT = 120
 
 @pytest.fixture(scope="module")
 def labelled(teacher, sentences, tmp_path_factory):
-    """Labels of two parts of the sentences, `train` and `heldout`, with features."""
+    """Returns a folder with labels and features of two sets of sentences, `train` and `heldout`."""
     folder = tmp_path_factory.mktemp("labels")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(teaching, "SHARD", 10)
@@ -56,14 +55,14 @@ def _write_labels(folder, teacher, sentences):
 
 @pytest.fixture
 def folder(labelled, all_labels, tmp_path, monkeypatch):
-    """A copy of the labels."""
+    """Returns a copy of the labels, which a test may change."""
     monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
     return shutil.copytree(labelled, tmp_path / "labels")
 
 
 @pytest.fixture
 def config(folder):
-    """The config of a small run, with changes."""
+    """Returns a function that gives the config of a small run with changes."""
 
     def make(**changes):
         made = distil_config("2m")
@@ -99,7 +98,7 @@ def config(folder):
 
 
 SEES = {"model.width": 24, "model.features": 24}
-"""A student that sees its teacher's features."""
+"""Config fields of a student that sees its teacher's features."""
 
 
 def scores(workdir):
@@ -109,15 +108,15 @@ def scores(workdir):
 
 
 @pytest.mark.slow
-def test_scores_are_those_of_whole_distributions(config, folder, teacher):
-    """Scores from the labels of held-out rows equal those from the models' whole distributions, at
-    the tokens where a draft is requested."""
+def test_heldout_scores_equal_those_of_whole_distributions(config, folder, teacher):
+    """The scores that a run computes from held-out labels equal those of the models' whole
+    distributions, over the tokens after which a draft is requested."""
     for path in (folder / "heldout").glob("*.npy"):
         rows = np.load(path)
         likeliest = rows["log_probabilities"][..., 0]
         rows["drafted"] &= likeliest > np.median(
             likeliest[rows["segments"] > 0]
-        )  # Where it is easiest to agree.
+        )  # Drafts are requested only where the teacher is most certain.
         np.save(path, rows)
     training.distil(config(loss="lk", cross_entropy=0.1), folder / "run")
     student, found = load(str(folder / "run")), scores(folder / "run")
@@ -148,7 +147,7 @@ def test_scores_are_those_of_whole_distributions(config, folder, teacher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
-def test_a_student_learns_to_agree(config, folder, loss):
+def test_training_raises_the_acceptance_rate(config, folder, loss):
     training.distil(
         config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run"
     )
@@ -161,7 +160,7 @@ def test_a_student_learns_to_agree(config, folder, loss):
 
 
 @pytest.mark.slow
-def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
+def test_a_stopped_distillation_resumes_bit_for_bit(config, folder, monkeypatch, capsys):
     whole = training.distil(config(), folder / "whole")
     found = f"alpha_4_heldout {scores(folder / 'whole')['eval_alpha_4_heldout']:.4g},"
     assert re.search(
@@ -175,7 +174,7 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
         with pytest.raises(Interrupted, match="stopped and saved at step 15 of 30"):
             training.distil(config(), folder / "run")
     last, more = (labels.shard_path(folder / "train", number) for number in (14, 15))
-    shutil.copy(last, more)  # A resumed run ignores new shards.
+    shutil.copy(last, more)  # The resumed run must ignore this new shard.
     resumed = training.distil(config(), folder / "run")
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     with pytest.raises(UserError, match=r"loss='tv': the run in .* has 'kl'"):
@@ -189,14 +188,15 @@ def test_it_resumes_where_it_stopped(config, folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
+def test_a_trained_student_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
     training.distil(config(steps=12, eval_every=6), folder / "run")
     flags.FLAGS.mark_as_parsed()
     for dtype in ("bfloat16", "int8"):
         with flagsaver.flagsaver(model=str(folder / "run"), out=str(folder / dtype), dtype=dtype):
             export.main()
     assert not (folder / "int8/tokenizer.model").exists()
-    (folder / "run/metrics.jsonl").unlink()  # As of a run that was killed before its first record.
+    # A run that is killed before its first record has no metrics.jsonl.
+    (folder / "run/metrics.jsonl").unlink()
     monkeypatch.chdir(folder / "run")
     with flagsaver.flagsaver(model=".", out=str(folder / "here"), dtype=None):
         export.main()
@@ -239,9 +239,9 @@ def test_what_it_leaves_drafts_for_its_teacher(config, folder, teacher, sentence
         )
 
 
-def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
-    """A student sees the teacher's features up to the first draft, and then its own; checked place
-    by place in packed rows."""
+def test_draft_levels_see_the_same_features_as_in_decoding(config, folder, teacher):
+    """A student sees the teacher's features up to the first draft, and then its own. The test
+    follows the path to each place of packed rows separately."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -266,8 +266,8 @@ def test_each_level_sees_what_it_will_when_decoding(config, folder, teacher):
             np.testing.assert_allclose(found[level, row, at], own[at], atol=2e-5)
 
 
-def test_what_counts_at_each_level(config, folder, teacher):
-    """Both the end and the start of a path must request drafts."""
+def test_scores_count_only_paths_where_drafts_are_requested(config, folder, teacher):
+    """A path counts if drafts are requested both at its start and at its end."""
     made = config(**SEES)
     shape = training.student_config(made.model, teacher.model.vocab_size, 64)
     student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
@@ -286,9 +286,9 @@ def test_what_counts_at_each_level(config, folder, teacher):
     assert found.tolist() == wanted and wanted[0] > wanted[1] > wanted[2]
 
 
-def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
-    """Gradients in bfloat16 are near those in float32, because the cache of `levels` passes them
-    on."""
+def test_bfloat16_students_get_gradients_through_their_cache(config, folder, teacher):
+    """Gradients in bfloat16 are close to those in float32, because the cache of `levels` is
+    differentiable."""
     batch = labels.batch_of(labels.open_labels(str(folder / "train")).take(np.arange(3)))
 
     def gradient(dtype):
@@ -300,17 +300,17 @@ def test_a_narrow_student_learns_through_its_cache(config, folder, teacher):
         )
         return np.asarray(found["blocks"][0]["qkv"]["kernel"][...], np.float32)
 
-    wide, narrow = gradient("float32"), gradient("bfloat16")
-    of_keys_and_values = np.linalg.norm(wide[:, wide.shape[1] // 2 :])
-    assert of_keys_and_values > 0.1 * np.linalg.norm(wide)
-    assert np.linalg.norm(narrow - wide) < 0.1 * of_keys_and_values
+    in_float32, in_bfloat16 = gradient("float32"), gradient("bfloat16")
+    of_keys_and_values = np.linalg.norm(in_float32[:, in_float32.shape[1] // 2 :])
+    assert of_keys_and_values > 0.1 * np.linalg.norm(in_float32)
+    assert np.linalg.norm(in_bfloat16 - in_float32) < 0.1 * of_keys_and_values
 
 
 @pytest.mark.slow
 def test_a_student_that_sees_features_drafts_for_its_teacher(
     config, folder, teacher, sentences, monkeypatch
 ):
-    """It learns at both levels, and drafts after export and loading."""
+    """The student learns at both levels. After export and loading it still drafts."""
     other = teacher._replace(
         model=Llama(dataclasses.replace(teacher.model.config, width=16), rngs=nnx.Rngs(0))
     )
@@ -324,7 +324,7 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
     training.distil(config(steps=60, **SEES, **{"optimizer.learning_rate": 0.02}), folder / "run")
     found = scores(folder / "run")
     levels = found["eval_alpha_1_heldout"], found["eval_alpha_1_heldout_level_2"]
-    assert min(levels) > 0.45, "a teacher of random weights is as hard to tell at both"
+    assert min(levels) > 0.45, "the student must learn at both levels"
     flags.FLAGS.mark_as_parsed()
     with flagsaver.flagsaver(model=str(folder / "run"), out=str(folder / "int8"), dtype="int8"):
         export.main()
@@ -339,7 +339,7 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
     assert made.target_calls.sum() < expected.target_calls.sum()
 
 
-def test_what_is_refused(config, folder, teacher):
+def test_invalid_distillation_configs_and_labels_are_refused(config, folder, teacher):
     cases = {
         "unknown loss 'sk'": {"loss": "sk"},
         "cross_entropy=-1.0: ": {"cross_entropy": -1.0},
@@ -355,7 +355,7 @@ def test_what_is_refused(config, folder, teacher):
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), folder / "refused" / str(len(message)))
-    for mlp in (24, 16):  # A start that stopped before its config was written.
+    for mlp in (24, 16):  # This start fails before it writes its config.
         with pytest.raises(UserError, match="no model at 'none'"):
             training.distil(config(teacher="none", **{"model.mlp": mlp}), folder / "again")
         assert runs.read_student(folder / "again").shape.mlp == mlp
