@@ -1,4 +1,4 @@
-"""Conversations: what is shown and counted, and which are refused."""
+"""Tests conversations: what is shown and counted, and which are refused."""
 
 import jax
 import numpy as np
@@ -42,8 +42,8 @@ def session():
     )
 
 
-def test_an_answer_is_what_generate_emits(session):
-    """What is shown joins to the text of the answer; a character is shown once it is complete."""
+def test_a_chat_answer_equals_the_output_of_generate(session):
+    """The displayed pieces join to the text of the answer. The last line reports its counts."""
     tokenizer = session.target.tokenizer
     for seed in range(4):
         shown: list = []
@@ -68,7 +68,7 @@ def test_an_answer_is_what_generate_emits(session):
         assert line.endswith("cut off by --max_new_tokens") != made.whole
 
 
-def test_what_a_chat_refuses(session):
+def test_missing_chat_templates_and_overlong_messages_are_refused(session):
     chat.check(session)
     bare = HuggingFaceTokenizer(session.target.tokenizer._tokenizer, 1, 2)
     with pytest.raises(UserError, match=r"--chat .* 'target' has none"):
@@ -78,9 +78,9 @@ def test_what_a_chat_refuses(session):
         chat.encode(session, long)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_messages_are_encoded_once(session, monkeypatch, alone):
-    """Each prompt of a list is a separate conversation; prompts of stdin continue one."""
+@pytest.mark.parametrize("alone", [True, False], ids=["list of prompts", "prompts of stdin"])
+def test_each_message_is_encoded_once_with_its_history(session, monkeypatch, alone):
+    """Each prompt of a list starts a conversation of its own. Prompts of stdin continue one."""
     said = {"role": "assistant", "content": "So."}
     turns = [{"role": "user", "content": text} for text in ("Why?", "Why not?")]
     conversations = [turns[:1], turns[1:]] if alone else [turns[:1], [turns[0], said, turns[1]]]
@@ -101,10 +101,10 @@ def test_messages_are_encoded_once(session, monkeypatch, alone):
     assert encoded == conversations and answered == [make(messages) for messages in conversations]
 
 
-def test_a_message_is_framed_by_the_template(session):
-    """`encode_all` frames messages too, as --chat --compare does."""
+def test_encode_all_frames_messages_with_the_chat_template(session):
+    """`sample --chat --compare` encodes its prompts this way."""
     (found,) = encode_all(session, ["Why 日本?"], chat.encode_message)
     assert found == ("Why 日本?", session.target.tokenizer.chat(MESSAGES))
     with pytest.raises(UserError, match=r"the prompt 'why why"):
-        # Before the first is answered.
+        # This is raised before the first message is answered.
         encode_all(session, ["Why?", "why " * 40], chat.encode_message)

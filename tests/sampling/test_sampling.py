@@ -1,4 +1,4 @@
-"""Decoded sequences in the terminal and on the page, and where prompts come from."""
+"""Tests how decoded sequences appear in the terminal and on the page, and how prompts are read."""
 
 import io
 import os
@@ -41,8 +41,8 @@ def toy_session(toy):
     return session.open_session(get_method("otm", tree="2,1"), *models, "float32", 6, Policy())
 
 
-def test_a_target_of_another_vocabulary_is_decoded_by_the_baseline(toy, monkeypatch):
-    """Without a draft the baseline decodes, and a method that needs one is refused."""
+def test_a_target_without_a_matching_draft_uses_the_baseline(toy, monkeypatch):
+    """A method that needs a draft is refused. The embedded models have a default draft."""
     target = str(toy.folder / "target")
     monkeypatch.setitem(by_name.LOADERS, "mine", lambda name, dtype: by_name.load(target, dtype))
     for spec in (target, "mine:large"):
@@ -56,19 +56,20 @@ def test_a_target_of_another_vocabulary_is_decoded_by_the_baseline(toy, monkeypa
         assert found == ("block", 3, name)
 
 
-def test_texts_of_tokens_join_to_the_text(tokenizer):
+def test_pieces_of_new_tokens_join_to_the_decoded_text(tokenizer):
     prompt, new = "The committee", tokenizer.encode("will meet in 日本 again")
     texts = list(session.added_texts(tokenizer, [1, *tokenizer.encode(prompt)], [*new, 2]))
     assert "".join(texts) == " will meet in 日本 again</s>"
-    assert texts[0] == " will" and texts.count("") == 4  # Two of the three bytes of each character.
+    # Each of the two characters has three bytes, and the first two add no text.
+    assert texts[0] == " will" and texts.count("") == 4
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
+def test_an_incomplete_last_character_shows_the_replacement_character(tokenizer):
     new = tokenizer.encode("日")[1:-1]
     assert "".join(session.added_texts(tokenizer, [1], new)).endswith("\ufffd")
 
 
-def test_text_and_figures():
+def test_terminal_output_colours_tokens_and_reports_speeds():
     decoded = Decoded("otm", TOKENS, [None, None])
     assert terminal.text("Once", TOKENS, colour=False) == "Once again and on"
     assert terminal.text("Once", TOKENS, colour=True) == (
@@ -82,7 +83,7 @@ def test_text_and_figures():
     ]
 
 
-def test_columns_are_wrapped_by_what_is_seen():
+def test_columns_wrap_at_their_visible_width():
     decoded = Decoded("otm", TOKENS, [])
     plain = terminal.columns("Once upon a time", decoded, decoded, 33, colour=False)
     lines = plain.splitlines()
@@ -95,16 +96,16 @@ def test_columns_are_wrapped_by_what_is_seen():
     assert max(map(len, terminal.columns("", word, word, 33, colour=False).splitlines())) <= 33
 
 
-def test_decoded_texts_have_a_call_for_each_token(decoded):
+def test_each_decoded_token_has_the_number_of_its_call(decoded):
     assert 0 < len(decoded.tokens) <= 6
     assert [token.call for token in decoded.tokens] == [
         index for index, call in enumerate(decoded.calls) for _ in call.emitted
     ]
 
 
-@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("long", [False, True], ids=["short prompt", "long prompt"])
 def test_a_longer_prompt_compiles_nothing(toy_session, count_compilations, monkeypatch, long):
-    if long:  # Than what is padded to a multiple of BUCKET; the longer of the two reaches over one.
+    if long:  # Above `LONG` tokens, prompts are padded to a multiple of `LONG`, not of `BUCKET`.
         monkeypatch.setattr(sys.modules["spectr_jax.decoding.request"], "LONG", 12)
     for prompt in ("law " * 3, "law " * 4) if long else ("law", "law law"):
         with count_compilations() as compiled:
@@ -133,7 +134,7 @@ class _Checker(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
+def test_the_page_is_valid_html_and_shows_every_call(toy_session, decoded):
     shown = [
         Shown("law <b>& draft", decoded, None, Speed(30.0, 20.0, 1.5)),
         Shown("law", decoded, decoded, None),
@@ -152,8 +153,8 @@ def test_the_page_is_whole_and_has_every_call(toy_session, decoded):
     assert "prefers-color-scheme: dark" in html
 
 
-def test_a_page_of_drafts_without_a_model(toy):
-    """Nodes without a draft are not drawn, and a call without any has a token of the target."""
+def test_the_page_leaves_out_tree_nodes_without_drafts(toy):
+    """Lookup may find no draft for a node. A call without any draft emits a token of the target."""
     target = str(toy.folder / "target")
     method = get_method("lookup", tree="2,1")
     opened = session.open_session(method, target, None, "float32", 12, Policy(0.0))
@@ -169,25 +170,25 @@ def test_a_page_of_drafts_without_a_model(toy):
         assert (call.origins[-1] == TARGET) == (call.tokens[1:] < 0).all()
 
 
-def test_the_space_in_front_of_a_token_is_not_underlined_with_it(toy_session):
+def test_the_page_keeps_leading_spaces_outside_token_links(toy_session):
     html = page(toy_session, "", [Shown("Once", Decoded("otm", TOKENS, []), None, None)])
     assert re.search(r"> <a [^>]*>again</a> <a [^>]*>and</a> <a [^>]*>on</a>", html)
 
 
-def test_log_probabilities_are_shown_where_the_pointer_is(toy_session):
+def test_the_page_shows_log_probabilities_in_tooltips(toy_session):
     tokens = [token._replace(logprobs=(-0.25 * index, -1.5)) for index, token in enumerate(TOKENS)]
     html = page(toy_session, "", [Shown("Once", Decoded("otm", tokens, []), None, None)])
     assert html.count("; log-probability -") == len(TOKENS)
     assert "log-probability -0.250, of the model -1.500" in html
 
 
-def test_a_prompt_that_leaves_no_room(toy_session):
+def test_a_prompt_that_exceeds_the_context_is_refused(toy_session):
     message = r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"
     with pytest.raises(UserError, match=message):
         session.encode(toy_session, "law " * 30)
 
 
-def test_all_prompts_of_a_file_are_checked_before_the_first_is_decoded(toy_session):
+def test_prompts_of_a_file_are_all_checked_before_decoding(toy_session):
     given = ["law", "law " * 30]
     with pytest.raises(UserError, match="shorten one of them"):
         session.encode_all(toy_session, given)
@@ -201,7 +202,7 @@ def stdin_of(content, errors="strict"):
     return io.TextIOWrapper(io.BytesIO(content), "utf-8", errors=errors)
 
 
-def test_blank_lines_are_no_prompts(tmp_path):
+def test_blank_lines_in_files_and_stdin_are_skipped(tmp_path):
     content = b"law 3\n\n \t\n draft\n"
     (tmp_path / "prompts.txt").write_bytes(content)
     assert prompts.from_file(str(tmp_path / "prompts.txt")) == ["law 3", " draft"]
@@ -210,19 +211,19 @@ def test_blank_lines_are_no_prompts(tmp_path):
         list(prompts.from_stdin(stdin_of(b"\n\n")))
 
 
-def test_prompts_that_cannot_be_read(tmp_path):
+def test_unreadable_prompts_are_refused(tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"la\xff\n")
     with pytest.raises(UserError, match=r"prompts.txt: cannot be read \('utf-8'"):
         prompts.from_file(str(tmp_path / "prompts.txt"))
     with pytest.raises(UserError, match="'~nobody-here/x' cannot expand"):
         prompts.from_file("~nobody-here/x")
-    for errors in ("strict", "surrogateescape"):  # The latter in the locale C.
+    for errors in ("strict", "surrogateescape"):  # In the C locale, stdin uses surrogateescape.
         with pytest.raises(UserError, match=r"stdin cannot be read \('utf-8'"):
             list(prompts.from_stdin(stdin_of(b"la\xff\n", errors)))
     with pytest.raises(UserError, match=r"--prompt='la\\udcff': is not UTF-8"):
         prompts.from_flag(os.fsdecode(b"la\xff"))
     with pytest.raises(UserError, match="no prompt on stdin"):
-        prompts.from_stdin(None)  # At once.
+        prompts.from_stdin(None)  # Raises before the first prompt is read.
 
 
 @pytest.mark.parametrize(
@@ -231,18 +232,19 @@ def test_prompts_that_cannot_be_read(tmp_path):
         ("", "--html is empty; name a file"),
         ("/tmp", "--html=/tmp: is a folder; name a file in it"),
         ("/nowhere/page.html", "--html=/nowhere/page.html: is in a folder that does not exist"),
-        ("/proc/page.html", "--html=/proc/page.html: cannot be written"),  # Not by root either.
+        # Even root cannot write to /proc.
+        ("/proc/page.html", "--html=/proc/page.html: cannot be written"),
         ("/dev/null", "--html=/dev/null: is not a file; choose another"),
         ("~nobody-here/page.html", "'~nobody-here/page.html' cannot expand"),
         ("x" * 250, "x: cannot be written .* File name too long"),
     ],
 )
-def test_a_page_that_cannot_be_written(name, message):
+def test_unwritable_page_paths_are_refused(name, message):
     with pytest.raises(UserError, match=message):
         checked_path(name)
 
 
-def test_the_check_of_the_page_leaves_the_folder_as_it_was(tmp_path):
+def test_checking_a_page_path_leaves_the_folder_unchanged(tmp_path):
     (tmp_path / "old.html").write_text("old")
     for name in ("old.html", "new.html"):
         assert checked_path(str(tmp_path / name)) == tmp_path / name
@@ -250,21 +252,21 @@ def test_the_check_of_the_page_leaves_the_folder_as_it_was(tmp_path):
     assert (tmp_path / "old.html").read_text() == "old"
 
 
-def test_a_stdout_that_is_closed_wants_no_colour(monkeypatch):
+def test_a_closed_stdout_gets_no_colour(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert not terminal.wants_colour()
 
 
-def test_the_command(toy, tmp_path):
-    """Prompts from a file, both continuations side by side, a page; no colours outside a terminal."""
+def test_sample_compares_every_prompt_and_writes_a_page(toy, tmp_path):
+    """Two prompts come from a file. The output has no colours, because it is not a terminal."""
     (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")
     flags = {"file": tmp_path / "prompts.txt", "html": tmp_path / "page.html"}
-    # The target has another vocabulary than the default draft.
+    # The default draft has another vocabulary than the target, so the baseline decodes it.
     models = {"target": toy.folder / "target", "max_new_tokens": 4}
     command = [sys.executable, "-m", "spectr_jax.sample", "--compare"]
     command += [f"--{name}={value}" for name, value in {**flags, **models}.items()]
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    environment = {**os.environ, **ascii_only}  # Its stdout has no é.
+    environment = {**os.environ, **ascii_only}  # An ASCII stdout cannot encode é.
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
     told = f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"

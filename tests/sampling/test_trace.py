@@ -1,4 +1,4 @@
-"""Recorded calls agree with the generation."""
+"""Tests that recorded calls agree with the generated tokens and the models."""
 
 import jax
 import numpy as np
@@ -63,11 +63,11 @@ def test_recorded_calls_agree_with_the_generation(name, options):
             assert rest in [(), ("bonus",) if length == tree.height else ("correction",)]
             cut += not rest
             origins |= set(call.origins)
-    assert origins == {"accepted", "correction", "bonus"} and cut  # The cases are not vacuous.
+    assert origins == {"accepted", "correction", "bonus"} and cut  # Every case must occur.
     assert bool(repeated) == (name in ("otm_block", "otm_layer"))
 
 
-def test_the_baseline_has_no_drafts():
+def test_baseline_calls_record_only_target_tokens():
     method = get_method("baseline")
     generation = _record(method)
     for row, length in enumerate(LENGTHS):
@@ -80,4 +80,4 @@ def test_the_baseline_has_no_drafts():
 def test_recording_does_not_change_the_tokens():
     method = get_method("otm_block", tree="2,2,1")
     np.testing.assert_array_equal(_generate(method).tokens, _record(method).tokens)
-    assert recorder(7) is recorder(7)  # Else the second call recompiles.
+    assert recorder(7) is recorder(7)  # A new object would recompile the second call.
