@@ -1,8 +1,7 @@
-"""Every entry point on the command line: one line on stderr for bad input, and complete help.
+"""Tests every entry point: bad input gives one line on stderr, and the help is complete.
 
-Programs run in processes forked from one that has imported JAX (`fork_server.py`), and one as
-`python -m`, which takes seconds. A case of a new entry point is a line in `CASES`; a new entry
-point itself, one in `PROGRAMS` too.
+Most programs run in processes forked from one that has imported JAX (`fork_server.py`), because
+`python -m` takes seconds. To add an entry point, add a line to `PROGRAMS` and its cases to `CASES`.
 """
 
 import collections
@@ -18,7 +17,7 @@ import pytest
 
 from spectr_jax.utils.errors import UserError, explain
 
-pytestmark = pytest.mark.xdist_group("entry_points")  # One server.
+pytestmark = pytest.mark.xdist_group("entry_points")  # All tests share one server.
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED_BY_THE_SERVER = (
@@ -31,9 +30,9 @@ IMPORTED_BY_THE_SERVER = (
 )
 
 EAGLE = "smollm2-draft"
-"""A draft that sees its target's features."""
+"""The name of a draft that sees its target's features."""
 
-PROGRAMS = {  # The flag of the folder that each writes to, and what else it needs to be given.
+PROGRAMS = {  # The flag of the folder that each program writes to, then its other required flags.
     "spectr_jax.train": ("workdir", "--config=configs/embedded.py"),
     "spectr_jax.eval": ("workdir", "--config=configs/demo.py"),
     "spectr_jax.pack": ("out", "--data=spectr_jax/embedded/prompts.txt"),
@@ -335,7 +334,7 @@ def server():
 
 @pytest.fixture
 def run(server, tmp_path):
-    """Runs a program in the root of the repository: its exit status and output."""
+    """Returns a function that runs a program in the repository and returns how it ended."""
 
     def run_program(program, *arguments, environment=None):
         files = {name: str(tmp_path / f"{name}.txt") for name in ("stdout", "stderr")}
@@ -353,7 +352,7 @@ def run(server, tmp_path):
 
 
 def arguments_of(program, flags, tmp_path):
-    """What the program needs, unless `flags` give it, with a folder to write to, and `flags`."""
+    """Returns `flags`, a flag for the folder to write to, and required flags that `flags` lacks."""
     folder, *needed = PROGRAMS[program]
     needed = [flag for flag in needed if flag.split("=")[0] + "=" not in flags]
     return [*needed, *([f"--{folder}={tmp_path / 'written'}"] if folder else []), *flags.split()]
@@ -372,7 +371,7 @@ def nothing_written(tmp_path):
 @pytest.mark.parametrize(
     ("program", "flags", "message"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES]
 )
-def test_one_line_and_status_2(run, tmp_path, program, flags, message):
+def test_bad_input_gives_one_line_and_exit_status_2(run, tmp_path, program, flags, message):
     check_one_line(run(program, *arguments_of(program, flags, tmp_path)), message)
     assert nothing_written(tmp_path)
 
@@ -380,31 +379,32 @@ def test_one_line_and_status_2(run, tmp_path, program, flags, message):
 @pytest.mark.parametrize(
     "program", [program for program, (folder, *_) in PROGRAMS.items() if folder]
 )
-def test_unknown_flags_arguments_and_folders(run, tmp_path, program):
-    """What every entry point refuses in the same words; the one for TensorFlow's environment has
-    argparse's."""
+def test_unknown_flags_extra_arguments_and_bad_folders_are_refused(run, tmp_path, program):
+    """All entry points refuse these in the same words, except prepare_lm1b.py: it runs in the
+    environment of TensorFlow and uses argparse."""
     folder, *needed = PROGRAMS[program]
-    ours = program != LM1B
+    uses_absl = program != LM1B
     ended = run(program, *arguments_of(program, f"--{folder[:-1]}=x", tmp_path))
     check_one_line(
-        ended, f"Unknown command line flag '{folder[:-1]}'" if ours else "unrecognized arguments"
+        ended,
+        f"Unknown command line flag '{folder[:-1]}'" if uses_absl else "unrecognized arguments",
     )
     ended = run(program, "extra", *arguments_of(program, "", tmp_path))
     check_one_line(
-        ended, "unexpected argument 'extra'" if ours else "unrecognized arguments: extra"
+        ended, "unexpected argument 'extra'" if uses_absl else "unrecognized arguments: extra"
     )
     file = tmp_path / "file"
     file.touch()
     ended = run(program, *needed, f"--{folder}={file}")
     check_one_line(
-        ended, f"{str(file)!r} is not a folder; choose another" if ours else "Not a directory"
+        ended, f"{str(file)!r} is not a folder; choose another" if uses_absl else "Not a directory"
     )
-    if ours:
+    if uses_absl:
         check_one_line(run(program, *needed, f"--{folder}="), f"--{folder} is empty; name a folder")
     assert nothing_written(tmp_path)
 
 
-def test_what_is_missing(run):
+def test_missing_flags_prompts_and_files_are_reported(run):
     check_one_line(run(TRAIN), "--workdir and --config are missing; see --help")
     check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
     check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
@@ -415,7 +415,7 @@ def test_what_is_missing(run):
     )
 
 
-def test_an_empty_prompt_is_said_to_be_one(run):
+def test_an_empty_prompt_is_decoded_with_a_note(run):
     ended = run(SAMPLE, "--prompt=", "--target=2m", "--method=baseline", "--max_new_tokens=2")
     assert (
         ended.status == 0
@@ -424,8 +424,8 @@ def test_an_empty_prompt_is_said_to_be_one(run):
 
 
 @pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])
-def test_verbose_has_no_abbreviations(run, tmp_path, flag):
-    """`-v` is the short form of absl's --verbosity, which wants a number."""
+def test_abbreviations_of_verbose_are_refused(run, tmp_path, flag):
+    """`-v` is the short form of absl's --verbosity, which takes a number."""
     ended = run(PACK, *arguments_of(PACK, flag, tmp_path))
     check_one_line(
         ended,
@@ -458,7 +458,7 @@ cli.run(main, output=OUT)
 
 @pytest.fixture
 def run_body(run, tmp_path):
-    """Runs a program whose `main` is one line, with a folder of its own to write to."""
+    """Returns a function that runs a program whose `main` is one line."""
 
     def run_program(body, **kwargs):
         (tmp_path / "program.py").write_text(PROGRAM.format(body=body))
@@ -488,14 +488,14 @@ def run_body(run, tmp_path):
             "sys.modules['gguf'] = None; import gguf",
             "error: gguf is not installed; run pip install 'spectr_jax[hf]'",
         ),
-        (  # Imported before flags are parsed.
+        (  # This import comes before flags are parsed.
             "sys.modules['ml_collections'] = None; import spectr_jax.eval",
             "error: ml_collections is not installed; run pip install 'spectr_jax[train]'",
         ),
         ("bytearray(2**60)", "error: out of memory (host); use a smaller batch_size"),
     ],
 )
-def test_errors_of_the_users(run_body, body, message):
+def test_user_errors_print_one_line(run_body, body, message):
     check_one_line(run_body(body), message)
 
 
@@ -518,7 +518,7 @@ def test_a_bug_shows_its_traceback(run_body, body):
     )
 
 
-def test_help_has_defaults(run):
+def test_help_shows_defaults_and_valid_values(run):
     text = " ".join(run(PACK, "--help").stdout.split())
     assert "(default: '8192') (a positive integer)" in text
     assert (
@@ -527,7 +527,7 @@ def test_help_has_defaults(run):
     )
 
 
-def test_ways_to_end(run_body):
+def test_exit_status_tells_success_from_interruptions(run_body):
     assert run_body("print('done')") == Ended(0, "done\n", "")
     assert run_body("raise Interrupted('saved')") == Ended(75, "", "saved\n")
     stopped = run_body("os.kill(os.getpid(), signal.SIGINT)")
@@ -538,21 +538,23 @@ def test_ways_to_end(run_body):
 @pytest.mark.parametrize(
     "body", ["print('one')", "print('two', flush=True)", "print('x' * 100_000); print('three')"]
 )
-def test_a_closed_pipe_ends_in_silence(run_body, body):
-    """Whatever was written when it is found closed, and at Python's own exit."""
-    buffered = "sys.stdout = open(1, 'w', closefd=False); "  # Even with PYTHONUNBUFFERED.
+def test_a_closed_stdout_pipe_exits_quietly_with_141(run_body, body):
+    """The program finds the pipe closed when it writes, when it flushes, or when it exits."""
+    buffered = "sys.stdout = open(1, 'w', closefd=False); "  # Overrides PYTHONUNBUFFERED.
     piped = "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); " + buffered
     assert run_body(piped + body) == Ended(141, "", "")
 
 
-def test_a_closed_pipe_that_is_not_stdout_is_a_bug(run_body):
+def test_a_closed_pipe_other_than_stdout_shows_a_traceback(run_body):
     ended = run_body("reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')")
     assert ended.status == 1 and "BrokenPipeError" in ended.stderr
 
 
-@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
-def test_help_into_a_closed_pipe(unbuffered):
-    """Python's exit included, which the server leaves out."""
+@pytest.mark.parametrize(
+    "unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"]
+)
+def test_help_into_a_closed_pipe_exits_quietly(unbuffered):
+    """The program runs without the server, which skips the flush at Python's exit."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", PACK, "--help"]
@@ -565,9 +567,9 @@ def test_help_into_a_closed_pipe(unbuffered):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_whose_error():
-    """What cannot be had in a test: a device that is full or not there, rights that root does not
-    lack."""
+def test_explain_describes_user_errors_and_leaves_bugs():
+    """These errors are constructed: a test cannot fill or remove a device, and root may write
+    anywhere."""
     full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore"
     assert explain(RuntimeError(full)).startswith(
         "out of memory (RESOURCE_EXHAUSTED: Out of memory while"
@@ -589,7 +591,7 @@ def test_whose_error():
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_says_all(run, program):
+def test_help_lists_every_flag_and_exit_status(run, program):
     ended = run(program, "--help")
     assert ended.status == 0 and not ended.stderr
     path = ROOT / (program if program.endswith(".py") else f"{program.replace('.', '/')}.py")
@@ -611,8 +613,8 @@ def test_help_says_all(run, program):
 
 
 @pytest.mark.parametrize("program", [program for program in PROGRAMS if "spectr_jax" in program])
-def test_help_needs_no_jax(program):
-    """As `python -m`, with a list of all that it imports on stderr."""
+def test_help_imports_neither_jax_nor_numpy(program):
+    """`-X importtime` lists every import on stderr."""
     command = [sys.executable, "-X", "importtime", "-m", program, "--help"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines()}
@@ -620,8 +622,8 @@ def test_help_needs_no_jax(program):
     assert "absl.flags" in imported and not imported & {"jax", "numpy"}
 
 
-def test_as_a_command(tmp_path):
-    """Without the server."""
+def test_python_m_reports_bad_input_in_one_line(tmp_path):
+    """`CASES` run in the server, which has imported the package before."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The programs in examples/ run, and do what they say."""
+"""Tests that the programs in examples/ run and do what they say."""
 
 import importlib.util
 import pathlib
@@ -19,7 +19,7 @@ def _module(name):
     return module
 
 
-def test_they_are_short():
+def test_every_example_has_fewer_than_90_lines():
     files = sorted(FOLDER.glob("*.py"))
     assert [file.stem for file in files] == [
         "own_model",
@@ -30,19 +30,19 @@ def test_they_are_short():
     assert all(len(file.read_text().splitlines()) < 90 for file in files)
 
 
-def test_a_plan_alone():
+def test_plan_alone_measures_the_exact_acceptance_and_distribution():
     accepted, exact, error = _module("plan_alone").main("kseq")
     assert abs(accepted - exact) < 0.01 and error < 0.01
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own():
+def test_own_model_decodes_several_tokens_per_call():
     assert _module("own_model").main() > 1
 
 
 @pytest.mark.slow
-def test_padding_past_the_context_does_no_harm():
-    """Flax's embedding of a position past its end is NaN, and NaN times a weight of 0 is NaN."""
+def test_prompt_padding_past_the_context_changes_no_tokens():
+    """Flax embeds positions past the context as NaN, and an attention weight of 0 keeps the NaN."""
     target, draft = (
         _module("own_model").Attention(50, 32, context, seed=0) for context in (20, 14)
     )
@@ -54,12 +54,12 @@ def test_padding_past_the_context_does_no_harm():
     assert int(wide.target_calls[1]) < 10
 
 
-def test_policy_gradient():
+def test_policy_gradient_raises_the_reward():
     first, last, apart = _module("policy_gradient").main(steps=12)
     assert last > first + 0.1 and apart < 1e-4
 
 
 @pytest.mark.slow
-def test_a_draft_is_trained():
+def test_train_draft_raises_tokens_per_call():
     before, after = _module("train_draft").main(steps=25)
     assert after > before + 0.2

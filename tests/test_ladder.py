@@ -1,7 +1,7 @@
-"""scripts/train_ladder.py at toy size: stopped once, with stages that fail, and resumed.
+"""Runs scripts/train_ladder.py at toy size: it is stopped, two stages fail, and it resumes.
 
-`trees` and `auto_32` fail after their flags are checked. They would take long, and are tested
-elsewhere.
+The stages `trees` and `auto_32` are made to fail after their flags are checked. They take long, and
+other files test them.
 """
 
 import json
@@ -69,8 +69,8 @@ TOY = {
     "table2,trees,auto_1,auto_32": DECODING,
 }
 
-# Runs the script. The programs of stages are forked from it, because importing JAX in each would take
-# most of the time.
+# Runs the script. Forks the program of each stage, because importing JAX in each takes most of the
+# time.
 FORKING = """
 import importlib, os, runpy, signal, subprocess, sys
 from absl import flags
@@ -104,8 +104,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def ladder(tmp_path):
-    """Starts the script on generated sentences, with further `--stage_flags`. stdout and stderr are
-    one stream."""
+    """Returns a function that starts the script on generated sentences with more `--stage_flags`.
+
+    stderr goes to stdout.
+    """
     for name, count in (("train", 900), ("heldout", 60)):
         draw = random.Random(name)
         lines = [
@@ -134,7 +136,7 @@ def ladder(tmp_path):
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "OPENBLAS_NUM_THREADS": "1",
-        }  # One thread, where it forks.
+        }  # A process that forks must have one thread.
         return subprocess.Popen(
             command,
             cwd=ROOT,
@@ -147,15 +149,15 @@ def ladder(tmp_path):
     return start
 
 
-def _began(output):
-    """Returns the stages that were started, in order."""
+def _started_stages(output):
+    """Returns the names of the stages that were started, in order."""
     lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
     return [line for line in lines if " " not in line]
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ladder")
-def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
+def test_the_ladder_resumes_after_a_stop_and_failed_stages(ladder, tmp_path):
     work = tmp_path / "work"
     process = ladder("train_20m: --config.steps=100000")
     deadline = time.monotonic() + 240
@@ -170,7 +172,7 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     assert process.returncode == 75 and output.endswith(
         "stopped at stage train_20m; the same command resumes\n"
     ), output
-    assert _began(output) == ["pack", "train_2m", "train_6m", "train_20m"]
+    assert _started_stages(output) == ["pack", "train_2m", "train_6m", "train_20m"]
     assert sorted(path.name for path in work.glob("ladder/*.safetensors")) == [
         "draft_2m.safetensors",
         "draft_6m.safetensors",
@@ -178,18 +180,21 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     saved = int(output.split("stopped and saved at step ")[1].split()[0])
 
     for stage, table in FAILING.items():
-        foreign = work / f"results/{stage}/{table}.json"
-        foreign.parent.mkdir(parents=True)
-        foreign.write_text('{"config_hash": "of another"}')
+        other_table = work / f"results/{stage}/{table}.json"
+        other_table.parent.mkdir(parents=True)
+        other_table.write_text('{"config_hash": "of another"}')
     last = f"train_20m: --config.steps={saved + 10}"
-    rest = [*TRAININGS, *FAILING, *TABLES]  # Without auto_1, which is auto_32 in smaller batches.
+    # auto_1 is left out, because it is auto_32 in smaller batches.
+    rest = [*TRAININGS, *FAILING, *TABLES]
     output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
     assert process.returncode == 2 and output.endswith("run the same command again\n"), output
     assert "error: failed: auto_32, trees;" in output and f"from step {saved}\n" in output
-    assert sorted(_began(output)) == sorted({*rest} - {"train_2m", "train_6m"})
+    assert sorted(_started_stages(output)) == sorted({*rest} - {"train_2m", "train_6m"})
     for stages, status in ((["pack", *TRAININGS, *TABLES], 0), ([*FAILING], 2)):
         output, _ = (process := ladder(last, only=stages)).communicate(timeout=60)
-        assert process.returncode == status and _began(output) == (stages if status else []), output
+        assert process.returncode == status and _started_stages(output) == (
+            stages if status else []
+        ), output
 
     for name in MODELS:
         steps = [record["step"] for record in read_metrics(work / f"{name}/metrics.jsonl")]
@@ -206,7 +211,7 @@ def test_every_stage_and_what_a_stop_and_a_failure_leave(ladder, tmp_path):
     assert made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
     for row, name in zip(
         made["quality"]["rows"], reversed(MODELS), strict=True
-    ):  # Stored in int8, and as it was trained.
+    ):  # The int8 model's score is close to that of the trained model.
         bits = row["scores"]["float32"]["eval_bits_per_character"]
         trained = [
             record
