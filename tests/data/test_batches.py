@@ -1,4 +1,4 @@
-"""Batches of packed sentences: their content, order and positions."""
+"""Tests the content, order and positions of batches of packed sentences."""
 
 import collections
 import itertools
@@ -33,7 +33,7 @@ def tokenizer(sentences, tmp_path_factory):
 
 
 def _sentences_of(batch):
-    """Each packed sentence as (inputs, targets)."""
+    """Yields (inputs, targets) of each packed sentence."""
     for row in range(len(batch["inputs"])):
         for segment in range(1, batch["segments"][row].max() + 1):
             inside = batch["segments"][row] == segment
@@ -41,15 +41,15 @@ def _sentences_of(batch):
             yield batch["inputs"][row][inside], batch["targets"][row][inside]
 
 
-def test_no_text_is_out_of_vocabulary(tokenizer):
+def test_any_string_can_be_encoded_and_decoded(tokenizer):
     for text in ("the draft", "naïve 東京 🙂 zq"):
-        # -1 is not a token: it stands where the target had no distribution.
+        # -1 is not a token; outputs contain -1 where the target had no distribution.
         assert tokenizer.decode([*tokenizer.encode(text), -1]) == text
     assert tokenizer.piece(-1) == "<none>"
     assert tokenizer.vocab_size == 320
 
 
-def test_targets_are_inputs_one_later(sentences, tokenizer):
+def test_targets_are_inputs_shifted_by_one_token(sentences, tokenizer):
     (batch,) = evaluation_batches(sentences[:5], tokenizer, batch=4, length=64)
     for inputs, targets in _sentences_of(batch):
         assert inputs[0] == BOS and targets[-1] == EOS
@@ -60,7 +60,7 @@ def test_targets_are_inputs_one_later(sentences, tokenizer):
     )
 
 
-def test_long_sentences_are_cut(tokenizer):
+def test_long_sentences_are_truncated(tokenizer):
     pieces = tokenizer.encode("the draft")
     np.testing.assert_array_equal(encode("the draft", tokenizer, 64), [*pieces, EOS])
     np.testing.assert_array_equal(encode("the draft", tokenizer, len(pieces)), pieces)
@@ -80,13 +80,13 @@ def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
 
 @pytest.mark.parametrize("streams", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
-    """Whenever a stream has used up its packed rows, it has shown each of its sentences n or n + 1
-    times, in a new order each time. The pipeline restarts every 17 batches."""
+    """Each time a stream has used all its packed rows, each of its sentences has occurred n or
+    n + 1 times. The order of each epoch is new. The test restarts the pipeline every 17 batches."""
     numbers = {
         tokenizer.decode(tokenizer.encode(sentence)): index
         for index, sentence in enumerate(sentences)
     }
-    # One row from each stream.
+    # A batch has one row from each stream.
     options = {"batch": streams, "length": 96, "seed": 3, "streams": streams}
     seen: list[list[int]] = [[] for _ in range(streams)]
     whole: list[list[int]] = [[] for _ in range(streams)]
@@ -127,7 +127,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
-def test_a_stream_has_at_least_one_sentence(sentences, tokenizer, tmp_path):
+def test_more_streams_than_sentences_are_refused(sentences, tokenizer, tmp_path):
     pack(sentences[:5], tokenizer, tmp_path, 16)
     rows = open_corpus(f"packed:{tmp_path}")
     for corpus, count, name in ((sentences[:3], 3, "sentences"), (rows, len(rows), "packed rows")):
@@ -138,7 +138,7 @@ def test_a_stream_has_at_least_one_sentence(sentences, tokenizer, tmp_path):
             training_batches(corpus, tokenizer, batch=count + 1, streams=count + 1, **options)
 
 
-def test_shuffle_is_seeded(sentences, tokenizer):
+def test_the_seed_determines_the_order_of_sentences(sentences, tokenizer):
     def first(seed):
         return next(iter(training_batches(sentences, tokenizer, batch=2, length=96, seed=seed)))[
             "inputs"
@@ -148,7 +148,7 @@ def test_shuffle_is_seeded(sentences, tokenizer):
     assert (first(0) != first(1)).any()
 
 
-def test_position_can_be_restored(sentences, tokenizer):
+def test_batches_continue_from_a_restored_position(sentences, tokenizer):
     def start():
         return iter(training_batches(sentences, tokenizer, batch=3, length=96, seed=0))
 
@@ -165,14 +165,14 @@ def test_position_can_be_restored(sentences, tokenizer):
                 np.testing.assert_array_equal(batch[name], array)
 
 
-def test_too_little_text_for_the_vocabulary(tmp_path):
+def test_too_little_text_for_a_vocabulary_is_refused(tmp_path):
     with pytest.raises(UserError, match="no vocabulary of 5000 pieces can be trained"):
         train_tokenizer(["one short line"], tmp_path / "tokenizer.model", 5000)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a model"])
-def test_not_a_tokenizer(tmp_path, content):
+def test_missing_or_invalid_tokenizer_files_are_refused(tmp_path, content):
     path = tmp_path / "tokenizer.model"
     if content is not None:
         path.write_bytes(content)

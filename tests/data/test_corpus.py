@@ -1,4 +1,4 @@
-"""Sources of sentences: text files, archives and TFDS, and damaged ones."""
+"""Tests sources of sentences: text files, archives and TFDS, and damaged files."""
 
 import gzip
 import lzma
@@ -21,12 +21,12 @@ def _write(path, lines, opener=open):
 @pytest.mark.parametrize(
     ("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open), ("", open)]
 )
-def test_one_file(tmp_path, suffix, opener):
+def test_each_line_of_a_file_is_a_sentence(tmp_path, suffix, opener):
     sentences = open_sentences(_write(tmp_path / f"corpus{suffix}", LINES, opener))
     assert [sentences[index] for index in range(len(sentences))] == LINES
 
 
-def test_folder_and_glob_join_files_in_order(tmp_path):
+def test_folders_and_globs_join_files_in_order(tmp_path):
     _write(tmp_path / "b.txt", [*LINES[1:], ""])
     _write(tmp_path / "a.txt.xz", LINES[:1], lzma.open)
     for spec in (str(tmp_path), str(tmp_path / "*")):
@@ -60,8 +60,7 @@ def test_blank_lines_and_carriage_returns_are_dropped(tmp_path, suffix, opener):
         open_sentences(str(folder / f"2{suffix}"))
 
 
-def test_the_unpacked_lm1b_release(tmp_path):
-    """Its files have no suffix."""
+def test_lm1b_files_without_a_suffix_are_read(tmp_path):
     folder = (
         tmp_path
         / "1-billion-word-language-modeling-benchmark-r13output"
@@ -74,7 +73,7 @@ def test_the_unpacked_lm1b_release(tmp_path):
     assert [sentences[0], sentences[1]] == ["sentence 1 .", "sentence 2 ."]
 
 
-def test_sample_is_seeded_and_without_repeats(tmp_path):
+def test_samples_are_seeded_and_without_repeats(tmp_path):
     sentences = open_sentences(_write(tmp_path / "c.txt", [f"line {index}" for index in range(50)]))
     drawn = list(sample_sentences(sentences, 20, seed=1))
     assert len(set(drawn)) == 20 and drawn == list(sample_sentences(sentences, 20, seed=1))
@@ -82,7 +81,7 @@ def test_sample_is_seeded_and_without_repeats(tmp_path):
     assert len(list(sample_sentences(sentences, 99, seed=1))) == 50
 
 
-def test_a_digest_is_of_the_text(tmp_path):
+def test_corpus_digests_depend_only_on_the_text(tmp_path):
     sentences = [f"sentence {number}" for number in range(2_000)]
     texts = {
         "one": sentences,
@@ -106,19 +105,19 @@ def test_tfds_lm1b_is_read_without_tensorflow(tmp_path, array_records):
     assert "tensorflow" not in sys.modules
 
 
-def test_empty_corpus(tmp_path):
+def test_an_empty_corpus_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"the corpus '.*empty.txt' is empty; give text"):
         open_sentences(_write(tmp_path / "empty.txt", []))
 
 
-def test_nothing_matches(tmp_path):
+def test_patterns_that_match_no_file_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"no text file matches '.*none-\*.txt'; give a file"):
         open_sentences(str(tmp_path / "none-*.txt"))
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
-@pytest.mark.parametrize("damage", ["truncated", "foreign"])
-def test_corrupt_archive(tmp_path, suffix, opener, damage):
+@pytest.mark.parametrize("damage", ["truncated", "not an archive"])
+def test_corrupt_archives_are_refused(tmp_path, suffix, opener, damage):
     path = tmp_path / f"corpus{suffix}"
     _write(path, LINES * 100, opener)
     path.write_bytes(path.read_bytes()[:-20] if damage == "truncated" else b"plain text")
@@ -128,7 +127,7 @@ def test_corrupt_archive(tmp_path, suffix, opener, damage):
         open_sentences(str(path))
 
 
-def test_not_utf8(tmp_path):
+def test_files_that_are_not_utf8_are_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes("Wörter".encode("latin-1"))
     with pytest.raises(UserError, match="is not UTF-8 text"):
         open_sentences(str(tmp_path / "latin.txt"))
@@ -145,6 +144,6 @@ def test_not_utf8(tmp_path):
         ("tfds:no_such_set:train", "the TFDS corpus 'tfds:no_such_set:train' cannot be opened"),
     ],
 )
-def test_bad_tfds(tmp_path, spec, message):
+def test_invalid_or_missing_tfds_corpora_are_refused(tmp_path, spec, message):
     with pytest.raises(UserError, match=message):
         open_sentences(spec, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Reads and writes tokenizers in Hugging Face's files, and renders chat templates."""
+"""Tests tokenizers in Hugging Face's files, and chat templates."""
 
 import json
 import random
@@ -38,7 +38,8 @@ def theirs(ours, in_hugging_face):
 
 @pytest.fixture(scope="module")
 def byte_pairs(tmp_path_factory):
-    """A GPT-2 tokenizer in both of its forms: folders `new` and `old`."""
+    """Returns a folder with a GPT-2 tokenizer as tokenizer.json in `new`, and as vocab.json and
+    merges.txt in `old`."""
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(SENTENCES, vocab_size=290, special_tokens=[END])
     folder = tmp_path_factory.mktemp("byte_pairs")
@@ -62,7 +63,7 @@ def _texts():
     ]
 
 
-def test_our_tokenizer_gives_the_same_tokens_there(ours, theirs, tmp_path):
+def test_our_tokenizer_gives_the_same_tokens_in_hugging_face(ours, theirs, tmp_path):
     """`AutoTokenizer` reads what `save` writes."""
     theirs.save(tmp_path, context=128)
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -75,7 +76,7 @@ def test_our_tokenizer_gives_the_same_tokens_there(ours, theirs, tmp_path):
         assert auto.encode(text) == ours.prompt(text), text
 
 
-def test_a_vocabulary_is_the_same_in_either_form(ours, theirs, byte_pairs):
+def test_vocabulary_digests_do_not_depend_on_the_file_format(ours, theirs, byte_pairs):
     assert theirs.vocabulary == ours.vocabulary
     new, old = (
         HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0) for form in ("new", "old")
@@ -84,7 +85,7 @@ def test_a_vocabulary_is_the_same_in_either_form(ours, theirs, byte_pairs):
     assert new.vocab_size == old.vocab_size > 256
 
 
-def test_byte_pairs_split_and_join(byte_pairs):
+def test_byte_pair_tokens_decode_to_the_same_string(byte_pairs):
     for form in ("new", "old"):
         tokenizer = HuggingFaceTokenizer(read_tokenizer(byte_pairs / form), 0, 0)
         for text in ("Sentence 7 of many", " again", "日本 😀", ""):
@@ -94,7 +95,7 @@ def test_byte_pairs_split_and_join(byte_pairs):
         assert tokenizer.piece(0) == END
 
 
-def test_pieces_look_as_in_the_text(ours, theirs):
+def test_pieces_are_spelled_as_in_the_text(ours, theirs):
     tokens = ours.encode("The committee will meet \\ again")
     for tokenizer in (ours, theirs):
         assert "".join(map(tokenizer.piece, tokens)) == " The committee will meet \\ again"
@@ -107,8 +108,8 @@ def test_pieces_look_as_in_the_text(ours, theirs):
         ]
 
 
-def test_strings_to_prompts_and_back(ours, byte_pairs):
-    """BOS begins prompts and pads the shorter ones; tokens after a length are ignored."""
+def test_prompts_decode_to_their_strings(ours, byte_pairs):
+    """BOS begins each prompt and pads the shorter ones. Tokens after a length are ignored."""
     for tokenizer in (ours, HuggingFaceTokenizer(read_tokenizer(byte_pairs / "new"), 0, 5)):
         texts = ["Sentence 7 of many", "again", ""]
         tokens, lengths = tokenizer.prompts(texts)
@@ -129,7 +130,7 @@ def test_strings_to_prompts_and_back(ours, byte_pairs):
             tokenizer.prompts([])
 
 
-def test_a_folder_without_a_tokenizer(byte_pairs, tmp_path):
+def test_folders_without_a_readable_tokenizer_are_refused(byte_pairs, tmp_path):
     with pytest.raises(
         UserError, match=r"has no tokenizer to be read \(no tokenizer\.json, and not both of vocab"
     ):
@@ -140,14 +141,14 @@ def test_a_folder_without_a_tokenizer(byte_pairs, tmp_path):
 
 
 def _special(tokens=("<|end|>", "<|user|>", "<|stop|>")):
-    """Byte pairs with control tokens of ids 0, 1, 2."""
+    """Returns a byte-pair tokenizer with control tokens of ids 0, 1, 2."""
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(SENTENCES, vocab_size=290, special_tokens=list(tokens))
     return tokenizers.Tokenizer.from_str(made.to_str())
 
 
-def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
-    """The template has conditions, a system message, BOS and the beginning of the answer."""
+def test_chats_render_as_in_transformers(tmp_path):
+    """The template has conditions, a system message, BOS, and the beginning of the answer."""
     template = (
         "{{ bos_token }}{% for message in messages %}\n    "
         "{% if loop.first and message.role != 'system' %}<|user|>system"
@@ -180,8 +181,8 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
         HuggingFaceTokenizer(special, 0, 2).chat([])
 
 
-def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
-    """`eos_token` is the name in tokenizer_config.json, even if several tokens end a sequence;
+def test_templates_see_the_token_names_of_their_settings(tmp_path):
+    """`eos_token` is the name in tokenizer_config.json, even if several tokens end a sequence.
     `bos_token` is undefined if it is null there."""
     names = {
         "bos_token": {"content": "<|user|>", "lstrip": False},
@@ -208,8 +209,8 @@ def test_a_template_sees_the_names_of_its_own_settings(tmp_path):
     assert without.chat(messages) == [*without.encode("hi"), 0]
 
 
-def test_tokens_that_only_the_other_files_declare(tmp_path):
-    """They are added, as by transformers, and must get the ids that the files give."""
+def test_tokens_declared_outside_tokenizer_json_are_added(tmp_path):
+    """As in transformers, tokens of other files are added. They must get the ids given there."""
     special = _special()
     special.save(str(tmp_path / "tokenizer.json"))
     size = special.get_vocab_size()
@@ -242,8 +243,8 @@ def test_tokens_that_only_the_other_files_declare(tmp_path):
         ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}, True),
     ],
 )
-def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
-    """Settings next to the tokenizer count for Llama's classes, as in transformers."""
+def test_only_llama_tokenizers_follow_add_bos_token(settings, adds, tmp_path):
+    """As in transformers, tokenizers of other classes decide by themselves whether they add BOS."""
     special = _special()
     special.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 1)]
@@ -266,7 +267,7 @@ def test_whether_a_prompt_begins_with_bos(settings, adds, tmp_path):
         "{{ strftime_now('%Y') }}",
     ],
 )
-def test_what_templates_use_besides_messages(template):
+def test_template_functions_and_tags_render_as_in_transformers(template):
     special = _special()
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=special)
     theirs.chat_template = template
@@ -289,7 +290,7 @@ def test_what_templates_use_besides_messages(template):
         ),
     ],
 )
-def test_a_template_that_fails_is_one_line(template, message):
+def test_failing_chat_templates_are_refused_with_their_error(template, message):
     with pytest.raises(UserError, match=re.escape(message)):
         HuggingFaceTokenizer(_special(), 0, 2, template=template).chat(
             [{"role": "user", "content": "again"}]
@@ -299,7 +300,7 @@ def test_a_template_that_fails_is_one_line(template, message):
 @pytest.mark.parametrize(
     "messages", ["Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}]]
 )
-def test_messages_are_a_list_of_messages(messages):
+def test_malformed_messages_are_refused(messages):
     with pytest.raises(
         UserError,
         match=r"^messages are .*; give a list, such as \[\{'role': 'user', 'content': 'Why\?'\}\]$",
@@ -307,7 +308,7 @@ def test_messages_are_a_list_of_messages(messages):
         HuggingFaceTokenizer(_special(), 0, 2, template="{{ messages }}").chat(messages)
 
 
-def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
+def test_stored_truncation_and_padding_are_ignored(tmp_path):
     special, text = _special(), "Sentence 7 of many, again and again."
     whole = special.encode(text).ids
     special.enable_truncation(4)
@@ -316,8 +317,9 @@ def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
     assert read_tokenizer(tmp_path).encode(text).ids == whole
 
 
-def test_old_files_are_read_only_for_a_gpt2(byte_pairs, tmp_path):
-    """They do not say how text is split before byte pairing, and other models split it differently."""
+def test_vocab_and_merges_files_load_only_for_gpt2(byte_pairs, tmp_path):
+    """These files do not say how text is split before byte pairing, and other models split it
+    differently."""
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((byte_pairs / "old" / name).read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -327,8 +329,8 @@ def test_old_files_are_read_only_for_a_gpt2(byte_pairs, tmp_path):
         read_tokenizer(tmp_path)
 
 
-def test_what_is_saved_adds_bos_as_it_did(tmp_path):
-    """A GGUF file's metadata say whether BOS is added; tokenizer.json has a rule for it."""
+def test_saved_tokenizers_remember_whether_bos_is_added(tmp_path):
+    """GGUF metadata state whether BOS is added; tokenizer.json needs a post-processor for it."""
     for adds in (True, False):
         tokenizer = HuggingFaceTokenizer(_special(), 1, 2, adds_bos=adds)
         tokenizer.save(tmp_path, 64)
@@ -337,7 +339,7 @@ def test_what_is_saved_adds_bos_as_it_did(tmp_path):
         assert read.encode("again", add_special_tokens=True).ids == tokenizer.prompt("again")
 
 
-def test_where_a_template_is_found(tmp_path):
+def test_chat_templates_are_read_from_either_file(tmp_path):
     assert read_template(tmp_path) is None
     settings = tmp_path / "tokenizer_config.json"
     for given, found in (
@@ -363,7 +365,7 @@ def test_where_a_template_is_found(tmp_path):
         read_template(tmp_path)
 
 
-def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
+def test_several_eos_tokens_and_prompts_without_bos_work():
     special = _special()
     tokenizer = HuggingFaceTokenizer(special, 1, (2, 0), adds_bos=False)
     words = tokenizer.encode("Sentence 7")
@@ -382,7 +384,7 @@ def test_several_tokens_end_a_sequence_and_a_prompt_may_begin_without_bos():
     assert first_added(special) == 1
 
 
-def test_controls_of_a_folder(tmp_path):
+def test_bos_and_eos_are_read_from_config_files(tmp_path):
     assert controls(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, 9) == (1, 2)
     assert controls(tmp_path, {"eos_token_id": 2}, 9) == (2, 2)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null, "bos_token_id": null}')

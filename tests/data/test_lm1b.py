@@ -1,5 +1,4 @@
-"""`scripts/prepare_lm1b.sh` prepares LM1B from an archive of the official layout, with TFDS's own
-builder."""
+"""Tests `scripts/prepare_lm1b.sh` on an archive of the official layout, with TFDS's own builder."""
 
 import pathlib
 import subprocess
@@ -14,13 +13,13 @@ from spectr_jax.data.corpus import open_sentences
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("lm1b"),
-]  # One environment with TensorFlow, made once.
+]  # One worker installs the environment with TensorFlow, once.
 ROOT = pathlib.Path(__file__).parents[2]
 URL = (
     "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz"
 )
 TOP = "1-billion-word-language-modeling-benchmark-r13output"
-FILES = {  # As in the release, whose training file 0 became the held-out ones.
+FILES = {  # As in the release, whose training file 0 became the held-out files.
     "training-monolingual.tokenized.shuffled": [
         "news.en-00001-of-00100",
         "news.en-00002-of-00100",
@@ -35,7 +34,7 @@ FILES = {  # As in the release, whose training file 0 became the held-out ones.
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The folder that the archive unpacks to: 4,000 sentences, some repeated, some not ASCII."""
+    """Returns the unpacked archive: 4,000 sentences, some repeated, some not ASCII."""
     folder = tmp_path_factory.mktemp("release") / TOP
     rng = np.random.default_rng(0)
     words = ["draft", "target", "token", "law", "plan", "naïve", "東京", "U.S."]
@@ -52,7 +51,7 @@ def release(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(release, tmp_path_factory):
-    """A TFDS folder that the script filled from an archive in TFDS's folder of downloads."""
+    """Returns a TFDS folder that the script filled from an archive among TFDS's downloads."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.download import resource
 
@@ -88,8 +87,8 @@ def test_tfds_and_the_unpacked_release_have_the_same_sentences(release, prepared
         assert sorted(ours) == sorted(theirs) and len(set(ours)) < len(ours)
 
 
-def test_a_run_on_it(prepared, tmp_path):
-    """The entry point takes a few steps of a small shape with a config of the ladder."""
+def test_training_runs_on_the_prepared_corpus(prepared, tmp_path):
+    """Takes three steps of a small model, with a config of the ladder."""
     fields = {
         "steps": 3,
         "batch_size": 8,

@@ -1,4 +1,4 @@
-"""A packed corpus gives the batches of its text, and damaged ones are refused."""
+"""Tests that a packed corpus gives the batches of its text, and that damaged ones are refused."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_rows_are_the_packed_sentences(corpus, tmp_path, monkeypatch, compress):
+def test_packed_rows_equal_the_batches_of_the_sentences(corpus, tmp_path, monkeypatch, compress):
     _, lines, tokenizer = corpus
     monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 50)
     index = pack(lines, tokenizer, tmp_path, LENGTH, compress)
@@ -49,7 +49,7 @@ def test_rows_are_the_packed_sentences(corpus, tmp_path, monkeypatch, compress):
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatch, streams):
-    """This holds in each stream, whose epochs end inside batches."""
+    """Checks each stream. Its epochs end inside batches."""
     _, lines, tokenizer = corpus
     monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 10)
     pack(lines, tokenizer, tmp_path, LENGTH)
@@ -68,7 +68,7 @@ def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatc
 
 
 def test_positions_do_not_depend_on_the_number_of_processes(corpus, tmp_path):
-    """They are saved by two processes and restored by one, in the second epoch."""
+    """Two processes save their positions in the second epoch, and one process restores them."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
@@ -91,9 +91,9 @@ def test_positions_do_not_depend_on_the_number_of_processes(corpus, tmp_path):
             )
 
 
-def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
-    """One call reads a stream's share of the batch. Row by row takes as long as a step of a small
-    model."""
+def test_all_rows_of_a_batch_are_read_together(corpus, tmp_path, monkeypatch):
+    """One call reads a stream's share of the batch. Reading row by row would take as long as a
+    training step of a small model."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     counts = []
@@ -112,8 +112,8 @@ def test_rows_are_read_many_at_a_time(corpus, tmp_path, monkeypatch):
     assert set(counts) == {6}
 
 
-def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
-    """Positions (numbers of rows) of runs that used Grain's own shuffle stay valid."""
+def test_rows_have_the_order_of_grains_shuffle(corpus, tmp_path):
+    """Positions, which count rows, stay valid for runs that used Grain's own shuffle."""
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
@@ -132,8 +132,8 @@ def test_rows_come_in_the_order_of_grain(corpus, tmp_path):
     slow.close()
 
 
-def test_where_sentences_begin_follows_from_the_tokens(corpus):
-    """Compares with the sentences themselves, some of which are cut."""
+def test_sentence_starts_are_recovered_from_the_tokens(corpus):
+    """Compares with the sentences themselves, some of which are truncated."""
     _, lines, tokenizer = corpus
     (batch,) = evaluation_batches(lines, tokenizer, batch=10_000, length=LENGTH)
     expected = sorted(tuple([*tokenizer.encode(line), EOS][:LENGTH]) for line in lines)
@@ -151,7 +151,7 @@ def test_where_sentences_begin_follows_from_the_tokens(corpus):
     assert sorted(found) == expected
 
 
-def test_the_entry_point_packs(corpus, tmp_path):
+def test_the_pack_command_writes_a_corpus_only_once(corpus, tmp_path):
     folder, lines, _ = corpus
     command = [
         sys.executable,
@@ -169,7 +169,7 @@ def test_the_entry_point_packs(corpus, tmp_path):
     assert again.returncode == 2 and "holds a packed corpus already" in again.stderr
 
 
-def test_damaged_corpora_are_refused(corpus, tmp_path):
+def test_missing_or_damaged_corpora_are_refused(corpus, tmp_path):
     _, lines, tokenizer = corpus
     with pytest.raises(UserError, match=r"not a packed corpus that can be read.*spectr_jax\.pack"):
         open_corpus(f"packed:{tmp_path}")

@@ -1,4 +1,7 @@
-"""`load`: random weights, folders, and unknown models. Tests of the tables load trained models."""
+"""Tests `load` on random weights, folders, and unknown models.
+
+The tests of published tables load trained models.
+"""
 
 import fnmatch
 import importlib.metadata
@@ -39,7 +42,7 @@ def _probabilities(model, tokens):
 
 
 @pytest.mark.slow
-def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts():
+def test_random_models_are_reproducible_and_overlap_by_0_7():
     first, again = (load("random:draft_2m").model for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))
     narrow = load("random:draft_20m", "bfloat16").model
@@ -51,7 +54,7 @@ def test_random_models_are_the_same_each_time_and_agree_in_0_7_of_their_drafts()
     assert 0.65 < float(jnp.mean(overlap)) < 0.8
 
 
-def test_a_short_name_is_the_model_of_the_ladder():
+def test_short_names_stand_for_models_of_the_ladder():
     """Both names give the same random weights."""
     short, full = load("random:2m"), load("random:draft_2m")
     assert short.name == full.name == "random:draft_2m"
@@ -59,7 +62,7 @@ def test_a_short_name_is_the_model_of_the_ladder():
     assert load("2m").name == "draft_2m"
 
 
-def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
+def test_an_embedded_model_in_parts_loads_by_name(toy, tmp_path, monkeypatch):
     trained = load(str(toy.folder / "target"))
     shutil.copy(toy.folder / "tokenizer.model", tmp_path)
     files = save_weights(
@@ -82,8 +85,8 @@ def test_an_embedded_model_in_parts(toy, tmp_path, monkeypatch):
         load("20m")
 
 
-def test_the_draft_of_smollm2_that_results_has():
-    """It sees features of SmolLM2-135M, and drafts tokens of its vocabulary."""
+def test_the_published_smollm2_draft_fits_its_target():
+    """The draft sees features of SmolLM2-135M, and scores a part of its vocabulary."""
     draft = load("smollm2-draft", "int8")
     frozen = freeze(draft.model)
     assert (frozen.features_seen, frozen.vocab_size) == (576, 49_152)
@@ -100,14 +103,14 @@ def test_the_draft_of_smollm2_that_results_has():
     np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])
 
 
-def test_published_models_are_found_by_name_and_only_in_a_clone(tmp_path, monkeypatch):
+def test_published_models_are_found_only_in_a_clone(tmp_path, monkeypatch):
     assert all(weight_files(weights_path(name)) for name in PUBLISHED)
     monkeypatch.setitem(PUBLISHED, "97m", tmp_path / "target_97m")
     with pytest.raises(UserError, match="'97m' is only in a clone"):
         load("97m")
 
 
-def _mine(name, dtype):
+def _load_mine(name, dtype):
     model = (
         TableModel(random_table(len(name), 283))
         if name == "table"
@@ -116,11 +119,11 @@ def _mine(name, dtype):
     return Trained(f"{name} in {dtype}", model, load("random:2m").tokenizer)
 
 
-def test_a_loader_of_ones_own(monkeypatch):
+def test_registered_loaders_load_models_by_their_prefix(monkeypatch):
     monkeypatch.setattr(by_name, "LOADERS", dict(by_name.LOADERS))
     with pytest.raises(UserError, match="no model at 'mine:table'"):
         load("mine:table")
-    register_loader("mine", _mine)
+    register_loader("mine", _load_mine)
     assert load("mine:table", "bfloat16").name == "table in bfloat16"
     assert load("mine:a:b", "int8").name == "a:b in float32"
     assert isinstance(load("mine:x", "int8").model.head, Int8Linear)
@@ -137,22 +140,22 @@ def test_a_loader_of_ones_own(monkeypatch):
         ("a:b", "prefix='a:b': must be of letters"),
     ):
         with pytest.raises(UserError, match=message):
-            register_loader(prefix, _mine)
+            register_loader(prefix, _load_mine)
 
 
-def test_dtypes_that_are_not_there():
+def test_unknown_dtypes_are_refused():
     with pytest.raises(UserError, match="dtype='float16': must be one of float32, bfloat16, int8"):
         load("2m", "float16")
 
 
-def test_an_unknown_shape_is_named():
+def test_unknown_random_shapes_are_refused():
     with pytest.raises(UserError, match=r"unknown shape 'draft_1m'.*draft_2m"):
         load("random:draft_1m")
 
 
 @pytest.fixture(scope="module")
 def gpt2_pair(write_gpt2, tmp_path_factory):
-    """A folder with two GPT-2 models and their byte-pair tokenizer of 290 tokens."""
+    """Returns a folder with two GPT-2 models and their byte-pair tokenizer of 290 tokens."""
     folder = tmp_path_factory.mktemp("hub")
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(
@@ -164,8 +167,8 @@ def gpt2_pair(write_gpt2, tmp_path_factory):
     return folder
 
 
-def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
-    """It has the BOS and EOS of its tokenizer."""
+def test_a_gpt2_pair_decodes_in_the_benchmark(gpt2_pair):
+    """BOS and EOS are those of the pair's tokenizer."""
     config = eval_config()
     config.update(num_prompts=2, batch_size=2, prompt_tokens=4, max_new_tokens=6)
     target, (draft,) = load_pair(
@@ -178,15 +181,15 @@ def test_a_gpt2_pair_decodes_like_any_other(gpt2_pair):
     assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
 
 
-def test_models_of_different_vocabularies_are_refused(gpt2_pair, toy):
+def test_pairs_of_different_vocabularies_are_refused(gpt2_pair, toy):
     with pytest.raises(
         UserError, match="have different vocabularies: of 268 tokens 0 are the same at the same ids"
     ):
         load_pair(f"hf:{gpt2_pair / 'target'}", (str(toy.folder / "draft.safetensors"),), "float32")
 
 
-def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
-    """Without network, a model is found in the library's cache, or refused in one line."""
+def test_models_in_the_hub_cache_load_offline(gpt2_pair, tmp_path, monkeypatch):
+    """Without a network, `load` finds only the models in the cache of Hugging Face's library."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="no folder 'someone/small', and the hub gave none"):
@@ -198,8 +201,8 @@ def test_a_model_that_the_hub_gave_before(gpt2_pair, tmp_path, monkeypatch):
     assert load("hf:someone/small").name == "small"
 
 
-def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypatch):
-    """Errors say how to install it."""
+def test_smollm2_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    """Errors say how to install the package."""
 
     def files(name):
         if not found:
@@ -226,8 +229,8 @@ def test_smollm2_is_found_in_its_package_without_importing_it(tmp_path, monkeypa
     assert load("smollm2", "int8") == Trained("smollm2", "int8", None)
 
 
-def test_a_model_in_another_place(tmp_path):
-    """The error suggests a model in the given folder rather than an embedded one."""
+def test_errors_suggest_models_of_the_given_folder(tmp_path):
+    """A model in the given folder is suggested rather than an embedded model."""
     (tmp_path / "draft_6m.safetensors").write_text("")
     for name in ("", "draft_7m"):
         with pytest.raises(UserError, match=f"did you mean '{tmp_path}/draft_6m'"):
@@ -248,12 +251,12 @@ def test_a_model_in_another_place(tmp_path):
         ("nowhere", r"no model at 'nowhere'; .* 6m, "),
     ],
 )
-def test_models_that_are_not_there(spec, message):
+def test_unknown_model_names_are_refused(spec, message):
     with pytest.raises(UserError, match=message):
         load(spec)
 
 
-def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
+def test_eos_or_tokenizers_of_another_model_are_refused(gpt2_pair, toy, tmp_path):
     folder = tmp_path / "mixed"
     shutil.copytree(gpt2_pair / "target", folder)
     config = json.loads((folder / "config.json").read_text())
@@ -271,8 +274,7 @@ def test_a_gpt2_without_its_own_tokenizer(gpt2_pair, toy, tmp_path):
         load(f"hf:{folder}")
 
 
-def test_what_is_fetched_of_a_model_on_the_hub(tmp_path, monkeypatch):
-    """Files of chat templates are fetched too."""
+def test_weights_tokenizers_and_templates_are_fetched_from_the_hub(tmp_path, monkeypatch):
     asked = {}
 
     def snapshot(name, allow_patterns):

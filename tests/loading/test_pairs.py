@@ -1,4 +1,4 @@
-"""Pairs whose vocabularies differ by added or padded tokens decode; other pairs are refused."""
+"""Tests pairs whose vocabularies differ by added or padded tokens, and refused pairs."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ SIZE = 264
 
 @pytest.fixture(scope="module")
 def folders(write_gpt2, tmp_path_factory):
-    """GPT-2s: `plain`, `added` (two more tokens), `padded` (more rows) and `another` vocabulary."""
+    """Returns a folder of GPT-2s: `plain`, `added` (two extra tokens), `padded` (extra rows), and
+    `another` (another vocabulary)."""
     folder = tmp_path_factory.mktemp("pairs")
     for seed, (name, size, added) in enumerate(
         [
@@ -52,25 +53,31 @@ def logits_of(model, tokens):
         pytest.param("plain", "padded", marks=pytest.mark.slow),
     ],
 )
-def test_vocabularies_that_differ_by_added_tokens(folders, draft, target):
-    whole, (drafting,) = load_pair(f"hf:{folders / target}", (f"hf:{folders / draft}",), "float32")
+def test_pairs_with_added_or_padded_tokens_decode(folders, draft, target):
+    loaded_target, (loaded_draft,) = load_pair(
+        f"hf:{folders / target}", (f"hf:{folders / draft}",), "float32"
+    )
     alone = load(f"hf:{folders / draft}").model
     assert (
-        drafting.model.vocab_size == whole.model.vocab_size
-        and drafting.model.context == alone.context
+        loaded_draft.model.vocab_size == loaded_target.model.vocab_size
+        and loaded_draft.model.context == alone.context
     )
     tokens = jnp.array([[0, 5, 17, SIZE - 1]])
-    masked = logits_of(drafting.model, tokens)
-    shared = SIZE if "added" in (draft, target) else min(alone.vocab_size, whole.model.vocab_size)
+    masked = logits_of(loaded_draft.model, tokens)
+    shared = (
+        SIZE
+        if "added" in (draft, target)
+        else min(alone.vocab_size, loaded_target.model.vocab_size)
+    )
     np.testing.assert_array_equal(masked[..., :shared], logits_of(alone, tokens)[..., :shared])
     assert (masked[..., shared:] == -np.inf).all()
-    check_model(drafting.model, tolerance=5e-5)
-    prompts, lengths = whole.tokenizer.prompts(["law 3", "law 77 law"])
+    check_model(loaded_draft.model, tolerance=5e-5)
+    prompts, lengths = loaded_target.tokenizer.prompts(["law 3", "law 77 law"])
     made = generate(
         jax.random.key(0),
         get_method("otm_layer", tree="2,1"),
-        whole,
-        drafting,
+        loaded_target,
+        loaded_draft,
         prompts,
         lengths,
         12,
@@ -78,7 +85,7 @@ def test_vocabularies_that_differ_by_added_tokens(folders, draft, target):
     assert (made.lengths > lengths).all()
 
 
-def test_a_token_that_the_draft_lacks_is_read_as_another(folders):
+def test_tokens_that_the_draft_lacks_are_read_as_0(folders):
     alone = load(f"hf:{folders / 'plain'}").model
     model = SharedTokens(alone, (np.arange(SIZE + 2) < SIZE) & (np.arange(SIZE + 2) != 7))
     tokens = jnp.array([[3, 7, 5, SIZE + 1]])
@@ -89,12 +96,12 @@ def test_a_token_that_the_draft_lacks_is_read_as_another(folders):
     assert (read[..., 7] == -np.inf).all()
 
 
-def test_one_vocabulary_is_left_as_it_is(folders):
+def test_a_draft_of_the_same_vocabulary_is_unchanged(folders):
     plain = load(f"hf:{folders / 'plain'}")
     assert fitted(plain, plain) is plain
 
 
-def test_others_are_refused(folders):
+def test_pairs_of_different_vocabularies_are_refused(folders):
     with pytest.raises(
         UserError,
         match=r"draft 'another' and target 'plain' have different vocabularies: of 264 tokens \d+ are",

@@ -1,4 +1,4 @@
-"""Attention in the forms that are fast on a CPU, compared with JAX's."""
+"""Compares attention, in the forms that are fast on a CPU, with JAX's own attention."""
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +10,25 @@ from spectr_jax.models.layers.attention import attention
 HEADS = 6
 
 
-def of_jax(q, k, v, mask):
+def jax_attention(q, k, v, mask):
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 50])
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_forms_are_that_of_jax(dtype, kv_heads, tokens):
+def test_attention_equals_dot_product_attention_of_jax(dtype, kv_heads, tokens):
     rng = np.random.default_rng(0)
     shapes = ((2, tokens, HEADS, 8), (2, 9, kv_heads, 8), (2, 9, kv_heads, 8))
     q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     mask = jnp.asarray(rng.random((2, tokens, 9)) < 0.5).at[:, :, 0].set(True)
-    expected, made = of_jax(q, k, v, mask), attention(q, k, v, mask)
+    expected, made = jax_attention(q, k, v, mask), attention(q, k, v, mask)
     assert made.dtype == expected.dtype == dtype
     assert float(jnp.abs(made - expected).max()) < {"float32": 1e-6, "bfloat16": 2e-2}[dtype]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
-def test_gradients_are_those_of_jax(kv_heads):
+def test_gradients_equal_those_of_jax_attention(kv_heads):
     rng = np.random.default_rng(1)
     shapes = ((2, 50, HEADS, 8), (2, 50, kv_heads, 8), (2, 50, kv_heads, 8), (2, 50, HEADS, 8))
     q, k, v, direction = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
@@ -39,5 +39,5 @@ def test_gradients_are_those_of_jax(kv_heads):
             q, k, v
         )
 
-    for expected, made in zip(gradients(of_jax), gradients(attention), strict=True):
+    for expected, made in zip(gradients(jax_attention), gradients(attention), strict=True):
         np.testing.assert_allclose(made, expected, atol=1e-5)

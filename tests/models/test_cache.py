@@ -1,4 +1,4 @@
-"""Writes into the cache: where the rows go, and what they cost."""
+"""Tests which slots a cache write fills, and that it copies no whole buffer."""
 
 import dataclasses
 import functools
@@ -14,17 +14,17 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.llama import Llama, LlamaConfig
 
 
-def test_integers_of_a_model_of_its_own_are_written_as_they_are():
-    """`write` stores only floats as bits."""
+def test_integer_rows_of_custom_models_are_written_unchanged():
+    """`write` converts only floats to the bits of bfloat16."""
     written = write(jnp.zeros((2, 3), jnp.uint16), jnp.array([[7], [9]]), jnp.array([0, 2]))
     np.testing.assert_array_equal(written, [[7, 0, 0], [0, 0, 9]])
 
 
 @pytest.mark.optimized
 @pytest.mark.skipif(
-    not cpu.kernels(), reason="XLA's products by head copy keys and values on a CPU"
+    not cpu.kernels(), reason="without the CPU kernels, XLA copies the keys and values"
 )
-def test_a_call_on_one_token_copies_no_cache():
+def test_a_call_on_one_token_does_not_copy_the_cache():
     """The call needs less temporary memory than one layer's keys."""
     shape = LlamaConfig(
         layers=2, width=24, mlp=40, heads=6, kv_heads=2, head_width=8, vocab_size=31, context=4096
@@ -46,8 +46,8 @@ def test_a_call_on_one_token_copies_no_cache():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("new", [1, 2])
-def test_each_sequence_of_a_batch_is_written_in_its_own_place(dtype, new):
-    """Rows that would not fit after their start end in the last slot."""
+def test_each_sequence_is_written_at_its_own_start(dtype, new):
+    """Rows that would not fit after their start are moved back, and end in the last slot."""
     buffer = np.arange(30.0).reshape(3, 5, 2)
     rows, starts = -1.5 - np.arange(3.0 * new * 2).reshape(3, new, 2), np.array([0, 2, 9])
     expected = buffer.copy()
@@ -60,8 +60,8 @@ def test_each_sequence_of_a_batch_is_written_in_its_own_place(dtype, new):
 
 
 @pytest.mark.parametrize("start", [0, 3, 4, 9])
-def test_one_row_is_written_in_its_place(start):
-    """A row whose slot does not exist is written into the last one."""
+def test_one_row_of_one_sequence_is_written_at_its_start(start):
+    """A row whose slot does not exist is written into the last slot."""
     buffer, row = np.arange(10.0, dtype=np.float32).reshape(1, 5, 2), np.array([[[-1.0, -2.0]]])
     expected = buffer.copy()
     expected[0, min(start, 4)] = row[0, 0]
@@ -71,8 +71,8 @@ def test_one_row_is_written_in_its_place(start):
 
 
 @pytest.mark.optimized
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA converts on a CPU")
-def test_a_narrow_cache_of_a_batch_stays_narrow():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices do not convert")
+def test_writes_do_not_convert_bfloat16_caches_to_float32():
     """A write neither converts nor copies the buffer."""
     buffer, rows = zeros((3, 512, 2), "bfloat16"), jnp.ones((3, 2, 2), "bfloat16")
     program = jax.jit(write, donate_argnums=0).lower(buffer, rows, jnp.arange(3)).compile()
@@ -82,8 +82,8 @@ def test_a_narrow_cache_of_a_batch_stays_narrow():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_what_is_written_has_gradients(dtype, batch):
-    """Students that see features learn through written rows. Overwritten rows have no gradient."""
+def test_gradients_flow_through_written_rows(dtype, batch):
+    """Drafts that see features are trained through written rows. Gradients of old rows are 0."""
     starts, weights = jnp.arange(batch), jnp.arange(1.0, 1 + batch * 10).reshape(batch, 5, 2)
 
     def loss(buffer, rows):

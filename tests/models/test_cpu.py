@@ -1,4 +1,4 @@
-"""The CPU kernels: their values, independence of rows, and what happens without them."""
+"""Tests the values of the CPU kernels, the independence of rows, and the fallback to XLA."""
 
 import os
 import subprocess
@@ -19,12 +19,13 @@ from spectr_jax.models.layers.norms import LayerNorm, RMSNorm
 
 pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
-"""Inputs and outputs of our models, odd ones with unaligned rows, and one of several segments."""
+"""Inputs and outputs of layers: those of our models, odd sizes with unaligned rows, and inputs that
+the kernels sum in several segments."""
 
 
 @pytest.fixture(params=range(cpu.library().spectr_jax_levels() if cpu.kernels() else 1))
 def level(request):
-    """Each instruction set that both the kernels and this CPU have."""
+    """Runs a test with each instruction set that both the kernels and this CPU support."""
     cpu.library().spectr_jax_choose_level(request.param)
     yield request.param
     cpu.library().spectr_jax_choose_level(cpu.library().spectr_jax_levels() - 1)
@@ -56,8 +57,8 @@ def test_int8_products_equal_float64(level, inputs, outputs, rows):
         * np.maximum(np.linalg.norm(kernel * 1.0, axis=1), 1)
         * scale
     )
-    assert np.max(np.abs(made - unrounded) / size) < 2e-4  # Activations have 16 bits.
-    tolerance = 2e-6 + 4e-5 * (inputs < 50)  # Ties round either way.
+    assert np.max(np.abs(made - unrounded) / size) < 2e-4  # Activations are rounded to 16 bits.
+    tolerance = 2e-6 + 4e-5 * (inputs < 50)  # Ties may round to either side.
     assert np.max(np.abs(made - exact) / size) < tolerance
 
 
@@ -118,11 +119,11 @@ def test_norms_equal_float64(level, norm, width, rows):
     exact = exact + layer.bias[...] if norm is LayerNorm else exact
     made = np.asarray(layer(x))
     np.testing.assert_allclose(made, exact, atol=3e-6)
-    # The bits of a row do not depend on the others.
+    # A row has the same bits when it is computed alone.
     np.testing.assert_array_equal(layer(x[1, -1:]), made[1, -1:])
 
 
-def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(level):
+def test_each_row_has_the_same_bits_alone(level):
     x, kernel, scale = _int8(19, 577, 65)
     weights = jnp.asarray(kernel, jnp.float32)
     for product, *rest in (
@@ -142,7 +143,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(level):
     np.testing.assert_array_equal(attention(q[:, :16], k, k, mask), alone)
 
 
-def test_gradients_are_those_of_the_plain_functions():
+def test_kernel_gradients_equal_analytic_gradients():
     x, kernel, scale = _int8(3, 40, 24)
     g = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
     made = jax.grad(lambda x: jnp.sum(cpu.int8_rows(x, kernel, scale) * g))(x)
@@ -158,7 +159,7 @@ def test_gradients_are_those_of_the_plain_functions():
     check_grads(LayerNorm(24, 1e-5), (jnp.asarray(g),), order=1, modes=["rev"], rtol=1e-2)
 
 
-def test_second_derivatives():
+def test_int8_products_have_correct_second_derivatives():
     x, kernel, scale = _int8(2, 8, 4)
     square = jax.grad(lambda x: jnp.sum(cpu.int8_rows(x, kernel, scale) ** 2))
     by_x = jax.grad(lambda x: jnp.sum(square(x)))(x)
@@ -166,7 +167,7 @@ def test_second_derivatives():
     np.testing.assert_allclose(by_x, np.tile(expected, (2, 1)), rtol=1e-4)
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_operands_of_wrong_shapes_or_dtypes_are_refused():
     x, kernel, scale = _int8(3, 40, 24)
     for product, *rest in (
         (cpu.int8_rows, kernel, scale),
@@ -195,7 +196,7 @@ def test_operands_that_do_not_fit_are_refused():
             )
 
 
-def test_one_mask_serves_all_sequences():
+def test_attention_broadcasts_one_mask_to_all_sequences():
     q = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 2, 8)), jnp.float32)
     mask = jnp.tril(jnp.ones((1, 4, 4), bool))
     np.testing.assert_allclose(
@@ -205,7 +206,7 @@ def test_one_mask_serves_all_sequences():
     )
 
 
-def test_other_dtypes_are_left_to_xla():
+def test_float16_attention_and_products_fall_back_to_xla():
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 8)), jnp.float16)
     mask = jnp.ones((1, 3, 3), bool)
     np.testing.assert_allclose(
@@ -217,7 +218,7 @@ def test_other_dtypes_are_left_to_xla():
     np.testing.assert_allclose(layer(q[0, 0]), layer(jnp.tile(q[0, 0], (20, 1)))[:2], rtol=1e-2)
 
 
-def test_scores_that_overflow_are_those_of_xla():
+def test_overflowing_attention_scores_give_uniform_weights():
     q = jnp.full((1, 1, 1, 4), 1e20)
     k = jnp.full((1, 3, 1, 4), -1e20)
     v = jnp.arange(12.0).reshape(1, 3, 1, 4)
@@ -226,7 +227,7 @@ def test_scores_that_overflow_are_those_of_xla():
     )
 
 
-def test_non_finite_activations_stay_so():
+def test_non_finite_activations_give_non_finite_products():
     x, kernel, scale = _int8(3, 40, 24)
     x[0, 3], x[1, 5] = np.nan, np.inf
     made = np.asarray(cpu.int8_rows(x, kernel, scale))
@@ -248,7 +249,7 @@ print(*(float(np.sum(np.asarray(each, np.float64) ** 2)) for each in made))
 """
 
 
-def test_the_number_of_threads_changes_no_bit():
+def test_products_have_the_same_bits_with_any_thread_count():
     def with_threads(count):
         environment = os.environ | {"NPROC": str(count)}
         done = subprocess.run(
@@ -264,29 +265,29 @@ BUILT = cpu.FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 @pytest.fixture
-def _library_of(monkeypatch, tmp_path):
-    """An empty folder where the kernels are searched."""
+def kernel_folder(monkeypatch, tmp_path):
+    """Returns an empty folder, in which the library looks for its kernels during the test."""
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     cpu.library.cache_clear()
     yield tmp_path
     cpu.library.cache_clear()
 
 
-@pytest.mark.parametrize("found", ["nothing", "another file", "another CPU's"])
-def test_kernels_that_cannot_be_loaded_are_one_line(_library_of, capsys, found):
-    file = _library_of / BUILT.name
-    if found == "another file":
+@pytest.mark.parametrize("found", ["no file", "not a library", "built for another CPU"])
+def test_kernels_that_cannot_be_loaded_warn_in_one_line(kernel_folder, capsys, found):
+    file = kernel_folder / BUILT.name
+    if found == "not a library":
         file.write_bytes(b"not a library")
-    if found == "another CPU's":
+    if found == "built for another CPU":
         content = bytearray(BUILT.read_bytes())
-        content[18:20] = (0xFE).to_bytes(2, "little")  # The machine of an ELF file.
+        content[18:20] = (0xFE).to_bytes(2, "little")  # The CPU field of an ELF header.
         file.write_bytes(content)
     assert cpu.library() is None and not cpu.kernels()
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and cpu.SWITCH in error
 
 
-def test_kernels_of_a_newer_jaxlib_are_one_line(monkeypatch, capsys):
+def test_kernels_of_another_jaxlib_version_warn_in_one_line(monkeypatch, capsys):
     def refuse(*_, **__):
         raise RuntimeError(
             "INVALID_ARGUMENT: the handler's API version (0.9) is incompatible\nmore"
@@ -299,7 +300,7 @@ def test_kernels_of_a_newer_jaxlib_are_one_line(monkeypatch, capsys):
     cpu.library.cache_clear()
 
 
-def test_the_switch_turns_kernels_off_in_silence(monkeypatch, capsys):
+def test_the_environment_variable_disables_kernels_silently(monkeypatch, capsys):
     cpu.library.cache_clear()
     monkeypatch.setenv(cpu.SWITCH, "0")
     assert not cpu.kernels() and not capsys.readouterr().err

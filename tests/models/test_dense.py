@@ -1,4 +1,4 @@
-"""The products of linear layers, for few rows and for many."""
+"""Tests linear layers, which compute few rows and many rows by different products."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def _linear(inputs, outputs):
 
 
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 40])
-def test_products_and_gradients(rows):
+def test_linear_layers_and_their_gradients_equal_float64(rows):
     linear = _linear(512, 1024)
     x, g = (
         jax.random.normal(key, (rows, width))
@@ -36,23 +36,23 @@ def test_products_and_gradients(rows):
 
 
 @pytest.mark.skipif(not kernels(), reason="the CPU kernels are not in use")
-def test_few_tokens_have_the_bits_of_each_alone():
-    """Ties between tokens are then broken as in the baseline, whatever the width of a call."""
+def test_a_few_tokens_have_the_same_bits_as_each_alone():
+    """Ties between logits are then broken as in the baseline, however many tokens a call has."""
     linear = jax.jit(_linear(512, 1024))
     x = jax.random.normal(jax.random.key(1), (FEW, 512))
     assert jnp.array_equal(linear(x), jnp.concatenate([linear(row[None]) for row in x]))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is fast on a CPU")
-def test_gradients_of_many_rows_are_one_product():
-    """The rows of a product are tokens, so this holds for few sequences too."""
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="this form is only for CPUs")
+def test_each_gradient_is_one_product_over_all_tokens():
+    """The output and both gradients take one product each, even for few sequences."""
     graphdef, state = nnx.split(_linear(512, 1024))
     gradient = jax.grad(lambda x: jnp.sum(nnx.merge(graphdef, state)(x)))
     assert str(jax.make_jaxpr(gradient)(jnp.zeros((FEW, 64, 512)))).count("dot_general[") == 3
 
 
 @pytest.mark.parametrize("rows", [1, FEW, 40])
-def test_exact_kernels_are_halved_and_give_the_same_result(rows):
+def test_kernels_are_halved_only_where_lossless(rows):
     linear = _linear(512, 1024)
     linear.kernel[...] = linear.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
     x = jax.random.normal(jax.random.key(2), (rows, 512))

@@ -1,4 +1,4 @@
-"""The Llama family, compared with an independent NumPy implementation, and its protocol."""
+"""Compares the Llama family with a NumPy implementation, and checks the model protocol."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
     def norm(x, part):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * array(part.scale)
 
-    def turned(x, position):  # One head's [D], as complex numbers.
+    def rotated(x, position):  # Rotates one head's [D] as complex numbers.
         half = config.head_width // 2
         frequencies = config.rope_theta ** (-np.arange(half) / half) / np.array(
             config.rope_divisors or 1.0
@@ -80,14 +80,14 @@ def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
             q, k = norm(q, block.norm_q), norm(k, block.norm_k)
         mixed = np.zeros_like(q)
         for head in range(config.heads):
-            served = head // (config.heads // config.kv_heads)
-            keys = [turned(k[n, served], n) for n in range(len(tokens))]
+            kv_head = head // (config.heads // config.kv_heads)
+            keys = [rotated(k[n, kv_head], n) for n in range(len(tokens))]
             for n in range(len(tokens)):
                 scores = np.array(
-                    [turned(q[n, head], n) @ keys[m] for m in range(n + 1)]
+                    [rotated(q[n, head], n) @ keys[m] for m in range(n + 1)]
                 ) / np.sqrt(config.head_width)
                 weights = np.exp(scores - scores.max())
-                mixed[n, head] = weights / weights.sum() @ v[: n + 1, served]
+                mixed[n, head] = weights / weights.sum() @ v[: n + 1, kv_head]
         x = x + mixed.reshape(len(tokens), -1) @ array(block.out.kernel)
         gate, up = np.split(norm(x, block.norm_mlp) @ array(block.gate_up.kernel), 2, axis=-1)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ array(block.down.kernel)
@@ -96,7 +96,7 @@ def reference(model: Llama, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_logits_are_those_of_the_reference(kind):
+def test_logits_equal_the_numpy_reference(kind):
     model = random_model(SHAPES[kind])
     tokens = np.random.default_rng(1).integers(0, SHAPE.vocab_size, 12)
     expected = reference(model, tokens)
@@ -105,8 +105,8 @@ def test_logits_are_those_of_the_reference(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3"])
-def test_it_follows_the_protocol(kind):
-    """The whole model does, and so does its first layer."""
+def test_llama_models_follow_the_model_protocol(kind):
+    """Checks the whole model, and the model of its first layer."""
     model = random_model(SHAPES[kind])
     check_model(model)
     check_model(model, layers=1)
@@ -114,7 +114,7 @@ def test_it_follows_the_protocol(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3"])
-def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
+def test_int8_logits_are_close_and_tied_embeddings_are_quantized(kind):
     model = random_model(SHAPES[kind])
     small = quantize(model)
     tokens = np.random.default_rng(1).integers(0, SHAPE.vocab_size, (1, 12))
@@ -127,7 +127,7 @@ def test_int8_is_close_and_quantizes_an_embedding_that_is_the_head(kind):
     check_model(small, tolerance=1e-4 * np.ptp(exact))
 
 
-def test_bfloat16_products_leave_float32_sums():
+def test_bfloat16_models_have_float32_logits_and_bfloat16_caches():
     shape = dataclasses.replace(SHAPES["qwen3"], dtype="bfloat16")
     model = random_model(SHAPES["qwen3"])
     narrow = Llama(shape, rngs=nnx.Rngs(0))
@@ -138,8 +138,8 @@ def test_bfloat16_products_leave_float32_sums():
     assert 0 < np.abs(rounded - exact).max() < 0.1 * np.ptp(exact)
 
 
-def test_int8_of_the_family_keeps_what_a_large_channel_hides():
-    """With 16 bits of activations, a channel of 1,000 does not hide those of 0.1."""
+def test_int8_keeps_small_channels_next_to_a_large_one():
+    """Activations have 16 bits, so values of 0.1 next to one of 1,000 are not rounded to zero."""
     linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32) * 0.1
     x[:, 5] = 1_000.0
@@ -151,8 +151,8 @@ def test_int8_of_the_family_keeps_what_a_large_channel_hides():
     assert np.abs(made - exact).max() < 0.05
 
 
-def test_int8_of_zeros_and_of_tiny_numbers():
-    """Zeros give zeros, and tiny rows have the relative precision of others."""
+def test_int8_products_of_zero_and_tiny_rows_are_accurate():
+    """Rows of zeros give zeros, and tiny rows have the relative precision of other rows."""
     linear = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     x = (
         jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32)
@@ -166,8 +166,8 @@ def test_int8_of_zeros_and_of_tiny_numbers():
         )
 
 
-def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
-    """Compares with the rule of the model's authors, which is by wavelength."""
+def test_llama3_rotary_frequencies_follow_the_published_rule():
+    """Compares with the rule of the model's authors, which they state in wavelengths."""
     theta, width, context = 500_000.0, 64, 8192
     plain = theta ** (-np.arange(0, width, 2) / width)
     wavelength = 2 * np.pi / plain
@@ -194,6 +194,6 @@ def test_llama3_stretches_slow_pairs_and_keeps_fast_ones():
         ({"rope_divisors": (1.0,)}, r"rope_divisors=\(1.0,\): must be 4 numbers"),
     ],
 )
-def test_shapes_that_cannot_be(change, message):
+def test_inconsistent_shapes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(SHAPE, **change)

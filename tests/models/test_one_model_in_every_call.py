@@ -1,7 +1,8 @@
-"""The logits of an int8 model do not depend on the width of a call.
+"""Tests that the logits of an int8 model do not depend on the width (tokens) of a call.
 
-So greedy decoding equals the baseline, token for token. With the CPU kernels the bits are equal.
-XLA's own norms depend on the width with its default options, so CI uses those here (scripts/test.sh).
+Greedy decoding therefore equals the baseline, token for token. With the CPU kernels, the logits
+have equal bits. With its default options, XLA computes norms that depend on the width, so CI runs
+this file with these options (scripts/test.sh).
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig
 
 PAIRS = {"embedded": ("20m", "2m"), "smollm2": ("smollm2", "smollm2-draft")}
 METHODS = {"block": {"draft_length": 8}, "otm_layer": {"tree": "2,1,1"}}
-"""A chain and a tree, with calls on nine and on seven tokens."""
+"""A chain and a tree of drafts. The target scores nine and seven tokens in a call."""
 
 
 def _installed(package: str) -> bool:
@@ -59,7 +60,7 @@ def _load(name):
     ],
 )
 def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch):
-    """Compares one call, calls on nine tokens and on one, for one sequence and for two."""
+    """Compares one call on all tokens with calls on nine and on one, for one and two sequences."""
     if kernels and not cpu.kernels():
         pytest.skip("the CPU kernels are not in use")
     if not kernels:
@@ -77,7 +78,7 @@ def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch)
             if kernels:
                 np.testing.assert_array_equal(found, same)
             distances = np.abs(jax.nn.softmax(found) - jax.nn.softmax(same)).sum(-1) / 2
-            assert np.max(distances) < 1e-4  # In total variation.
+            assert np.max(distances) < 1e-4  # The limit is on the total variation distance.
     jax.clear_caches()
 
 

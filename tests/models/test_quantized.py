@@ -1,4 +1,4 @@
-"""Eight-bit products: their values, and exact decoding with them."""
+"""Tests the values of int8 products, and decoding with int8 models."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def _logits(frozen, tokens):
 
 @pytest.fixture(params=[True, False], ids=["kernels", "xla"])
 def kernels(request, monkeypatch):
-    """Runs a test with the CPU kernels and without."""
+    """Runs a test with the CPU kernels and without them."""
     if request.param and not cpu.kernels():
         pytest.skip("the CPU kernels are not in use")
     if not request.param:
@@ -45,7 +45,7 @@ def kernels(request, monkeypatch):
     jax.clear_caches()
 
 
-def test_a_layer_rounds_weights_by_output(kernels):
+def test_int8_layers_have_one_scale_per_output(kernels):
     linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     linear.bias[...] = jnp.arange(8.0)
     x = (
@@ -56,29 +56,29 @@ def test_a_layer_rounds_weights_by_output(kernels):
     scale = np.abs(kernel).max(0) / 127
     expected = x @ (np.round(kernel / scale) * scale) + np.arange(8)
     layer = Int8Linear(linear)
-    # XLA would convert int8 in every call.
+    # Without the kernels, XLA would convert int8 in every call.
     assert layer.kernel[...].dtype == (jnp.int8 if kernels else jnp.float32)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=2e-3)
     np.testing.assert_allclose(layer(jnp.asarray(x[0, :1])), expected[0, :1], rtol=1e-4, atol=2e-3)
 
 
-def test_logits_stay_close_and_tokens_do_not_meet(model):
+def test_quantized_models_are_close_and_follow_the_protocol(model):
     tokens = np.random.default_rng(1).integers(0, 29, (4, 20))
     exact, rounded = (
         np.asarray(_logits(freeze(each), tokens)) for each in (model, quantize(model))
     )
     assert 0 < np.std(rounded - exact) < 0.03 * np.std(exact)
     check_model(quantize(model), tolerance=1e-5)
-    assert model.head.kernel[...].dtype == jnp.float32  # The original is as it was.
+    assert model.head.kernel[...].dtype == jnp.float32  # The original is unchanged.
 
 
-def test_a_quantized_model_is_not_quantized_again(model):
+def test_quantizing_a_quantized_model_is_refused(model):
     with pytest.raises(UserError, match="quantized already"):
         quantize(quantize(model))
 
 
 @pytest.mark.slow
-def test_greedy_equals_the_baseline(model):
+def test_greedy_decoding_of_quantized_models_equals_the_baseline(model):
     target, draft = quantize(model), quantize(Transformer(SHAPE, rngs=nnx.Rngs(1)))
     prompts, policy = np.random.default_rng(0).integers(0, 29, (3, 4)), Policy(temperature=0.0)
     first, second = (
@@ -103,7 +103,7 @@ def test_a_model_in_bfloat16_can_be_quantized(kernels):
     assert logits.dtype == jnp.float32 and jnp.all(jnp.isfinite(logits))
 
 
-def test_models_load_in_int8():
+def test_published_models_load_in_int8():
     model = load("2m", "int8").model
     assert isinstance(model.blocks[0].up, Int8Linear) and model.head.kernel[...].shape == (
         8192,

@@ -1,4 +1,4 @@
-"""The decoder of the ladder and GPT-2: masks, caches, precisions, shapes and compiled programs."""
+"""Tests `Transformer`: masks, caches, precision, shapes and compiled programs."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def _full(model, tokens):
     ("name", "millions"),
     [("draft_2m", 2.3), ("draft_6m", 5.8), ("draft_20m", 21.0), ("target_97m", 97.6)],
 )
-def test_parameter_counts(name, millions):
+def test_ladder_models_have_their_stated_parameter_counts(name, millions):
     assert parameter_count(LADDER[name]) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
@@ -76,7 +76,7 @@ def test_no_token_sees_the_future(model):
     np.testing.assert_array_equal(moved > 0, np.tri(N, dtype=bool))
 
 
-def test_packed_sentences_do_not_meet(model):
+def test_packed_sentences_do_not_attend_to_each_other(model):
     a, b = np.arange(1, 6)[None], np.arange(7, 11)[None]
     segments = jnp.array([[1] * 5 + [2] * 4])
     positions = jnp.array([[*range(5), *range(4)]])
@@ -98,13 +98,13 @@ MODELS = {
 @pytest.mark.parametrize(
     ("name", "layers"), [*((name, None) for name in MODELS), ("transformer", 2)]
 )
-def test_cache_trees_and_rows(name, layers):
-    """For whole models, and for the first layers, with which self-speculation drafts."""
+def test_models_follow_the_model_protocol(name, layers):
+    """Checks whole models, and the first two layers, as self-speculation uses them for drafts."""
     check_model(MODELS[name](), layers=layers, tolerance=1e-5)
 
 
-def test_an_early_exit_is_the_first_layers(model):
-    """It uses the cache of the whole model, and leaves the rows of other layers unchanged."""
+def test_an_early_exit_computes_only_the_first_layers(model):
+    """The exit uses the cache of the whole model, and leaves the rows of other layers unchanged."""
     tokens, positions, visible = np.arange(5)[None], np.arange(5)[None], np.tri(5, dtype=bool)[None]
     cache = jax.tree.map(lambda leaf: leaf + 1, model.init_cache(1, 8).rows)
     logits, after = EarlyExit(model, 2).extend(
@@ -116,7 +116,7 @@ def test_an_early_exit_is_the_first_layers(model):
     jax.tree.map(np.testing.assert_array_equal, after.rows[2], cache[2])
 
 
-def test_dropout_needs_a_key_and_uses_it():
+def test_dropout_is_active_only_with_a_key():
     shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, dropout=0.5)
     model = Transformer(shape, rngs=nnx.Rngs(0))
     arguments = np.arange(5)[None], np.arange(5)[None], causal(jnp.zeros((1, 5)))
@@ -130,7 +130,7 @@ def test_dropout_needs_a_key_and_uses_it():
     assert not np.allclose(*dropped) and not np.allclose(dropped[0], plain[0])
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+def test_bfloat16_models_keep_parameters_and_logits_in_float32():
     shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, dtype="bfloat16")
     model = Transformer(shape, rngs=nnx.Rngs(0))
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
@@ -138,22 +138,22 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     assert _full(model, np.arange(5)[None]).dtype == jnp.float32
 
 
-def test_sinusoids():
+def test_sinusoidal_positions_follow_the_formula():
     table = sinusoidal_table(50, 8)
     np.testing.assert_allclose(table[0], [0] * 4 + [1] * 4)
     np.testing.assert_allclose(table[:, 0], np.sin(np.arange(50)), atol=1e-6)
     np.testing.assert_allclose(table[:, 3], np.sin(np.arange(50) / 10_000), atol=1e-6)
 
 
-def test_bfloat16_rounds_the_factors_of_products_only():
-    """Logits differ from float32 by rounded factors only, and do not depend on other rows."""
+def test_bfloat16_models_round_only_factors_of_products():
+    """Residuals, norms and sums stay float32, and rows do not depend on each other."""
     shape = dataclasses.replace(SHAPE, width=64, mlp=256)
     wide, narrow = (
         Transformer(dataclasses.replace(shape, dtype=dtype), rngs=nnx.Rngs(0)) for dtype in DTYPES
     )
     tokens = np.random.default_rng(2).integers(0, 29, (4, 20))
     exact = np.asarray(_full(wide, tokens))
-    # It is 0.0048, and would be 0.0070 with residuals and norms in bfloat16.
+    # The ratio is 0.0048, and would be 0.0070 with residuals and norms in bfloat16.
     assert np.std(_full(narrow, tokens) - exact) < 0.006 * np.std(exact)
     np.testing.assert_allclose(
         _full(narrow, tokens[:1, :1])[0, 0], _full(narrow, tokens)[0, 0], atol=1e-5
@@ -164,7 +164,7 @@ def test_bfloat16_rounds_the_factors_of_products_only():
     "change", [{}, {"dtype": "bfloat16"}, {"attention_bias": True, "learned_positions": True}]
 )
 def test_models_of_one_shape_have_equal_graphdefs(change):
-    """Graphdefs are keys of compiled programs; different ones would be compiled again."""
+    """Graphdefs are keys of compiled programs; another graphdef means another compilation."""
     shape = dataclasses.replace(SHAPE, layers=1, **change)
     models = [Transformer(shape, rngs=nnx.Rngs(seed)) for seed in range(2)]
     for first, second in (
@@ -189,7 +189,7 @@ def test_a_second_model_of_a_shape_compiles_nothing(count_compilations):
 
 
 def test_embeddings_in_bfloat16_are_added_in_float32():
-    """After a block that adds nothing, the output is the sum of GPT-2's bfloat16 embeddings."""
+    """After a block that adds nothing, the output is the sum of token and position embeddings."""
     shape = dataclasses.replace(
         SHAPE, layers=1, dtype="bfloat16", attention_bias=True, learned_positions=True
     )
@@ -211,8 +211,8 @@ def test_embeddings_in_bfloat16_are_added_in_float32():
         ({"heads": 0}, "width=32: must be a multiple of heads=0"),
     ],
 )
-def test_shapes_that_do_not_work_are_refused(change, message):
+def test_inconsistent_shapes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(SHAPE, **change)
-    # Only sinusoids come in pairs.
+    # Only sinusoidal positions need an even width.
     dataclasses.replace(SHAPE, width=33, heads=3, learned_positions=True)

@@ -1,4 +1,4 @@
-"""Drafts for a large vocabulary: a narrow embedding, and a head over some tokens."""
+"""Tests drafts for large vocabularies: a low-rank embedding, and a head over some tokens."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def logits(model, tokens) -> np.ndarray:
     )[0]
 
 
-def test_the_head_scores_its_tokens_and_no_other():
+def test_a_partial_head_scores_only_its_tokens():
     model, tokens = student(), [3, 19, 30, 1]
     hidden, _ = model.hidden(
         jnp.asarray([tokens]), jnp.arange(4)[None], np.tri(4, dtype=bool)[None]
@@ -58,11 +58,11 @@ def test_the_head_scores_its_tokens_and_no_other():
     assert np.asarray(model.embed.table.embedding[...]).shape == (31, 6)
 
 
-def test_it_follows_the_protocol():
+def test_drafts_with_a_partial_head_follow_the_protocol():
     check_model(student())
 
 
-def test_it_is_stored_with_its_tokens_and_quantized(tmp_path):
+def test_drafts_with_a_partial_head_are_saved_and_quantized(tmp_path):
     model = student()
     for dtype in ("bfloat16", "int8"):
         save_weights(tmp_path / dtype, model, "digest of a vocabulary", {}, dtype)
@@ -83,8 +83,8 @@ def test_it_is_stored_with_its_tokens_and_quantized(tmp_path):
     )
 
 
-def test_outputs_are_the_targets_whatever_the_draft_cannot_say():
-    """Tests the first tokens of 5,000 sequences, with a draft that gives most tokens probability 0."""
+def test_a_partial_head_keeps_the_target_distribution():
+    """Tests the first new token of 5,000 sequences; the draft gives most tokens probability 0."""
     target = Llama(dataclasses.replace(SHAPE, embed_rank=0, head_tokens=0), rngs=nnx.Rngs(1))
     keys, prompts = jax.random.split(jax.random.key(0), 5_000), np.tile([[3, 5]], (5_000, 1))
     policy, first = Policy(temperature=0.5), jax.nn.softmax(logits(target, [3, 5])[-1] / 0.5)
@@ -92,10 +92,10 @@ def test_outputs_are_the_targets_whatever_the_draft_cannot_say():
     made = generate(keys, method, target, student(), prompts, np.full(5_000, 2), 2, policy)
     counts = np.bincount(np.asarray(made.tokens)[:, 2], minlength=31)
     assert p_value(counts, np.asarray(first, np.float64)) > 1e-3
-    assert np.asarray(made.emitted_per_call)[:, 2:].sum() > 0  # Some of its drafts are accepted.
+    assert np.asarray(made.emitted_per_call)[:, 2:].sum() > 0  # Some drafts are accepted.
 
 
-def test_shapes_that_are_refused():
+def test_invalid_partial_heads_are_refused():
     with pytest.raises(UserError, match="tied=True: must be False"):
         dataclasses.replace(SHAPE, tied=True)
     with pytest.raises(UserError, match="head_tokens=32: must be at most vocab_size=31"):

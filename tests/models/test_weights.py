@@ -1,4 +1,4 @@
-"""Our model files: round trips, int8, parts, and damaged files."""
+"""Tests model files: round trips, int8, parts, and damaged files."""
 
 import resource
 
@@ -27,7 +27,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_round_trip_in_bfloat16(path, dtype):
+def test_saved_weights_load_as_their_bfloat16_values(path, dtype):
     model, tokenizer_digest = load_weights(path, dtype)
     assert (
         tokenizer_digest == digest(b"pieces")
@@ -44,8 +44,8 @@ def test_round_trip_in_bfloat16(path, dtype):
         )
 
 
-def test_a_full_disk(path):
-    """With a limit of 3 kB a file, the old file stays whole and no other is left."""
+def test_a_full_disk_leaves_the_old_file_unchanged(path):
+    """A limit of 3 kB per file acts as the full disk. No other file is left."""
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, limits[1]))
@@ -61,25 +61,25 @@ def test_a_full_disk(path):
     ] and path.read_bytes() == before
 
 
-def test_missing(tmp_path):
+def test_missing_weight_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="is not a model file that can be read"):
         load_weights(tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 200, -10])
-def test_truncated(path, kept):
+def test_truncated_weight_files_are_refused(path, kept):
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(UserError, match="is not a model file that can be read"):
         load_weights(path)
 
 
-def test_foreign(path):
+def test_safetensors_files_of_other_programs_are_refused(path):
     safetensors.numpy.save_file({"x": np.zeros(3)}, path)
     with pytest.raises(UserError, match="is a safetensors file of another program"):
         load_weights(path)
 
 
-def test_parameters_of_another_shape(path):
+def test_parameters_that_contradict_the_stored_shape_are_refused(path):
     with safetensors.safe_open(path, framework="flax") as file:
         metadata = file.metadata()
     safetensors.numpy.save_file({"x": np.zeros(3)}, path, metadata)
@@ -87,7 +87,7 @@ def test_parameters_of_another_shape(path):
         load_weights(path)
 
 
-def test_int8_in_parts(tmp_path):
+def test_int8_weights_in_several_parts_load_back(tmp_path):
     """Weights are within half a step of their scale, and `quantize` restores the stored integers."""
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     files = save_weights(tmp_path / "model", model, b"pieces", {}, dtype="int8", part_bytes=2_000)
@@ -113,8 +113,8 @@ def test_int8_in_parts(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_no_file_is_larger_than_asked(tmp_path, dtype):
-    """This includes the header, which has long notes here. Files are nearly full."""
+def test_no_file_is_larger_than_part_bytes(tmp_path, dtype):
+    """The limit includes the header, which has long notes here. Files are nearly full."""
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     notes = {"ünïcode": ['"quoted"'] * 60}
     for part_bytes in (3_800, 4_001, 7_000, 1_000_000):
@@ -129,8 +129,9 @@ def test_no_file_is_larger_than_asked(tmp_path, dtype):
         assert sum(sizes[:-1]) >= len(sizes[:-1]) * (part_bytes - 1_500) and header > 1_000
 
 
-def test_parts_of_two_exports_are_not_one_model(tmp_path):
-    """A run that was killed between them leaves such parts. Older parts have no digest."""
+def test_mixed_parts_of_two_exports_are_refused(tmp_path):
+    """An export that is killed halfway leaves such parts. Parts without a digest, as older exports
+    have, still load."""
     options = {"part_bytes": 3_000}
     for seed in (0, 1):
         (tmp_path / str(seed)).mkdir()
@@ -150,7 +151,8 @@ def test_parts_of_two_exports_are_not_one_model(tmp_path):
     load_weights(tmp_path / "0" / "model")
 
 
-def test_parts_of_an_older_export_are_removed_and_missing_ones_named(tmp_path):
+def test_an_export_replaces_older_parts(tmp_path):
+    """Missing parts, a `part_bytes` that is too small, and an unknown dtype are refused."""
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))
     first = save_weights(tmp_path / "model", model, b"pieces", {}, part_bytes=3_000)
     second = save_weights(tmp_path / "model", model, b"pieces", {}, part_bytes=4_000)

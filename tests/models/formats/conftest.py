@@ -1,4 +1,4 @@
-"""Small models of each kind of the Llama family."""
+"""Builds small models of each kind of the Llama family."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ SHAPES = {
 
 @pytest.fixture(scope="session")
 def llamas():
-    """Models by kind, with random biases and scales."""
+    """Returns a model of each kind, with random biases and scales."""
     rng = np.random.default_rng(0)
 
     def noisy(leaf):

@@ -1,4 +1,4 @@
-"""GGUF files of the Llama family: weights, metadata, tokenizers, and refused files."""
+"""Tests GGUF files of the Llama family: weights, metadata, tokenizers, and refused files."""
 
 import dataclasses
 import json
@@ -38,7 +38,10 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
 
 
 def write(path, model: Llama, kind: str, quantization=None, more=None, **changes) -> None:
-    """Writes a GGUF as llama.cpp's converter does, with adjacent rotary pairs for `llama`."""
+    """Writes a GGUF file as llama.cpp's converter does, with adjacent rotary pairs for `llama`.
+
+    `more` are additional tensors, and `changes` overwrite the metadata.
+    """
     config, arch = model.config, "llama" if kind == "tied" else kind
     tokenizer = json.loads(byte_pairs().to_str())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
@@ -93,7 +96,7 @@ def write(path, model: Llama, kind: str, quantization=None, more=None, **changes
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "qwen2", "qwen3"])
-def test_what_is_written_is_read(llamas, kind, tmp_path):
+def test_a_written_gguf_file_loads_as_the_same_model(llamas, kind, tmp_path):
     write(tmp_path / "model.gguf", llamas[kind], kind)
     read = load_gguf(GGUF(tmp_path / "model.gguf"))
     epsilon, theta = np.float32(read.config.norm_epsilon), np.float32(read.config.rope_theta)
@@ -110,7 +113,7 @@ def test_what_is_written_is_read(llamas, kind, tmp_path):
 @pytest.mark.parametrize(
     "quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1]
 )
-def test_quantized_files(llamas, quantization, tmp_path):
+def test_quantized_gguf_files_load_as_their_dequantized_values(llamas, quantization, tmp_path):
     write(tmp_path / "model.gguf", llamas["tied"], "tied", quantization)
     file = GGUF(tmp_path / "model.gguf")
     read, exact = load_gguf(file), llamas["tied"]
@@ -124,7 +127,7 @@ def test_quantized_files(llamas, quantization, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(small), nnx.state(quantize(read)))
 
 
-def test_a_file_is_a_model_by_name(llamas, tmp_path):
+def test_load_reads_gguf_files_with_their_chat_template(llamas, tmp_path):
     write(
         tmp_path / "small.gguf",
         llamas["llama"],
@@ -142,8 +145,8 @@ def test_a_file_is_a_model_by_name(llamas, tmp_path):
     assert tokenizer.chat([{"role": "user", "content": "again"}]) == tokenizer.encode("again!")
 
 
-def test_frequencies_of_their_own(llamas, tmp_path):
-    """Llama 3.1 has a tensor of divisors, and a linear stretch has a factor."""
+def test_rotary_scaling_is_read_from_gguf_files(llamas, tmp_path):
+    """Llama 3.1 stores a tensor of divisors, and linear scaling stores a factor."""
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     write(tmp_path / "linear.gguf", llamas["llama"], "llama", **scaling)
     assert load_gguf(GGUF(tmp_path / "linear.gguf")).config.rope_divisors == (4.0,) * 4
@@ -154,8 +157,8 @@ def test_frequencies_of_their_own(llamas, tmp_path):
             {"llama.rope.scaling.factor": 4.0},
             None,
             (4.0,) * 4,
-        ),  # As in llama.cpp a factor alone is linear.
-        ({"llama.rope.scale_linear": 4.0}, None, (4.0,) * 4),  # Its old name.
+        ),  # As in llama.cpp, a factor without a type is linear.
+        ({"llama.rope.scale_linear": 4.0}, None, (4.0,) * 4),  # The old name of the factor.
         ({"llama.rope.scaling.factor": 2.0}, divisors, (2.0, 3.0, 16.0, 16.0)),
         ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, None, ()),
         ({"llama.rope.freq_base": None}, None, ()),
@@ -165,11 +168,11 @@ def test_frequencies_of_their_own(llamas, tmp_path):
         assert config.rope_divisors == expected and config.rope_theta == 10_000.0
 
 
-def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(llamas, tmp_path):
+def test_query_and_key_biases_are_reordered_like_weights(llamas, tmp_path):
     model = Llama(dataclasses.replace(llamas["llama"].config, qkv_bias=True), rngs=nnx.Rngs(0))
     for block in model.blocks:
         block.qkv.bias[...] = np.arange(64, dtype=np.float32)
-    write(tmp_path / "model.gguf", model, "llama")  # The writer leaves biases as they are.
+    write(tmp_path / "model.gguf", model, "llama")  # `write` does not reorder biases.
     read = np.asarray(load_gguf(GGUF(tmp_path / "model.gguf")).blocks[1].qkv.bias[...])
     heads, values = read[:48].reshape(6, 8), read[48:]
     np.testing.assert_array_equal(
@@ -181,7 +184,7 @@ def test_biases_of_architecture_llama_have_their_pairs_side_by_side_too(llamas, 
 @pytest.mark.parametrize(
     "name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias", "blk.1.attn_q.bias", "extra.weight"]
 )
-def test_a_part_that_would_be_left_out_is_refused(llamas, name, tmp_path):
+def test_files_with_unsupported_tensors_are_refused(llamas, name, tmp_path):
     write(tmp_path / "model.gguf", llamas["llama"], "llama", more={name: np.ones(32, np.float32)})
     with pytest.raises(UserError, match=rf"has an unsupported part '{name}'"):
         load_gguf(GGUF(tmp_path / "model.gguf"))
@@ -243,13 +246,13 @@ def test_a_part_that_would_be_left_out_is_refused(llamas, name, tmp_path):
         ),
     ],
 )
-def test_what_is_not_understood_is_refused(llamas, changes, message, tmp_path):
+def test_unsupported_or_invalid_metadata_is_refused(llamas, changes, message, tmp_path):
     write(tmp_path / "model.gguf", llamas["llama"], "llama", **changes)
     with pytest.raises(UserError, match=re.escape(message)):
         load_gguf(GGUF(tmp_path / "model.gguf"))
 
 
-def test_damaged_files(llamas, tmp_path):
+def test_damaged_or_missing_gguf_files_are_refused(llamas, tmp_path):
     path = tmp_path / "model.gguf"
     write(path, llamas["llama"], "llama")
     whole = path.read_bytes()
@@ -283,8 +286,8 @@ def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "llama3", "qwen2"])
-def test_texts_are_split_as_the_name_says(pre):
-    """Digits are split singly, in threes or not at all; other text is checked by decoding."""
+def test_numbers_are_split_as_the_named_pre_tokenizer_does(pre):
+    """Digits are split singly, in threes, or not at all. Decoding must restore every string."""
     read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
     split = read._tokenizer.pre_tokenizer.pre_tokenize_str
     numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
@@ -298,7 +301,7 @@ def test_texts_are_split_as_the_name_says(pre):
     assert read.encode("<|im_start|>again") == [1, *read.encode("again")]
 
 
-def test_what_a_tokenizer_may_leave_out():
+def test_missing_bos_settings_default_as_in_llama_cpp():
     """As in llama.cpp, BOS may be missing, and Llama 3 adds BOS even if its file does not say so."""
     for pre, given, adds in (
         ("llama-bpe", None, True),
@@ -319,16 +322,16 @@ def test_what_a_tokenizer_may_leave_out():
 
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot_id|>"])
-def test_every_token_that_ends_a_sequence(end):
+def test_known_end_tokens_count_as_eos(end):
     metadata = _metadata(byte_pairs(), "gpt-2")
     metadata["tokenizer.ggml.tokens"][1] = end
     assert gguf_tokenizer(metadata, "file").eos == (2, 0, 1)
-    metadata["tokenizer.ggml.token_type"][1] = 1  # It is ignored, as in llama.cpp.
+    metadata["tokenizer.ggml.token_type"][1] = 1  # The type is ignored, as in llama.cpp.
     read = gguf_tokenizer(metadata, "file")
     assert read.eos == (2, 0, 1) and read.encode(f"again{end}")[-1] == 1
 
 
-def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
+def test_smollm_tokenizers_equal_those_of_hugging_face():
     """Compares with a tokenizer of Hugging Face's library that splits digits."""
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
     splitter = tokenizers.pre_tokenizers.Sequence(
@@ -366,10 +369,10 @@ def test_a_smollm_tokenizer_is_the_one_it_was_made_of():
             "has tokenizer.ggml.pre=['smollm']: must be of type str; fetch it again",
         ),
         ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
-        ({"pre": "default"}, "'default'"),  # Which llama.cpp warns of.
+        ({"pre": "default"}, "'default'"),  # llama.cpp warns about this name.
         ({"token_type": [1, 3]}, "has 300 tokens, but 2 token types; fetch it again"),
     ],
 )
-def test_tokenizers_that_are_not_read(changes, message):
+def test_unsupported_or_invalid_tokenizers_are_refused(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         gguf_tokenizer(_metadata(byte_pairs(), changes.pop("pre", "gpt-2"), **changes), "file")

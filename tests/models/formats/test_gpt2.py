@@ -1,4 +1,4 @@
-"""GPT-2 checkpoints with random weights, compared with Hugging Face's classes."""
+"""Compares GPT-2 with Hugging Face's class, on checkpoints with random weights."""
 
 import functools
 import json
@@ -44,12 +44,12 @@ def _ours(model, tokens_BxN):
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_we_compute_the_logits_of_a_gpt2(write_gpt2, prefix, tmp_path):
+def test_gpt2_logits_equal_those_of_hugging_face(write_gpt2, prefix, tmp_path):
     folder = write_gpt2(tmp_path / "gpt2", prefix=prefix)
     np.testing.assert_allclose(_ours(load_gpt2(folder), TOKENS), _theirs(folder, TOKENS), atol=1e-4)
 
 
-def test_a_gpt2_follows_the_protocol(write_gpt2, tmp_path):
+def test_a_gpt2_follows_the_model_protocol(write_gpt2, tmp_path):
     check_model(load_gpt2(write_gpt2(tmp_path / "gpt2")), tolerance=5e-5)
 
 
@@ -65,7 +65,7 @@ def _change(folder, config=None, tensors=None):
 @pytest.mark.parametrize(
     "tied", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}]
 )
-def test_the_config_says_whether_the_head_is_tied(write_gpt2, tied, tmp_path):
+def test_tie_word_embeddings_decides_which_head_is_used(write_gpt2, tied, tmp_path):
     """A checkpoint may also contain a head that is not used."""
     folder = write_gpt2(tmp_path / "gpt2")
     before = _ours(load_gpt2(folder), TOKENS)
@@ -79,7 +79,7 @@ def test_the_config_says_whether_the_head_is_tied(write_gpt2, tied, tmp_path):
     assert np.array_equal(ours, before) == tied.get("tie_word_embeddings", True)
 
 
-def test_a_gpt2_in_parts(write_gpt2, tmp_path):
+def test_a_gpt2_in_several_files_loads(write_gpt2, tmp_path):
     folder = write_gpt2(tmp_path / "gpt2")
     whole = _ours(load_gpt2(folder), TOKENS)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -95,8 +95,8 @@ def test_a_gpt2_in_parts(write_gpt2, tmp_path):
     np.testing.assert_array_equal(_ours(load_gpt2(folder), TOKENS), whole)
 
 
-def test_a_gpt2_decodes_its_own_likeliest_tokens(write_gpt2, tmp_path):
-    """With a draft tree and a cache, each greedy token is the likeliest of Hugging Face's class."""
+def test_greedy_decoding_of_a_gpt2_matches_hugging_face(write_gpt2, tmp_path):
+    """With a draft tree and a cache, each token is the most likely one of Hugging Face's class."""
     target, draft = (
         write_gpt2(tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft"))
     )
@@ -140,7 +140,7 @@ def test_a_gpt2_decodes_its_own_likeliest_tokens(write_gpt2, tmp_path):
         ),
     ],
 )
-def test_other_models_are_refused(write_gpt2, change, message, tmp_path):
+def test_unsupported_or_invalid_configs_are_refused(write_gpt2, change, message, tmp_path):
     folder = write_gpt2(tmp_path / "gpt2")
     _change(folder, change)
     with pytest.raises(UserError, match=message):

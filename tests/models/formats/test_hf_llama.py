@@ -1,4 +1,4 @@
-"""Hugging Face folders of the Llama family: round trips, parts, dtypes, and refused folders."""
+"""Tests Hugging Face folders of the Llama family: round trips, dtypes, and refused folders."""
 
 import dataclasses
 import json
@@ -19,7 +19,12 @@ from spectr_jax.models.llama import Llama, llama3_divisors
 from spectr_jax.models.quantized import quantize
 from spectr_jax.utils.errors import UserError
 
-STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMA3_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 def _change(folder, **fields):
@@ -39,7 +44,7 @@ def folder(llamas, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "qwen2", "qwen3"])
-def test_what_is_written_is_read(llamas, kind, tmp_path):
+def test_a_saved_folder_loads_as_the_same_model(llamas, kind, tmp_path):
     model = llamas[kind]
     hf_llama.save_llama(tmp_path, model)
     read = hf_llama.load_llama(tmp_path)
@@ -50,7 +55,7 @@ def test_what_is_written_is_read(llamas, kind, tmp_path):
     assert config.head_dim == model.config.head_width if kind != "qwen2" else True
 
 
-def test_int8_without_a_model_in_float32_is_the_same_as_with_one(llamas, tmp_path):
+def test_loading_in_int8_equals_quantizing_after_loading(llamas, tmp_path):
     for kind in ("llama", "tied"):
         hf_llama.save_llama(tmp_path / kind, llamas[kind])
         read = hf_llama.load_llama(tmp_path / kind, "int8")
@@ -59,7 +64,7 @@ def test_int8_without_a_model_in_float32_is_the_same_as_with_one(llamas, tmp_pat
         )
 
 
-def test_parts_in_bfloat16(llamas, folder):
+def test_bfloat16_weights_in_several_files_load(llamas, folder):
     tensors = {
         name: array.astype(jnp.bfloat16)
         for name, array in safetensors.flax.load_file(folder / WEIGHTS).items()
@@ -78,21 +83,21 @@ def test_parts_in_bfloat16(llamas, folder):
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(read))} == {jnp.dtype("bfloat16")}
 
 
-def test_positions_as_llama_3_stretches_them(folder):
-    stretched = {
+def test_llama3_and_linear_rotary_scaling_are_read(folder):
+    scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     }
     expected = llama3_divisors(500_000.0, 8, factor=8.0, low=1.0, high=4.0, context=400)
-    stretched["original_max_position_embeddings"] = 400
+    scaling["original_max_position_embeddings"] = 400
     for fields in (
-        {"rope_theta": 500_000.0, "rope_scaling": stretched},
+        {"rope_theta": 500_000.0, "rope_scaling": scaling},
         {
             "rope_theta": "gone",
             "rope_scaling": None,
-            "rope_parameters": {**stretched, "rope_theta": 500_000.0},
+            "rope_parameters": {**scaling, "rope_theta": 500_000.0},
         },
     ):
         _change(folder, **fields)
@@ -110,7 +115,7 @@ def test_positions_as_llama_3_stretches_them(folder):
     assert hf_llama.llama_config(folder).rope_divisors == (4.0,) * 4
 
 
-def test_what_a_config_may_leave_out(folder):
+def test_absent_config_fields_have_defaults(folder):
     _change(
         folder,
         num_key_value_heads="gone",
@@ -172,7 +177,7 @@ def test_what_a_config_may_leave_out(folder):
             "has rope_scaling={'type': 'linear', 'factor': 2.0}: must be equal to rope_parameters",
         ),
         (
-            {"rope_scaling": {**dict.fromkeys(STRETCH, 4.0), "rope_type": "llama3"}},
+            {"rope_scaling": {**dict.fromkeys(LLAMA3_SCALING, 4.0), "rope_type": "llama3"}},
             "has low_freq_factor=4.0: must be below high_freq_factor=4.0",
         ),
         ({"rope_scaling": "linear"}, "has rope_scaling='linear': must be an object; give"),
@@ -205,15 +210,15 @@ def test_what_a_config_may_leave_out(folder):
         ),
     ],
 )
-def test_what_is_not_understood_is_refused(folder, fields, message):
+def test_unsupported_or_invalid_configs_are_refused(folder, fields, message):
     _change(folder, **fields)
     with pytest.raises(UserError, match=re.escape(message)):
         hf_llama.load_llama(folder)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
-    """Absent fields and null fields have the values of transformers' classes, which may differ."""
+def test_absent_config_fields_default_as_in_transformers(folder, kind):
+    """Absent and null fields get the defaults of transformers, which differ between families."""
     fields = {
         "model_type": kind,
         "num_attention_heads": 32,
@@ -239,8 +244,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(folder, kind):
         )
 
 
-def test_one_file_comes_before_an_index(llamas, folder):
-    """transformers prefers the one file too. The error for a missing part names the part."""
+def test_a_single_weight_file_is_preferred_to_an_index(llamas, folder):
+    """transformers prefers the single file too. The error for a missing part names the part."""
     index = folder / INDEX
     index.write_text("{")
     assert hf_llama.load_llama(folder).config == llamas["llama"].config
@@ -252,7 +257,7 @@ def test_one_file_comes_before_an_index(llamas, folder):
         hf_llama.load_llama(folder)
 
 
-def test_tensors_of_several_dtypes_in_one_file(llamas, folder):
+def test_floats_of_any_dtype_load_and_integers_are_refused(llamas, folder):
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)
     kinds = (np.float16, jnp.bfloat16, np.float32, np.float64)
     mixed = {
@@ -270,12 +275,12 @@ def test_tensors_of_several_dtypes_in_one_file(llamas, folder):
         hf_llama.load_llama(folder)
 
 
-def test_a_window_as_wide_as_the_context_is_none(folder):
+def test_sliding_windows_as_wide_as_the_context_load(folder):
     _change(folder, model_type="mistral", sliding_window=64)
     assert hf_llama.load_llama(folder).config.context == 64
 
 
-def test_what_has_no_such_layout_is_not_written(llamas, tmp_path):
+def test_saving_models_without_a_hugging_face_layout_is_refused(llamas, tmp_path):
     with pytest.raises(UserError, match="an int8 model cannot be written"):
         hf_llama.save_llama(tmp_path, quantize(llamas["llama"]))
     for part in (

@@ -1,4 +1,4 @@
-"""Reading a model takes little more memory than the model itself."""
+"""Tests that loading a model takes little more memory than the model itself."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def memory(name):
     return 1024 * int(pathlib.Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 
 for small, large in zip(sys.argv[1::2], sys.argv[2::2]):
-    if os.fork():  # Each in its own process, since freed memory of another would not count.
+    if os.fork():  # One process per model: memory that another model has freed would not count.
         os.wait()
         continue
     load(small, "float32")
@@ -101,10 +101,10 @@ def _write_all(folder: pathlib.Path, layers: int, write_gpt2) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not pathlib.Path("/proc/self/status").exists(), reason="Linux tells a process its peak"
+    not pathlib.Path("/proc/self/status").exists(), reason="only Linux has /proc/self/status"
 )
-def test_reading_a_model_takes_little_more_than_the_model(tmp_path, write_gpt2):
-    """Reads 40 MB in a process that has read a small model. Mapped files count."""
+def test_loading_a_model_takes_little_extra_memory(tmp_path, write_gpt2):
+    """Loads 40 MB in a process that has loaded a small model before. Mapped files count too."""
     sizes = {"small": 1, "large": 12}
     names = [_write_all(tmp_path / size, layers, write_gpt2) for size, layers in sizes.items()]
     pairs = [name for pair in zip(*names, strict=True) for name in pair]
