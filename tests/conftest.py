@@ -1,4 +1,4 @@
-"""Shared by all tests: strict JAX, counting of compilations, toy data and models."""
+"""Sets strict JAX for all tests, and defines fixtures for toy data, models and compilations."""
 
 import gc
 import importlib.metadata
@@ -9,20 +9,21 @@ import tempfile
 from typing import Any, NamedTuple
 
 XLA_DEFAULTS = os.environ.get("XLA_DEFAULTS") == "1"
-"""Whether tests run with the compiler settings of users. Otherwise XLA optimises little, because
-most of the tests' time is compilation; tests marked `optimized` compute more than they compile."""
+"""Whether the tests run with users' compiler settings. Without them XLA optimizes little, because
+compilation takes most of the tests' time. Tests marked `optimized` are always optimized, because
+their computation takes longer than their compilation."""
 
-# Set before JAX is imported.
+# JAX reads these variables when it is imported.
 if not XLA_DEFAULTS:
     flags = ["--xla_backend_optimization_level=1"]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.11 lacks these flags.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # jaxlib 0.11 lacks these flags.
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_experimental_ynn_fusion_type="]
         flags += ["--xla_llvm_disable_expensive_passes=true", "--xla_cpu_prefer_vector_width=128"]
         flags += ["--xla_cpu_parallel_codegen_split_count=1"]
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    os.environ.setdefault("NPROC", "1")  # Threads of a program; the workers already use all cores.
-# Workers and the programs that tests start share a cache of compiled programs, which is temporary.
+    os.environ.setdefault("NPROC", "1")  # One thread per program; the workers use all cores.
+# The workers and the programs that they start share one temporary cache of compiled programs.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
@@ -34,7 +35,7 @@ import pytest
 
 jax.config.update("jax_debug_key_reuse", True)
 gc.freeze()
-gc.set_threshold(200_000, 50, 50)  # Tracing makes many small objects, and most of them survive.
+gc.set_threshold(200_000, 50, 50)  # Tracing makes many lasting objects; do not scan them often.
 
 
 def pytest_runtest_setup(item):
@@ -44,7 +45,7 @@ def pytest_runtest_setup(item):
 
 
 LONGEST = ("test_ladder.py", "test_scale.py", "test_lm1b.py", "test_figures.py")
-"""Files with tests of half a minute and more; they run first, so that no worker waits at the end."""
+"""Files with tests of half a minute or more. They run first, so that workers finish together."""
 
 
 def pytest_collection_modifyitems(items):
@@ -57,8 +58,8 @@ _tests_done = 0
 
 @pytest.fixture(autouse=True)
 def _programs_are_freed():
-    """Each program that XLA compiles for the CPU maps memory, and Linux lets a process have 65,530
-    maps."""
+    """Clears JAX's caches regularly. Each program that XLA compiles for the CPU maps memory, and
+    Linux limits a process to 65,530 maps."""
     yield
     global _tests_done
     _tests_done += 1
@@ -69,7 +70,7 @@ def _programs_are_freed():
 
 @pytest.fixture
 def count_compilations():
-    """A context manager that yields a list with one entry for each program compiled within."""
+    """Returns a context manager that yields a list, with one entry per program compiled in it."""
     from spectr_jax.testing import count_compilations
 
     return count_compilations
@@ -77,8 +78,8 @@ def count_compilations():
 
 @pytest.fixture(scope="session")
 def array_records():
-    """Writes sentences as TFDS's lm1b, with TFDS's own writer of array records, without
-    TensorFlow."""
+    """Returns a function that writes sentences as TFDS stores lm1b. It uses TFDS's own writer of
+    array records, which needs no TensorFlow."""
 
     def write(folder, train, test=("held out",), shards=1):
         import tensorflow_datasets as tfds
@@ -104,8 +105,8 @@ def array_records():
 
 
 class Toy(NamedTuple):
-    """A folder with target.safetensors, draft.safetensors and prompts.txt, and what they were made
-    of."""
+    """A folder with target.safetensors, draft.safetensors and prompts.txt, the shape of its models,
+    and its prompts."""
 
     folder: pathlib.Path
     shape: Any
@@ -114,7 +115,7 @@ class Toy(NamedTuple):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """Small models with random weights and a tokenizer trained here."""
+    """Returns small models with random weights, and a tokenizer trained on their prompts."""
     from flax import nnx
 
     from spectr_jax.data.tokenizer import train_tokenizer
@@ -133,7 +134,8 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def write_gpt2():
-    """Writes a GPT-2 as Hugging Face does: a tied head, learned positions, biases and old masks."""
+    """Returns a function that writes a GPT-2 in Hugging Face's format, with a tied head, learned
+    positions, biases, and the attention masks that old files contain."""
     import safetensors.numpy
 
     def write(folder, vocab_size=29, *, layers=2, E=16, T=64, prefix="transformer.", seed=0):
@@ -161,7 +163,8 @@ def write_gpt2():
 
 @pytest.fixture(scope="session")
 def in_hugging_face():
-    """Converts our tokenizer to one of Hugging Face's library that gives the same tokens."""
+    """Returns a function that converts our tokenizer to a Hugging Face tokenizer with the same
+    tokens."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

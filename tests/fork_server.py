@@ -1,12 +1,13 @@
-"""Runs programs in processes forked from one that has imported JAX: a start takes milliseconds, not
-seconds.
+"""Runs programs in processes forked from one that has already imported JAX.
+
+A program then starts in milliseconds instead of seconds. The command
 
     python tests/fork_server.py MODULE...
 
-imports the modules, none of which may start a JAX backend, and reads requests from stdin, a line of
-JSON each: a program (a module as for `python -m`, or a .py file), its arguments, environment
-variables, and the files that get its output. For each it prints the program's exit status. It ends
-with its stdin.
+imports the modules, none of which may start a JAX backend. It reads requests from stdin, one line
+of JSON each: a program (a module as for `python -m`, or a .py file), its arguments, environment
+variables, and the files for its stdout and stderr. For each request it prints the program's exit
+status. It exits when its stdin closes.
 """
 
 import importlib
@@ -18,16 +19,16 @@ import sys
 import traceback
 
 SECONDS = 60
-"""The most that a program may take."""
+"""The time limit of a program."""
 
 
 def become(
     program: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str
 ) -> None:
-    """Runs the program in this process, which ends as the program does, without the half second
-    that Python takes to end."""
+    """Runs the program in this process and exits with its status. `os._exit` saves the half second
+    of Python's shutdown."""
     signal.alarm(SECONDS)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs ignore SIGINT.
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in ((1, stdout), (2, stderr)):
@@ -36,7 +37,7 @@ def become(
     status = 0
     try:
         if program.endswith(".py"):
-            sys.path.insert(0, os.path.dirname(program))  # As `python PROGRAM` has it.
+            sys.path.insert(0, os.path.dirname(program))  # `python PROGRAM` does so too.
             runpy.run_path(program, run_name="__main__")
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)

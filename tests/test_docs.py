@@ -1,4 +1,4 @@
-"""Pages name files, headings, flags and code that exist; the architecture page matches the code."""
+"""Tests that pages name only existing files, headings, flags and code, and are complete."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 from spectr_jax.decoding import METHODS
 from spectr_jax.transport import PLANS
 
-yaml = pytest.importorskip("yaml")  # Installed with ml_collections.
+yaml = pytest.importorskip("yaml")  # ml_collections installs PyYAML.
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "spectr_jax"
@@ -47,7 +47,7 @@ def _section(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_links_point_to_files_and_headings(page):
+def test_links_point_to_existing_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", _outside_code(page)):
         if not re.match(r"[a-z]+:", link):
             path, _, anchor = link.partition("#")
@@ -57,14 +57,14 @@ def test_links_point_to_files_and_headings(page):
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
-def test_files_that_are_named_exist(page):
+def test_files_named_on_a_page_exist(page):
     names = r"(?<![\w/.])(?:configs|docs|scripts|tests)/[\w/]+\.\w+"
     for path in re.findall(names, page.read_text()):
         assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
-def test_commands_have_flags_that_exist(page):
+def test_commands_on_a_page_use_defined_flags(page):
     for module, rest in re.findall(r"python -m spectr_jax\.(\w+)([^#`\n]*)", page.read_text()):
         files = [PACKAGE / f"{module}.py", PACKAGE / "utils/cli.py"]
         source = "".join(path.read_text() for path in files)
@@ -73,14 +73,14 @@ def test_commands_have_flags_that_exist(page):
 
 
 @pytest.mark.parametrize("page", SITE, ids=_name)
-def test_examples_import_what_exists(page):
+def test_examples_import_existing_names(page):
     for block in _code(page):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spectr_jax"):
                 exec(ast.unparse(node), {})
 
 
-def test_the_example_of_a_plan_runs():
+def test_the_example_plan_runs_and_is_optimal():
     example, *_ = _code(ROOT / "docs/extending.md")
     names: dict = {}
     exec(example, names)
@@ -90,7 +90,7 @@ def test_the_example_of_a_plan_runs():
     assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
-def test_the_index_of_results_has_all_folders_and_notes():
+def test_the_results_index_lists_all_folders_and_notes():
     index = (ROOT / "results/README.md").read_text()
     folders = {path.name for path in ROOT.glob("results/*/")} - {"notes"}
     assert [name for name in sorted(folders) if f"| [`{name}/`]" not in index] == []
@@ -104,8 +104,8 @@ def test_the_gallery_has_all_figures():
     assert [name for name in figures if f"]({name})" not in gallery] == []
 
 
-def test_headings_of_the_sites_first_page_differ():
-    """scripts/dev/docs.py puts all pages on one page, where links need unique anchors."""
+def test_headings_on_the_sites_first_page_are_unique():
+    """scripts/dev/docs.py joins all pages into one, where links need unique anchors."""
     anchors = [anchor for page in SITE for anchor in _anchors(page)]
     assert sorted(set(anchors)) == sorted(anchors)
 
@@ -116,7 +116,7 @@ def test_workflows_run_scripts_that_exist(name):
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     scripts = re.findall(r"scripts/[\w/]+\.\w+", " ".join(step.get("run", "") for step in steps))
     assert scripts and all((ROOT / script).exists() for script in scripts)
-    assert workflow[True]  # YAML 1.1 reads the key `on` as a truth value.
+    assert workflow[True]  # YAML 1.1 reads the key `on` as True.
 
 
 def test_github_tests_the_oldest_and_the_newest_jax():
@@ -127,8 +127,10 @@ def test_github_tests_the_oldest_and_the_newest_jax():
     assert "scripts/test.sh --all" in [step.get("run") for step in job["steps"]]
 
 
-@pytest.mark.parametrize(("heading", "named"), [("Methods", METHODS), ("Plans", PLANS)])
-def test_the_architecture_lists_all_methods_and_plans(heading, named):
+@pytest.mark.parametrize(
+    ("heading", "named"), [("Methods", METHODS), ("Plans", PLANS)], ids=["methods", "plans"]
+)
+def test_the_architecture_page_lists_all_methods_and_plans(heading, named):
     rows = [line.split("|")[1] for line in _section(heading).splitlines() if line.startswith("| `")]
     assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(named)
 
@@ -145,7 +147,7 @@ def _imported_packages(path: pathlib.Path) -> set[str]:
     return {module.split(".")[1] for module in modules if module.startswith("spectr_jax.")}
 
 
-def test_imports_run_as_the_architecture_says():
+def test_imports_between_packages_match_the_architecture_page():
     page = _section("The packages").split("\nImports run one way")[1]
     lines = re.findall(r"^    (\w+) +(-|\w+(?:, \w+)*)$", page, re.MULTILINE)
     said = {package: set(re.findall(r"\w+", imports)) for package, imports in lines}
@@ -163,7 +165,7 @@ def test_imports_run_as_the_architecture_says():
         assert said[package] <= {below for below, _ in lines[index + 1 :]}, package
 
 
-def test_the_packages_docstring_lists_all_packages():
+def test_the_package_docstring_lists_all_subpackages():
     packages = {path.relative_to(PACKAGE).parts[0] for path in MODULES if path.parent != PACKAGE}
     docstring = ast.get_docstring(TREES[PACKAGE / "__init__.py"]) or ""
     assert set(re.findall(r"^\| `spectr_jax\.(\w+)` \|", docstring, re.MULTILINE)) == packages
@@ -173,8 +175,9 @@ def test_modules_have_docstrings():
     assert [path.name for path in MODULES if not ast.get_docstring(TREES[path])] == []
 
 
-def test_formulas_are_typeset():
-    """A formula has no Python escape, and no indentation, which Markdown reads as code."""
+def test_formulas_in_docstrings_are_valid_markdown():
+    """A formula has no control character, which an unescaped backslash would make. It is not
+    indented, because Markdown reads indented lines as code."""
     nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
@@ -186,7 +189,7 @@ def test_formulas_are_typeset():
         assert not re.search(r"^ {4,}.*\$\$", docstring, re.MULTILINE), docstring
 
 
-def test_citation_is_valid():
+def test_the_citation_file_is_valid():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
     assert citation["message"] and citation["title"] and citation["authors"]
@@ -198,7 +201,7 @@ def test_citation_is_valid():
             assert re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"]), identifier
 
 
-def test_changelog_and_citation_have_this_version():
+def test_changelog_and_citation_name_the_current_version():
     project = (ROOT / "pyproject.toml").read_text()
     version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()

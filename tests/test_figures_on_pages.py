@@ -1,4 +1,4 @@
-"""Each figure on README.md, docs/which_method.md and docs/speed.md is one field of one table."""
+"""Tests that numbers on README.md, docs/which_method.md and docs/speed.md match their tables."""
 
 import json
 import pathlib
@@ -14,7 +14,11 @@ CHAINS, TREE = "(8,1,1,1,1,1,1,1)", "(4,2,1,1,1,1,1,1)"
 
 
 def rows(table, *fixed_names, place=("rows",), **fixed):
-    """Returns a function of further values and a field: (table, place, row, field)."""
+    """Returns a function that names one field of a table as (table, place, row, field).
+
+    The function takes the values of `fixed_names`, and the name of the field. `row` has the values
+    that select the row, and `place` has the keys of the rows in the table's JSON.
+    """
 
     def field(*values):
         *values, name = values
@@ -49,7 +53,7 @@ def in_all_dtypes(method):
     return [peers(method, dtype, PER_SECOND) for dtype in ("float32", "bfloat16", "int8")]
 
 
-# Page, text with a place for each figure, figures.
+# A claim is a page, a sentence with a placeholder for each number, and the fields of the numbers.
 CLAIMS = [
     (README, "| `speculative`, L = 4 | {:.2f} | {:.2f} |",
      [h200("speculative", 1, 4, CALL), h200("speculative", 1, 4, SPEEDUP)]),
@@ -122,8 +126,10 @@ CLAIMS = [
      [smollm2(f"llama.cpp {kind}", PER_SECOND) for kind in ("Q4_1", "Q8_0", "F16", "F32")]),
     (SPEED, "| transformers | | | | {:.0f} |", [smollm2("transformers float32", PER_SECOND)]),
 ]  # fmt: skip
-# Figures computed from several fields of a linked table, tested below, and versions.
+# All other decimal numbers: those computed from several fields are tested below, the rest are
+# versions and settings.
 OTHERS = {README: "3.11 0.11 3.12 0.10 2.0", METHOD: "2.65 0.7 0.1", SPEED: "0.03 0.06 0.7"}
+# The rows of the call times on docs/which_method.md, and their tables.
 AUTO = {
     "20M, int8, 1": "ladder/fastest_1/auto",
     "97M, int8, 1": "target_97m/fastest_1/auto",
@@ -141,7 +147,7 @@ def read(table, *place):
 
 
 def stated(text, figures):
-    """Returns the text with the figures of their tables in their places."""
+    """Returns the text with the numbers from the tables in its placeholders."""
     values = []
     for table, place, row, field in figures:
         (value,) = [each for each in read(table, *place) if row.items() <= each.items()]
@@ -152,30 +158,30 @@ def stated(text, figures):
 
 
 def prose(page):
-    """Returns a page's text on one line, without code blocks and links' addresses."""
+    """Returns a page's text on one line, without code blocks and link addresses."""
     text = re.sub(r"^```[\s\S]*?^```$|^ {4}.*$", "", (ROOT / page).read_text(), flags=re.MULTILINE)
     return " ".join(re.sub(r"\]\([^)]*\)", "]", text).split())
 
 
 @pytest.mark.parametrize(("page", "text", "figures"), CLAIMS)
-def test_a_stated_figure_is_that_of_its_table(page, text, figures):
+def test_numbers_on_a_page_match_their_table(page, text, figures):
     assert prose(page).count(stated(text, figures)) == 1
 
 
 @pytest.mark.parametrize("target", AUTO)
-def test_call_times_are_those_of_their_table(target):
+def test_call_times_on_the_page_match_their_table(target):
     times = read(AUTO[target], "target_ms")
     cells = [f"{times[n]:.1f}" if n in times else "" for n in ("1", "5", "17")]
     assert " ".join(f"| {target} ([table]) | {' | '.join(cells)} |".split()) in prose(METHOD)
 
 
-def test_tokens_per_call_of_greedy_decoding_are_those_of_their_table():
+def test_greedy_tokens_per_call_match_their_table():
     (row,) = [row for row in read("layer/greedy/trees", "rows") if row["method"] == "gsd"]
     mean = sum(row["tokens"]["4,2,1,1"]) / sum(row["calls"])
     assert f"{mean:.2f} tokens per call on `4,2,1,1`" in prose(METHOD)
 
 
-def test_the_cost_of_int8_is_that_of_its_table():
+def test_the_quality_cost_of_int8_matches_its_table():
     scores = [row["scores"] for row in read("quality/quality", "rows")]
     bits = "eval_bits_per_character"
     costs = [100 * (each["int8"][bits] / each["float32"][bits] - 1) for each in scores]
@@ -183,7 +189,7 @@ def test_the_cost_of_int8_is_that_of_its_table():
 
 
 @pytest.mark.parametrize("page", OTHERS)
-def test_each_decimal_figure_has_a_table(page):
+def test_every_decimal_number_on_a_page_is_checked(page):
     text = prose(page)
     for claimed, claim, figures in CLAIMS:
         if claimed == page:

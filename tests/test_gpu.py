@@ -1,5 +1,7 @@
-"""Exact distributions with the arithmetic of an accelerator: `pytest -m gpu` on a machine with a
-GPU."""
+"""Tests that outputs are exact with the arithmetic of a GPU.
+
+Run them with `pytest -m gpu` on a machine with a GPU.
+"""
 
 import subprocess
 import sys
@@ -26,7 +28,7 @@ PROMPTS = np.random.default_rng(0).integers(3, 280, (4, 8)), np.full(4, 8)
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"self_speculative"}))
-def test_outputs_follow_the_target_on_the_device(name):
+def test_outputs_follow_the_target_distribution_on_a_gpu(name):
     method = on_tree(name, parse("2,1")) or on_tree(name, parse("2x2")) or get_method(name)
     methods.check_outputs(method, generations=48_000)
     methods.check_greedy(method, seed=0)
@@ -36,9 +38,9 @@ def test_outputs_follow_the_target_on_the_device(name):
 @pytest.mark.parametrize(
     "name", ["speculative", "block", "spectr", "otm_block", "otm_layer", "gsd"]
 )
-def test_greedy_decoding_equals_the_baseline(name, dtype):
-    """In bfloat16, calls on more tokens may round two nearly equal logits in another way, so that the
-    sequences differ."""
+def test_greedy_decoding_with_drafts_equals_the_baseline(name, dtype):
+    """In bfloat16, a call on more tokens may round two nearly equal logits differently. The test
+    lets half of the sequences differ."""
     target, draft = load("6m", dtype), load("2m", dtype)
     plain = generate(
         jax.random.key(0), get_method("baseline"), target, None, *PROMPTS, 24, Policy(temperature=0)
@@ -51,7 +53,7 @@ def test_greedy_decoding_equals_the_baseline(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["block", "spectr", "otm_layer"])
-def test_the_same_key_gives_the_same_tokens_in_another_process(name):
+def test_a_key_gives_the_same_tokens_in_every_process(name):
     code = (
         "import jax, numpy as np; from spectr_jax import *; from tests.test_gpu import PROMPTS;"
         f"out = generate(jax.random.key(3), get_method({name!r}), load('6m'), load('2m'), "
@@ -65,7 +67,7 @@ def test_the_same_key_gives_the_same_tokens_in_another_process(name):
     assert runs[0].stdout == runs[1].stdout and "[" in runs[0].stdout
 
 
-def test_logits_of_cached_decoding_are_those_of_a_full_forward():
+def test_logits_with_a_cache_match_a_full_forward_pass():
     model = load("6m").model
     tokens = np.random.default_rng(1).integers(3, 280, (2, 12))
     positions, visible = (

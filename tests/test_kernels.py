@@ -1,4 +1,4 @@
-"""Kernels and host stops are counted in a given HLO program."""
+"""Tests that scripts/dev/kernels.py counts the kernels and host stops of an HLO program."""
 
 import pathlib
 import runpy
@@ -49,15 +49,16 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 """
 
 
-def test_one_iteration_of_the_loop_is_counted():
+def test_kernels_and_host_stops_of_one_iteration_are_counted():
     counts = count(PROGRAM, ("draft", "score"))
-    # The longer branch, and one iteration of a loop of unknown length.
+    # The conditional counts as its longer branch, which has 2 kernels. An iteration of each loop has
+    # 3 kernels. One loop has 5 iterations; the one of unknown length counts as one iteration.
     assert counts.kernels == {"draft": 2, "score": 5 * 3 + 3, "": 1}
     stops = {phase: number for phase, number in counts.stops.items() if number}
     assert stops == {"draft": 1, "score": 1}
 
 
-def test_a_program_without_such_a_loop_has_no_kernels():
+def test_a_program_without_a_loop_counts_no_kernels():
     entry = "ENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %p = f32[4]{0} parameter(0)\n}\n"
     program = PROGRAM[: PROGRAM.index("ENTRY")] + entry
     assert count(program, ()).kernels.total() == 0

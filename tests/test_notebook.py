@@ -1,4 +1,7 @@
-"""The Colab notebook in the repository is consistent; scripts/dev/run_notebook.py --smoke runs it."""
+"""Tests that the Colab notebook fits the repository, without running it.
+
+`scripts/dev/run_notebook.py --smoke` runs it.
+"""
 
 import ast
 import json
@@ -15,7 +18,7 @@ CODE = [source for cell, source in zip(CELLS, SOURCES, strict=True) if cell["cel
 WITH_COMMANDS = [index for index, source in enumerate(SOURCES) if "python -m spectr_jax." in source]
 
 
-def test_without_outputs():
+def test_the_notebook_is_saved_without_outputs():
     for cell in CELLS:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [] and cell["execution_count"] is None, "".join(
@@ -23,19 +26,19 @@ def test_without_outputs():
             )
 
 
-def test_cells_parse():
+def test_code_cells_are_valid_python():
     for source in CODE:
         ast.parse(source)
 
 
-def test_one_parameter_makes_it_small():
+def test_one_parameter_switches_to_a_smoke_run():
     assert (
         sum(source.count("\nSMOKE = False  # @param") for source in CODE) == 1
         and "\nSMOKE = " in CODE[0]
     )
 
 
-def test_badge_opens_this_file():
+def test_the_colab_badge_opens_this_notebook():
     badge = "https://colab.research.google.com/assets/colab-badge.svg"
     page = "https://colab.research.google.com/github/spectr-jax/spectr_jax/blob/main/scripts/spectr_colab.ipynb"
     assert f"({badge})]({page})" in SOURCES[0]
@@ -49,20 +52,18 @@ def _flags_of(module: str) -> set[str]:
     return set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", source))
 
 
-@pytest.mark.parametrize("index", WITH_COMMANDS)
-def test_commands_have_flags_that_exist(index):
+@pytest.mark.parametrize("index", WITH_COMMANDS, ids="cell {}".format)
+def test_commands_in_a_cell_use_defined_flags(index):
     source = SOURCES[index]
     modules = set(re.findall(r"python -m spectr_jax\.(\w+)", source))
     known = set().union(*map(_flags_of, modules))
-    named = set(re.findall(r"[\s`\"']--(\w+)(?=[\s`\"'=.])", source)) - {
-        "depth",
-        "quiet",
-    }  # git's and pip's
+    other_programs = {"depth", "quiet"}  # Flags of git and pip.
+    named = set(re.findall(r"[\s`\"']--(\w+)(?=[\s`\"'=.])", source)) - other_programs
     assert named and named <= known, named - known
 
 
-@pytest.mark.parametrize("index", WITH_COMMANDS)
-def test_config_fields_exist(index):
+@pytest.mark.parametrize("index", WITH_COMMANDS, ids="cell {}".format)
+def test_commands_set_existing_config_fields(index):
     files = re.findall(r"--config=(configs/[\w/]+\.py)", SOURCES[index])
     configs = [runpy.run_path(str(ROOT / file))["get_config"]() for file in files]
     for field in re.findall(r"--config\.([\w.]+)=", SOURCES[index]):

@@ -1,4 +1,4 @@
-"""What `spectr_jax` exports, imports and depends on, and the first programs that users see."""
+"""Tests what `spectr_jax` exports, imports and depends on, and the first examples for users."""
 
 import ast
 import importlib.metadata
@@ -18,7 +18,7 @@ from spectr_jax.utils.errors import EXTRAS
 ROOT = pathlib.Path(__file__).parents[1]
 TEXTS = {"docstring": spectr_jax.__doc__, "README": (ROOT / "README.md").read_text()}
 PROGRAMS = {name: re.search(r"```python\n(.*?)```", TEXTS[name], re.DOTALL)[1] for name in TEXTS}
-# Neither `import spectr_jax` nor the use of one of its names imports these.
+# Neither importing `spectr_jax` nor using one of its exported names imports these.
 HEAVY = {
     *("orbax", "tensorflow_datasets", "grain", "array_record", "ml_collections", "matplotlib"),
     *("tokenizers", "sentencepiece", "huggingface_hub", "safetensors", "scipy"),
@@ -35,7 +35,7 @@ def test_importing_the_package_does_not_import_jax():
     assert not _imported("import spectr_jax") & {*HEAVY, "jax", "numpy"}
 
 
-def test_using_all_names_imports_jax_and_no_optional_package():
+def test_exported_names_import_jax_but_no_optional_package():
     names = _imported("from spectr_jax import *\nassert load and generate and transport")
     assert "jax" in names and not names & HEAVY
 
@@ -45,7 +45,7 @@ def test_a_published_model_needs_only_safetensors_and_sentencepiece():
     assert names & HEAVY == {"safetensors", "sentencepiece"}
 
 
-def test_exported_names_exist_and_others_raise():
+def test_exported_names_exist_and_unknown_names_raise():
     assert spectr_jax.__all__ == sorted(spectr_jax.__all__) and set(spectr_jax.__all__) == {
         *("load", "generate", "get_method", "Method", "Policy", "Tree"),
         *("check_plan", "check_method", "check_model", "transport"),
@@ -58,8 +58,8 @@ def test_exported_names_exist_and_others_raise():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_first_program_runs(name, capsys):
-    """It runs with the 6M target, which loads faster than the 20M."""
+def test_the_first_example_continues_its_prompt(name, capsys):
+    """The example runs with the 6M target, because it loads faster than the 20M."""
     program = PROGRAMS[name]
     assert 'load("20m", dtype="int8")' in program
     exec(compile(program.replace("20m", "6m"), "program", "exec"), found := {})
@@ -70,7 +70,7 @@ def test_the_first_program_runs(name, capsys):
     assert 0 < len(new) <= 40 and tokenizer.eos not in new[:-1] and tokenizer.bos not in new
 
 
-def test_generate_is_a_module_in_decoding_and_a_function_in_the_package():
+def test_the_generate_function_does_not_hide_its_module():
     import spectr_jax.decoding.generate as module
 
     assert module is decoding.generate is sys.modules["spectr_jax.decoding.generate"]
@@ -85,8 +85,9 @@ def _distributions(lines):
     return {re.match(r"[\w-]+", line)[0].replace("-", "_").lower() for line in lines}
 
 
-def test_each_imported_module_is_a_dependency_or_belongs_to_an_extra():
-    """`errors.EXTRAS`, which error messages use, has the extras of pyproject.toml."""
+def test_every_imported_module_is_a_declared_dependency():
+    """A module is a dependency or belongs to an extra. `errors.EXTRAS`, which error messages use,
+    lists the same extras as pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = importlib.metadata.packages_distributions()
 
@@ -111,7 +112,7 @@ def test_each_imported_module_is_a_dependency_or_belongs_to_an_extra():
     assert [module for module in others if not comes_with(module) & required] == []
 
 
-def test_dependencies_and_extras_are_the_requirements():
+def test_dependencies_and_extras_equal_requirements_txt():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert set(extras) == {"train", "eval", "hf"}

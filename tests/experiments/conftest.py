@@ -1,12 +1,13 @@
-"""Shared by the tests of the tables."""
+"""Defines the fixture with which tests stop a run, to test that it resumes."""
 
 import pytest
 
 
 @pytest.fixture
 def stopping():
-    """Returns a function that wraps another one. The wrapped function appends the arguments of each
-    call to `calls`, and its calls whose numbers are in `at` stop the run."""
+    """Returns a function that wraps another function. The wrapped function appends the arguments of
+    each call to `calls`. It stops the run at the calls whose numbers, counted from 1, are in `at`.
+    """
 
     def stopping(function, calls, *at):
         def wrapped(*args, **kwargs):

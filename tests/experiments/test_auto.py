@@ -1,5 +1,7 @@
-"""The search for the fastest method: end to end at toy size, and predictions from given times and
-acceptance."""
+"""Tests the search for the fastest method.
+
+The whole search runs at toy size, and predictions are made from given times and acceptance.
+"""
 
 import json
 import re
@@ -46,11 +48,11 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch, stopping):
+def test_a_stopped_run_resumes_and_writes_table_and_answer(toy, tmp_path, monkeypatch, stopping):
     """The run is stopped while it measures acceptance, times and candidates, and resumes each time.
-    Each entry of the journal is edited to have taken an hour."""
+    The test sets the time of each journal entry to one hour, which the result must include."""
     calls, phases, tokens, decoded = [], [], [], []
-    run = stopping(Bench.run, decoded, 1, 8)  # The eighth is the last one.
+    run = stopping(Bench.run, decoded, 1, 8)  # The eighth run is the last one.
     monkeypatch.setattr(Bench, "run", run)
     monkeypatch.setattr(call_parts, "call_timer", stopping(call_parts.call_timer, calls))
     monkeypatch.setattr(call_parts, "phase_timers", stopping(call_parts.phase_timers, phases))
@@ -63,7 +65,7 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch, stoppi
     text, measured = re.subn(r'"seconds": [\d.]+}\n', '"seconds": 3600}\n', journal.read_text())
     journal.write_text(text)
     result = auto.run(config, tmp_path)
-    # `speculative` is timed too, for the time of a start.
+    # `speculative` is timed too, because it gives the time to start a sequence.
     assert (len(calls), len(phases), len(tokens), len(decoded)) == (3, 2 + 1, 2 + 1, 8 + 2)
     assert measured == 14 and result["seconds"] >= 14 * 3600 and not journal.exists()
     assert json.loads((tmp_path / "auto.json").read_text()) == result
@@ -78,12 +80,14 @@ def test_the_table_and_the_answer_are_written(toy, tmp_path, monkeypatch, stoppi
     )
     speeds = [row["tokens_per_second"] for row in result["predicted"]]
     assert speeds == sorted(speeds, reverse=True)
-    assert len(speeds) == 1 + 2  # Chains of 1 and 2.
+    assert len(speeds) == 1 + 2  # The baseline, and chains of 1 and 2 tokens.
 
 
 def _given(target, accepted=0.8, level=1.0):
-    """Returns the acceptance `accepted` for one and for two drafts, and the times of a machine where
-    a call on n tokens takes `target(n)` seconds."""
+    """Returns an acceptance of `accepted` for one and for two drafts, and the times of a machine.
+
+    On this machine a call on n tokens takes `target(n)` seconds.
+    """
     carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
     acceptance = auto.Acceptance({"speculative": carriers}, 60.0, {})
     times = call_parts.Times(
@@ -104,11 +108,11 @@ def _found(target, tmp_path, **given):
     return auto.candidates(config, *_given(target, **given))
 
 
-def test_long_drafts_win_where_scoring_is_free_and_none_where_it_is_expensive(tmp_path):
+def test_long_drafts_win_only_where_scoring_is_cheap(tmp_path):
     free = _found(lambda _: 100.0, tmp_path)
     assert [each.shape for each in free] == ["1,1,1,1", "1,1,1", "1,1", "1", "-"]
     assert free[0].tokens_per_call == pytest.approx(sum(0.8**n for n in range(5)))
-    # Each call drafts four levels of 1 second and scores in 100.
+    # Each call drafts four levels in 1 second each, and scores them in 100 seconds.
     assert free[0].tokens_per_second == pytest.approx(free[0].tokens_per_call / 104)
     expensive = _found(lambda count: 100.0 * count, tmp_path)
     assert expensive[0].shape == "-"
@@ -116,7 +120,7 @@ def test_long_drafts_win_where_scoring_is_free_and_none_where_it_is_expensive(tm
 
 
 @pytest.mark.slow
-def test_methods_without_a_table_are_replayed(toy, tmp_path):
+def test_methods_without_a_statistic_are_predicted_by_replay(toy, tmp_path):
     config = _config(
         toy.folder,
         methods=("otm_layer", "traversal"),
@@ -150,13 +154,13 @@ def test_methods_without_a_table_are_replayed(toy, tmp_path):
     assert found["otm_layer", "2,1"].tokens_per_call > 1
 
 
-def test_the_best_of_each_method_is_tried_and_then_the_best_of_the_rest(tmp_path):
+def test_the_best_candidate_of_each_method_is_tried_first(tmp_path):
     found = _found(lambda _: 100.0, tmp_path)
     config = _config(tmp_path, tries=2)
     assert [each.shape for each in auto.to_try(config, found)] == ["-", "1,1,1,1", "1,1,1"]
 
 
-def test_the_answer_can_be_pasted():
+def test_the_answer_is_code_that_can_be_pasted():
     rows = [{"method": "baseline", "measured_per_second": 10.0, "speedup": 1.0}]
     row = {"measured_per_second": 25.0, "speedup": 2.5}
 
@@ -183,8 +187,8 @@ def test_the_answer_can_be_pasted():
     )
 
 
-def test_ratios_are_of_what_ran_on_the_same_seed(tmp_path, monkeypatch):
-    """The machine is three times as slow on the second seed, and ten times on the third seed."""
+def test_speedups_compare_runs_on_the_same_seed(tmp_path, monkeypatch):
+    """The machine takes three times as long on the second seed, and ten times on the third."""
     found = auto.to_try(_config(tmp_path, tries=1), _found(lambda _: 100.0, tmp_path))
 
     def measured(_, program, seed, *__, **___):

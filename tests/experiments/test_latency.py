@@ -1,5 +1,7 @@
-"""Tables 1 and 3, the phases and the profile: end to end at toy size, and their parts where the
-answer is known."""
+"""Tests the latency tables (SpecTr, Tables 1 and 3), the phases of a call, and the profile.
+
+The whole run is at toy size, and its parts run where the answer is known.
+"""
 
 import contextlib
 import json
@@ -34,9 +36,9 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_the_tables_are_written(toy, tmp_path, monkeypatch, stopping):
-    """The run is stopped in the third of four turns, and at the profile, and resumes each time. Each
-    entry of the journal is edited to have taken an hour."""
+def test_a_stopped_run_resumes_and_writes_the_tables(toy, tmp_path, monkeypatch, stopping):
+    """The run is stopped in the third of four turns and at the profile, and resumes each time. The
+    test sets the time of each journal entry to one hour, which the result must include."""
     made, calls, phases, profiles = [], [], [], []
     make = stopping(latency.call_runs, made, 0)
     monkeypatch.setattr(latency, "call_runs", lambda *args: stopping(make(*args), calls, 6))
@@ -77,7 +79,7 @@ def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch, s
         types.SimpleNamespace(model=None),
     )
     made, calls = [], []
-    timer = stopping(lambda: 1.0, calls, 7)  # Each method has five.
+    timer = stopping(lambda: 1.0, calls, 7)  # Each method has five timers.
 
     def timers(method, *_):
         made.append(method.name)
@@ -96,7 +98,7 @@ def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch, s
 
 
 def test_a_draft_without_a_tokenizer_can_be_timed(toy, tmp_path, monkeypatch):
-    """A draft that sees the features of a target cannot be called alone, and is refused."""
+    """A draft that sees the features of a target is refused, because it cannot be called alone."""
     timed = []
     monkeypatch.setattr(
         latency, "measure_cells", lambda config, models, journal: timed.extend(models) or 1 / 0
@@ -110,7 +112,7 @@ def test_a_draft_without_a_tokenizer_can_be_timed(toy, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_table_is_written_without_a_profile(toy, tmp_path, monkeypatch):
+def test_tables_are_written_where_profiling_is_not_allowed(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(
         latency, "measure_cells", lambda *_: [{"model": "target", "median_ms": 1.0}]
     )
@@ -122,7 +124,7 @@ def test_the_table_is_written_without_a_profile(toy, tmp_path, monkeypatch):
     assert "This machine does not allow profiling" in (tmp_path / "latency.md").read_text()
 
 
-def test_the_paper_has_every_cell_of_its_tables():
+def test_the_papers_latency_tables_are_complete():
     assert {key: len(paper.LATENCY[key]) for key in paper.LATENCY} == {
         (model, length, batch): 2
         for model in ("97M", "6M")
@@ -131,7 +133,7 @@ def test_the_paper_has_every_cell_of_its_tables():
     }
 
 
-def test_operations_are_assigned_by_their_scope():
+def test_profiled_operations_belong_to_the_phase_of_their_scope():
     program = """
   %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/while/body/draft/exp" source_line=3}
   ROOT %dot.7 = f32[8,8]{1,0} dot(%a, %b), metadata={op_name="jit(f)/while/body/score/dot_general"}
@@ -153,7 +155,7 @@ def test_operations_are_assigned_by_their_scope():
     assert [row["share"] for row in rows] == pytest.approx([0.6, 0.2, 0.2])
 
 
-def test_operations_are_assigned_by_the_names_of_a_gpu():
+def test_operation_names_of_a_gpu_profile_are_recognized():
     phases = {
         "loop_add_fusion.12": "draft",
         "custom-call.3": "score",
@@ -172,7 +174,7 @@ def test_operations_are_assigned_by_the_names_of_a_gpu():
     ]
 
 
-def test_operations_that_only_contain_others_do_not_count():
+def test_control_flow_operations_are_left_out_of_the_profile():
     def event(name):
         return types.SimpleNamespace(stats=[("hlo_op", name)], duration_ns=1e9)
 

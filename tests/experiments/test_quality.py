@@ -1,4 +1,4 @@
-"""Bits per character of small models with random weights equal those of single sentences."""
+"""Tests the bits per character of small models with random weights."""
 
 import json
 import math
@@ -50,9 +50,9 @@ def _check(scores, model, lines, pieces):
     assert scores["eval_bits_per_character"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
-    """The run is stopped at the second of three precisions, and resumes. The first is edited to have
-    taken an hour."""
+def test_scores_equal_those_of_sentences_scored_alone(toy, tmp_path, monkeypatch):
+    """The run is stopped at the second of three precisions and resumes. The test sets the time of
+    the first to one hour, which the result must include."""
     scores, begun = quality._scores, []
 
     def stopped(sentences, batch_size, contender, dtype):
@@ -91,8 +91,10 @@ def test_scores_are_those_of_the_sentences(toy, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with a small Llama of random weights and byte pairs; no BOS is added, and
-    `<|endoftext|>` is not its BOS."""
+    """Returns a folder with a small Llama of random weights and a byte-pair tokenizer.
+
+    The tokenizer adds no BOS, and its BOS is another token than `<|endoftext|>`.
+    """
     folder = tmp_path_factory.mktemp("llama")
     pairs = tokenizers.ByteLevelBPETokenizer()
     controls = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -118,13 +120,13 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_llama_is_compared_with_our_model(toy, llama, tmp_path):
-    """Both are scored on the sentences that fit both; the nats are computed here again."""
+def test_models_are_compared_on_sentences_that_fit_all(toy, llama, tmp_path):
+    """A Llama and our model are scored on the sentences that fit both. The test computes their nats
+    on its own."""
     fitting = ["law law", "draft target token 3 law", "x" * 23, "the token 日", "a", "target"]
-    too_long = [
-        "x" * 24,
-        "draft " * 18,
-    ]  # 25 tokens with the newline, where one less is the context; more than 32 of ours.
+    # The first has 25 tokens with the newline, one more than the Llama's context. The second has
+    # more tokens than the 32 of our model's context.
+    too_long = ["x" * 24, "draft " * 18]
     (tmp_path / "heldout.txt").write_text(
         "\n".join([too_long[0], *fitting, too_long[1], "not among the first"])
     )
@@ -151,22 +153,22 @@ def test_a_llama_is_compared_with_our_model(toy, llama, tmp_path):
         run(_config(toy, **{**changes, "sentences": 1}), tmp_path / "none")
 
 
-def test_tokens_before_and_after_a_sentence(toy, llama, in_hugging_face):
-    """The separator or BOS comes before, a newline or EOS after. Our tokenizer in Hugging Face's
-    files gives the same tokens."""
+def test_sentences_get_a_start_token_and_a_line_end(toy, llama, in_hugging_face):
+    """A sentence starts with BOS or the separator, and ends with a newline or EOS. Our tokenizer
+    gives the same tokens after its conversion to Hugging Face's format."""
     ours = load(str(toy.folder / "target")).tokenizer
     written = HuggingFaceTokenizer(in_hugging_face(ours), BOS, (EOS, 3))
     line = "token 3 law"
     assert scored(ours, line) == scored(written, line) == [BOS, *ours.encode(line), EOS]
     pairs = read_tokenizer(llama)
-    text = pairs.encode(f"{line}\n").ids
-    assert text[-1] == pairs.encode("\n").ids[0]
-    assert scored(HuggingFaceTokenizer(pairs, 0, 1), line) == [0, *text]
-    assert scored(HuggingFaceTokenizer(pairs, 0, 1, adds_bos=False), line) == [2, *text]
+    tokens = pairs.encode(f"{line}\n").ids
+    assert tokens[-1] == pairs.encode("\n").ids[0]
+    assert scored(HuggingFaceTokenizer(pairs, 0, 1), line) == [0, *tokens]
+    assert scored(HuggingFaceTokenizer(pairs, 0, 1, adds_bos=False), line) == [2, *tokens]
     bare = tokenizers.ByteLevelBPETokenizer()
     bare.train_from_iterator([line], vocab_size=270, special_tokens=["<s>"], show_progress=False)
     alone = HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(bare.to_str()), 0, 0, adds_bos=False)
-    assert scored(alone, line)[0] == 0  # No separator in the vocabulary.
+    assert scored(alone, line)[0] == 0  # The vocabulary has no separator, so BOS comes first.
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_tokens_before_and_after_a_sentence(toy, llama, in_hugging_face):
         ({"sentences": 0}, "sentences=0: must be at least 1"),
     ],
 )
-def test_bad_configs(toy, tmp_path, changes, message):
+def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         run(_config(toy, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()

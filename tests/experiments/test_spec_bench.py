@@ -1,5 +1,7 @@
-"""Spec-Bench on our own questions and small models: the arithmetic of the protocol, resumption, and
-bad configs."""
+"""Tests Spec-Bench on a few questions and small models.
+
+The tests cover the arithmetic of the protocol, resumption, and bad configs.
+"""
 
 import json
 
@@ -48,7 +50,7 @@ def models():
 
 @pytest.fixture
 def config(models, tmp_path, monkeypatch):
-    """All prompts are padded to 128 tokens, so that each method has one program."""
+    """Returns a config that pads all prompts to 128 tokens, so that each method has one program."""
     monkeypatch.setitem(by_name.LOADERS, "mine", lambda name, dtype: models[name])
     monkeypatch.setattr(spec_bench, "LONG", 128)
     path = tmp_path / "questions.jsonl"
@@ -66,8 +68,10 @@ def config(models, tmp_path, monkeypatch):
     return config
 
 
-def test_the_table_is_that_of_the_conversations(config, models, tmp_path, monkeypatch):
-    """The run is stopped at the third question, and resumes. A fake clock makes each answer take a
+def test_a_stopped_run_resumes_and_matches_separate_conversations(
+    config, models, tmp_path, monkeypatch
+):
+    """The run is stopped at the third question and resumes. A fake clock makes each answer take one
     second."""
     clock, converse, asked = iter(range(10_000)), spec_bench.converse, []
     monkeypatch.setattr(spec_bench.time, "perf_counter", lambda: next(clock))
@@ -130,7 +134,7 @@ def test_the_table_is_that_of_the_conversations(config, models, tmp_path, monkey
 
 
 def _greedy(target, turns):
-    """Returns the tokens of the answers, each after the conversation so far."""
+    """Returns the tokens of the greedy answers, each decoded after the conversation so far."""
     messages, answers = [], []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
@@ -151,7 +155,7 @@ def _greedy(target, turns):
     return answers
 
 
-def test_questions_are_evenly_spaced():
+def test_selected_questions_are_evenly_spaced():
     questions = [
         Question(str(number), "one" if number < 8 else "two", ("?",)) for number in range(11)
     ]
@@ -159,7 +163,7 @@ def test_questions_are_evenly_spaced():
     assert spread(questions, 0) == questions and len(spread(questions, 5)) == 8
 
 
-def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
+def test_benchmark_categories_are_grouped_into_six_tasks(tmp_path):
     path = tmp_path / "questions.jsonl"
     categories = [
         "writing",
@@ -196,7 +200,7 @@ def test_the_categories_of_the_benchmark_are_six_tasks(tmp_path):
         ),
     ],
 )
-def test_bad_configs(config, tmp_path, changes, message):
+def test_bad_configs_are_refused_before_any_work(config, tmp_path, changes, message):
     config.update(changes)
     with pytest.raises(UserError, match=message):
         run(config, tmp_path / "run")
@@ -215,8 +219,9 @@ def test_bad_configs(config, tmp_path, changes, message):
         ),
         ("\n", "has no questions"),
     ],
+    ids=["invalid JSON", "no turns", "empty turns", "a repeated question_id", "an empty file"],
 )
-def test_bad_questions(tmp_path, line, message):
+def test_bad_question_files_are_refused(tmp_path, line, message):
     path = tmp_path / "questions.jsonl"
     path.write_text(line)
     with pytest.raises(UserError, match=message):

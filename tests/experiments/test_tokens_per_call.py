@@ -1,4 +1,4 @@
-"""Tokens per call, on small models with random weights and a tokenizer trained here."""
+"""Tests the table of tokens per call on small models with random weights."""
 
 import dataclasses
 import json
@@ -51,13 +51,13 @@ def _config(folder, **changes):
 
 @pytest.fixture(scope="module")
 def whole(toy, tmp_path_factory):
-    """Returns the folder of a table, and the table."""
+    """Returns the folder of a table that was measured without a stop, and the table."""
     folder = tmp_path_factory.mktemp("table")
     return folder, run(_config(toy.folder), folder)
 
 
-@pytest.mark.xdist_group("table")  # They share programs, and this table.
-def test_table_is_written(whole):
+@pytest.mark.xdist_group("table")  # These tests share programs and this table.
+def test_the_table_is_written_as_json_markdown_and_png(whole):
     folder, first = whole
     assert [
         (row["algorithm"], row["num_drafts"], row["draft_length"]) for row in first["rows"]
@@ -65,11 +65,12 @@ def test_table_is_written(whole):
     assert all(row["tokens_per_second"] > 0 for row in first["rows"])
     assert first["rows"][0]["tokens_per_call"] == 1.0 and first["rows"][0]["speedup"] == 1.0
     assert all(row["tokens_per_call"] > 1.0 for row in first["rows"][1:])
-    for row in first["rows"][1:]:  # alpha is a share of `nodes` draws of mean at most alpha*.
+    for row in first["rows"][1:]:
+        # alpha is a mean over `nodes` draws, each accepted with probability alpha* at most.
         error = 4 * np.sqrt(0.25 / row["nodes"])
-        if row["algorithm"] != "otm_block":  # It decides on whole paths.
+        if row["algorithm"] != "otm_block":  # It decides on whole paths, so alpha* is no bound.
             assert row["acceptance"] <= row["optimal_acceptance"] + error
-        if row["algorithm"] == "speculative":  # It is optimal for one draft.
+        if row["algorithm"] == "speculative":  # This is optimal for one draft.
             assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
     assert json.loads((folder / "tokens_per_call.json").read_text()) == first
     assert {"command", "config_hash", "hardware", "commit", "jax"} <= first.keys()
@@ -84,7 +85,7 @@ def test_table_is_written(whole):
     assert (folder / "tokens_per_call.png").stat().st_size > 5_000
 
 
-def test_the_paper_is_cited_at_its_temperature():
+def test_the_papers_value_is_cited_only_at_its_temperature():
     draft = types.SimpleNamespace(model=types.SimpleNamespace(config=LADDER["draft_2m"]))
     row = Program(get_method("spectr", num_drafts=4, draft_length=8), draft)
     one = Measurement(
@@ -118,8 +119,8 @@ class _Bar:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch, stopping):
-    """Each row has one program without alpha*. After a stop the resumed bar ends at its total."""
+def test_the_progress_bar_counts_every_program_and_batch(toy, tmp_path, monkeypatch, stopping):
+    """Without alpha*, each row has one program. After a stop, the resumed bar reaches its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
     config = _config(
@@ -135,9 +136,8 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch, 
     )
     assert all(0 < row["acceptance"] < 1 and row["optimal_acceptance"] is None for row in rows[1:])
     first, second = _Bar.bars
-    assert (
-        first.total == second.total == 4 * (1 + 1 + 2 * 2)
-    )  # A program, a batch to warm up, two batches on two seeds.
+    # Each of the 4 rows has a program, a warm-up batch, and two batches on each of two seeds.
+    assert first.total == second.total == 4 * (1 + 1 + 2 * 2)
     assert first.at == 4 + 4 + 3 * 2 and second.at == second.total
     words = dict(first.said)
     assert (
@@ -148,7 +148,7 @@ def test_the_bar_moves_with_every_program_and_batch(toy, tmp_path, monkeypatch, 
     assert [at for at, _ in second.said[-8:]] == list(range(second.total - 16, second.total, 2))
 
 
-def test_descriptions_of_seeds_and_provenance():
+def test_means_over_seeds_and_provenance_are_formatted():
     assert report.mean_and_std([1.0, 2.0]) == "1.50 ± 0.71" and report.mean_and_std([1.5]) == "1.50"
     made = {
         "command": "python x.py",
@@ -172,7 +172,7 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, tuple(config.drafts), config.dtype)
     prompts = read_prompts(config, target.tokenizer)
-    # Compiles the small programs around it, which do not count.
+    # This run compiles the small helper programs, which are not counted below.
     bench = Bench(config, target, [draft], prompts, None)
     bench.run(Program(get_method("speculative", draft_length=1), draft), 0)
     block = Program(get_method("block", draft_length=1), draft)
@@ -189,13 +189,13 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
+def test_a_stopped_table_resumes_without_measuring_twice(whole, toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and the table equals one without stops, except for its times."""
     config, measured, measure = _config(toy.folder), [], Bench.run
-    monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Programs compile in parallel.
+    monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Lets programs compile in parallel.
 
     def stopped(bench, program, seed, batches=None):
-        if batches is None:  # Otherwise it is a warm-up.
+        if batches is None:  # Warm-up runs give `batches`.
             if len(measured) in (4, 7):
                 measured.append(None)
                 raise KeyboardInterrupt
@@ -208,12 +208,11 @@ def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
             run(config, tmp_path / "parts")
         assert not (tmp_path / "parts/tokens_per_call.json").exists()
     with (tmp_path / "parts/tokens_per_call.part.jsonl").open("a") as file:
-        file.write('{"name": "draft, otm')  # As if killed while writing.
+        file.write('{"name": "draft, otm')  # Simulates a kill during a write.
     parts = run(config, tmp_path / "parts")
     taken = [each for each in measured if each]
-    assert (
-        len(taken) == len(set(taken)) == 3 * len(config.seeds) + 2
-    )  # And alpha* of those that draft.
+    # Each of the 3 rows runs on each seed, and the 2 rows with drafts also run for alpha*.
+    assert len(taken) == len(set(taken)) == 3 * len(config.seeds) + 2
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
         f"tokens_per_call.{kind}" for kind in ("json", "md", "png")
     ]
@@ -228,8 +227,9 @@ def test_a_stopped_table_resumes(whole, toy, tmp_path, monkeypatch):
         ('{"config_hash": "other", "hardware": "abacus"}\n', "another config.*abacus"),
         ("{}}\n", "is damaged"),
     ],
+    ids=["of another config", "damaged"],
 )
-def test_a_journal_of_another_run_is_left_alone(toy, tmp_path, content, message):
+def test_unusable_journals_are_refused_and_kept(toy, tmp_path, content, message):
     path = tmp_path / "tokens_per_call.part.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match=message):
@@ -252,7 +252,7 @@ def test_drafts_of_the_same_name_are_measured_separately(toy, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_batch_size_does_not_change_the_figures(toy):
+def test_batch_size_does_not_change_tokens_or_calls(toy):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, config.drafts, config.dtype)
     program = Program(get_method("otm_block", num_drafts=2, draft_length=2), draft)
@@ -276,14 +276,14 @@ def test_prompts_are_cut_and_padded(toy):
     assert prompts.lengths.reshape(-1).tolist() == [4] * 7 + [1]
 
 
-def test_a_workdir_of_another_config_is_left_alone(toy, tmp_path):
+def test_a_workdir_of_another_config_is_refused(toy, tmp_path):
     (tmp_path / "tokens_per_call.json").write_text('{"config_hash": "other"}')
     with pytest.raises(UserError, match="another config"):
         run(_config(toy.folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokens_per_call.json"]
 
 
-def test_models_of_different_vocabularies(toy, tmp_path):
+def test_models_of_different_vocabularies_are_refused(toy, tmp_path):
     shifted = ["".join(chr(ord(letter) + 300) for letter in line) for line in toy.prompts * 20]
     proto = train_tokenizer(shifted, tmp_path / "tokenizer.model", 283).proto
     save_weights(tmp_path / "other", Transformer(toy.shape, rngs=nnx.Rngs(0)), proto, {})
@@ -294,7 +294,7 @@ def test_models_of_different_vocabularies(toy, tmp_path):
         run(_config(toy.folder, drafts=(str(tmp_path / "other.safetensors"),)), tmp_path / "run")
 
 
-def test_the_wrong_tokenizer_is_refused(toy, tmp_path):
+def test_a_model_next_to_the_wrong_tokenizer_is_refused(toy, tmp_path):
     train_tokenizer([line[::-1] for line in toy.prompts * 20], tmp_path / "tokenizer.model", 283)
     (tmp_path / "m.safetensors").write_bytes((toy.folder / "target.safetensors").read_bytes())
     with pytest.raises(
@@ -316,7 +316,7 @@ def test_the_wrong_tokenizer_is_refused(toy, tmp_path):
         ({"prompts": "/nowhere.txt"}, "no text file matches '/nowhere.txt'"),
     ],
 )
-def test_bad_configs(toy, tmp_path, changes, message):
+def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         run(_config(toy.folder, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -329,7 +329,7 @@ def test_published_models_have_the_shapes_of_the_ladder():
         assert trained.tokenizer.vocab_size == 8192
 
 
-def test_the_ladder_of_the_papers_sizes(monkeypatch):
+def test_the_97m_ladder_config_loads_matching_models(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = runpy.run_path("configs/ladder.py")["get_config"]("97m")
     tokens_per_call.check_eval_config(config)
@@ -341,8 +341,8 @@ def test_the_ladder_of_the_papers_sizes(monkeypatch):
     assert target.tokenizer.proto == load(config.drafts[0]).tokenizer.proto
 
 
-def test_the_ladder_of_smollm2(monkeypatch):
-    """Its draft has SmolLM2's vocabulary, which is larger than its head."""
+def test_the_smollm2_ladder_config_loads_its_draft(monkeypatch):
+    """The draft has SmolLM2's vocabulary, but its head has logits for fewer tokens."""
     monkeypatch.chdir(ROOT)
     config = runpy.run_path("configs/ladder.py")["get_config"]("smollm2")
     tokens_per_call.check_eval_config(config)
@@ -357,9 +357,8 @@ def test_shape_names_match_the_paper_table():
     ]
     drafts = dict.fromkeys(draft for draft, *_ in TOKENS_PER_CALL)
     assert [shape_name(trained) for trained in ladder] == [*drafts, "97M"]
-    assert (
-        shape_name(Trained("mine", object(), None)) == "mine"
-    )  # It need not be a transformer of ours.
+    # A model of another class keeps its own name.
+    assert shape_name(Trained("mine", object(), None)) == "mine"
 
 
 def test_markdown_table_is_aligned():

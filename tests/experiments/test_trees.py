@@ -1,5 +1,7 @@
-"""The comparison of methods at equal numbers of drafted tokens: end to end at toy size, and its
-parts where the answer is known."""
+"""Tests the comparison of methods at equal numbers of drafted tokens.
+
+The whole comparison runs at toy size, and its parts run where the answer is known.
+"""
 
 import itertools
 import json
@@ -34,8 +36,8 @@ IID = [
 TABLE = random_table(0, 4)
 DRAFT = perturbed(TABLE, 1, 0.8)
 MEASURED = ("speculative", "otm_block", "otm_layer", "gsd", "ersd", "greedy_drafts")
-"""Methods of the table at toy size: each kind of drafts and of verifiers."""
-P, Q, TEXTS = DRAFT[1, 2], TABLE[1, 2], 20_000
+"""The methods of the toy table, which cover each kind of drafts and of verifiers."""
+P, Q, SEQUENCES = DRAFT[1, 2], TABLE[1, 2], 20_000
 
 
 def _config(folder, **changes):
@@ -49,7 +51,7 @@ def _config(folder, **changes):
             "batch_size": 4,
             "max_new_tokens": 5,
             "seeds": (0, 1),
-            "sizes": (1,),  # All shapes are one tree, so each method has one program.
+            "sizes": (1,),  # All shapes of one node are the same tree: one program per method.
             "draft_length": 1,
             "extra_trees": ("1",),
             "exit_layer": 0,
@@ -60,7 +62,7 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch, stopping):
+def test_a_stopped_run_resumes_and_writes_table_and_figures(toy, tmp_path, monkeypatch, stopping):
     """The run is stopped while it measures acceptance and rows, and resumes each time."""
     config = _config(toy.folder, methods=MEASURED)
     monkeypatch.setattr(Bench, "run", stopping(Bench.run, [], 9, 24))
@@ -89,13 +91,13 @@ def test_the_table_and_the_figures_are_written(toy, tmp_path, monkeypatch, stopp
         assert (tmp_path / name).stat().st_size > 5_000
 
 
-def test_every_method_is_compared():
-    """Every method with a draft model is in the config, also one that is added to the library."""
+def test_the_comparison_has_every_method_with_a_draft_model():
+    """A method that is added to the library must be added to the config, too."""
     assert {name for name in METHODS if get_method(name).needs_draft} == {*trees_config().methods}
 
 
 def _synthetic(size):
-    """Returns geometric R and carriers, and nodes whose acceptance follows R, on two seeds."""
+    """Returns acceptance with geometric R, nodes that follow R on two seeds, and carriers."""
     R = {
         name: [a * 0.3**rank for rank in range(size)] for name, a in (("gsd", 0.65), ("ersd", 0.6))
     }
@@ -114,7 +116,7 @@ def _synthetic(size):
     return PairAcceptance(R, nodes, dict.fromkeys(IID, table), 0.5)
 
 
-def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
+def test_table_rows_match_their_trees_and_sizes(toy):
     config = _config(
         toy.folder, sizes=(16, 8), draft_length=4, extra_trees=("2,1,1,1", "4,2"), exit_layer=1
     )
@@ -132,8 +134,9 @@ def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
                 if r[:2] == (row.size, "optimal") and r.method.name == row.method.name
             )
             assert row.theory <= best.theory + 1e-12
-    assert {row.size for row in rows if row.shape.startswith("(4,2)")} == {16}  # It has 12 nodes.
-    named = [row for row in rows if row.shape.startswith("(")]  # As commands take them.
+    # The tree (4,2) has 12 nodes, so it does not fit size 8.
+    assert {row.size for row in rows if row.shape.startswith("(4,2)")} == {16}
+    named = [row for row in rows if row.shape.startswith("(")]  # Commands take these names.
     assert named and all(
         parse(row.shape[1 : row.shape.index(")")]).parents == row.method.tree.parents
         for row in named
@@ -141,7 +144,7 @@ def test_rows_have_the_sizes_and_the_theory_of_their_trees(toy):
     assert len({(row.size, row.method) for row in rows}) == len(rows)
 
 
-def test_points_of_known_acceptance_lie_on_their_curves():
+def test_points_of_known_acceptance_lie_on_the_theory_curves():
     acceptance = _synthetic(12)
     for figure in (ersd.figure_3(acceptance, 100), ersd.figure_4(acceptance, 100)):
         for panel in range(2):
@@ -167,7 +170,7 @@ def test_points_of_known_acceptance_lie_on_their_curves():
 
 def _observed(method, tree, observe, max_new_tokens=1):
     models = TableModel(TABLE), TableModel(DRAFT)
-    prompts, lengths = np.tile([1, 2], (TEXTS, 1)), np.full(TEXTS, 2)
+    prompts, lengths = np.tile([1, 2], (SEQUENCES, 1)), np.full(SEQUENCES, 2)
     method = get_method(method, tree=tree)
     result = generate(
         jax.random.key(0), method, *models, prompts, lengths, max_new_tokens, observe=observe
@@ -177,12 +180,12 @@ def _observed(method, tree, observe, max_new_tokens=1):
     }
 
 
-def test_acceptance_by_child_index_is_that_of_the_race():
+def test_acceptance_by_child_index_matches_the_exact_pmf():
     seen = _observed("ersd", batch(3), observe_nodes)
     R = race.index_pmf(P, Q, 3)
-    assert seen["nodes"][0] == TEXTS
-    np.testing.assert_allclose(seen["nodes"][1:] / TEXTS, R, atol=4 * np.sqrt(0.25 / TEXTS))
-    assert seen["kl"] / TEXTS == pytest.approx(np.sum(Q * np.log2(Q / P)), abs=1e-5)
+    assert seen["nodes"][0] == SEQUENCES
+    np.testing.assert_allclose(seen["nodes"][1:] / SEQUENCES, R, atol=4 * np.sqrt(0.25 / SEQUENCES))
+    assert seen["kl"] / SEQUENCES == pytest.approx(np.sum(Q * np.log2(Q / P)), abs=1e-5)
 
 
 def test_acceptance_along_a_chain_is_a_product():
@@ -193,12 +196,12 @@ def test_acceptance_along_a_chain_is_a_product():
         for x in range(4)
     )
     np.testing.assert_allclose(
-        seen["nodes"][1:] / TEXTS, [first, second], atol=4 * np.sqrt(0.25 / TEXTS)
+        seen["nodes"][1:] / SEQUENCES, [first, second], atol=4 * np.sqrt(0.25 / SEQUENCES)
     )
 
 
 @pytest.mark.slow
-def test_carriers_of_iid_drafts():
+def test_observed_carriers_of_iid_drafts_are_exact():
     """One run observes all plans on the same drafts."""
     methods = tuple(map(get_method, ("spectr", "otm", "gbv_conditional")))
     counts = _observed("otm", batch(3), observe_drafts(methods, "carriers"))
@@ -210,7 +213,9 @@ def test_carriers_of_iid_drafts():
             pmf = transport.get(name).pmf(P, Q, drafts) if k else Q
             for token in range(4):
                 exact[drafts.count(token)] += np.prod(P[list(drafts)]) * pmf[token]
-        np.testing.assert_allclose(counts[name][k] / TEXTS, exact, atol=4 * np.sqrt(0.25 / TEXTS))
+        np.testing.assert_allclose(
+            counts[name][k] / SEQUENCES, exact, atol=4 * np.sqrt(0.25 / SEQUENCES)
+        )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def test_carriers_of_iid_drafts():
         ({"sizes": (400,)}, "sizes=400: must not exceed the vocabulary of 283 tokens"),
     ],
 )
-def test_bad_configs(toy, tmp_path, changes, message):
+def test_bad_configs_are_refused_before_any_work(toy, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         trees.run(_config(toy.folder, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""The figures of the papers, at toy size."""
+"""Tests the papers' figures on acceptance, with few draws and few pairs of distributions."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from spectr_jax.experiments.config import figures_config
 from spectr_jax.experiments.figures.acceptance import FIGURES, run
 from spectr_jax.utils.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("figures")  # They share the figures.
+pytestmark = pytest.mark.xdist_group("figures")  # The tests share one run of all figures.
 
 
 def _config(**changes):
@@ -21,7 +21,10 @@ def _config(**changes):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The two figures of SpecTr++ get the same vocabulary here, so that they share programs."""
+    """Returns the folder of the figures, and the figures.
+
+    Both figures of SpecTr++ use one vocabulary here, so that they share compiled programs.
+    """
     folder = tmp_path_factory.mktemp("figures")
     with pytest.MonkeyPatch.context() as patched:
         second = "spectr_plus_plus_figure_2"
@@ -30,7 +33,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_each_figure_is_written(made):
+def test_figures_are_written_as_png_and_json(made):
     folder, figures = made
     for name, figure in figures.items():
         assert (folder / f"{name}.png").stat().st_size > 10_000
@@ -42,7 +45,7 @@ def test_each_figure_is_written(made):
 
 
 @pytest.mark.slow
-def test_points_lie_on_their_curves(made):
+def test_measured_points_lie_on_the_exact_curves(made):
     for figure in made[1].values():
         curves = {
             series.label: series
@@ -59,7 +62,7 @@ def test_points_lie_on_their_curves(made):
 
 
 @pytest.mark.slow
-def test_the_linear_program_is_on_the_exact_curve(made):
+def test_the_linear_program_equals_the_exact_plan(made):
     series = {each.label: each for each in made[1]["spectr_figure_5"].series}
     exact, program = series["OTM-k, exact plan"], series["OTM-k, linear program"]
     assert len(program.y) >= 3
@@ -79,6 +82,6 @@ def test_the_linear_program_is_on_the_exact_curve(made):
         ),
     ],
 )
-def test_bad_settings(tmp_path, changes, message):
+def test_bad_configs_are_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         run(_config(**changes), tmp_path / "figures")

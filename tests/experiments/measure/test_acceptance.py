@@ -1,4 +1,4 @@
-"""Observed acceptance equals the exact acceptance on table models."""
+"""Tests that observed acceptance equals the exact acceptance on table models."""
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,10 @@ def _observed(method, length, max_new_tokens, rows=ROWS):
 
 
 @pytest.mark.parametrize("method", ["spectr", "otm", "naive"])
-def test_acceptance_of_one_level_is_exact(method):
+def test_observed_acceptance_of_one_level_is_exact(method):
     p, q = DRAFT[PROMPT], TABLE[PROMPT]
     seen, _ = _observed(method, 1, 1)
-    assert seen["nodes"] == ROWS  # A bonus token is not chosen among drafts.
+    assert seen["nodes"] == ROWS  # The bonus token has no drafts to choose among.
     assert seen["optimum"] / ROWS == pytest.approx(transport.optimal_acceptance(p, q, 2), abs=1e-5)
     exact = transport.get({"spectr": "kseq"}.get(method, method)).acceptance(p, q, 2)
     assert exact < 0.97
@@ -40,8 +40,8 @@ def test_acceptance_of_one_level_is_exact(method):
     assert seen["accepted"] / ROWS == pytest.approx(exact, abs=4 * error)
 
 
-def test_acceptance_by_level_and_by_position():
-    """Counts agree with `emitted` and with the starts of calls; tokens after EOS do not count."""
+def test_acceptance_is_counted_by_level_and_position():
+    """Counts agree with `emitted` and with where calls start. Tokens after EOS do not count."""
     table, rows = random_table(3, 4), 500
     models = TableModel(table), TableModel(perturbed(table, 1, 0.8))
     eos, capacity = 3, 2 + 12
@@ -69,11 +69,12 @@ def test_acceptance_by_level_and_by_position():
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_nodes_and_accepted_drafts_add_up_over_calls():
-    """A call of e tokens accepts e - 1 drafts, at e nodes, or at e - 1 nodes with a bonus token."""
+    """A call that emits e tokens accepts e - 1 drafts. It chooses among drafts at e nodes, or at
+    e - 1 nodes if its last token is a bonus token."""
     rows = 5_000
     seen, result = _observed("otm", 3, 60, rows)
     calls, tokens = int(np.sum(result.target_calls)), 60 * rows
-    # Accepted drafts that the limit cuts off are counted, too.
+    # Accepted drafts that `max_new_tokens` cuts off are counted too.
     assert tokens - calls <= seen["accepted"] <= tokens - calls + 3 * rows
     rejected = seen["nodes"] - seen["accepted"]
     bonuses = calls - rejected

@@ -1,4 +1,4 @@
-"""Timers return positive times; no speed is asserted."""
+"""Tests that timers return positive times. No test asserts a speed."""
 
 import functools
 
@@ -30,14 +30,14 @@ def journal(tmp_path):
     return Journal(tmp_path, "table", auto_config(), [])
 
 
-def test_call_timer(model):
+def test_the_call_timer_returns_a_positive_time(model):
     assert call_timer(model, 2, 3, context=8)() > 0
 
 
 def test_times_between_measured_numbers_are_interpolated():
     seconds = call_parts._between({1: 2.0, 3: 4.0, 9: 7.0})
     assert [seconds(count) for count in (1, 2, 3, 5, 9)] == pytest.approx([2, 3, 4, 5, 7])
-    assert seconds(18) == pytest.approx(14)  # Proportional beyond the last.
+    assert seconds(18) == pytest.approx(14)  # Times beyond the last number are proportional to it.
 
 
 def test_call_runs_reuses_the_donated_cache(model):
@@ -46,7 +46,7 @@ def test_call_runs_reuses_the_donated_cache(model):
 
 
 @pytest.mark.slow
-def test_phases(model, journal):
+def test_only_the_requested_phases_are_timed(model, journal):
     method = get_method("otm_block", tree="2,1")
     timers = functools.partial(phase_timers, method, model, model, context=8)
     everything = functools.partial(timers, batch=2)
@@ -56,7 +56,7 @@ def test_phases(model, journal):
     assert all(value > 0 for value in (*seconds["everything"].values(), *seconds["draft"].values()))
 
 
-def test_all_timers_compile_before_one_measures(journal):
+def test_all_timers_compile_before_any_measures(journal):
     events = []
 
     def make(name: str):
@@ -72,5 +72,5 @@ def test_all_timers_compile_before_one_measures(journal):
 @pytest.mark.parametrize(
     ("name", "options"), [("block", {"draft_length": 2}), ("ersd", {"tree": "2,1"})]
 )
-def test_token_timer(name, options):
+def test_the_token_timer_returns_a_positive_time(name, options):
     assert token_timer(get_method(name, **options), 13, 2)() > 0

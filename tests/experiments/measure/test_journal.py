@@ -1,4 +1,4 @@
-"""The journal resumes a stopped table, and refuses to mix measurements of different runs."""
+"""Tests that the journal resumes a stopped table, and refuses to mix different runs."""
 
 import functools
 import types
@@ -20,8 +20,8 @@ def _never():
 
 
 @pytest.fixture
-def at(monkeypatch):
-    """Returns a function that sets the commit of the checkout."""
+def check_out(monkeypatch):
+    """Returns a function that changes the commit that `report.provenance` reports."""
     made = report.provenance()
 
     def set_commit(commit):
@@ -30,13 +30,13 @@ def at(monkeypatch):
     return set_commit
 
 
-def test_a_table_names_the_commits_that_measured_it(tmp_path, at):
+def test_a_table_names_the_commits_that_measured_it(tmp_path, check_out):
     opened = functools.partial(Journal, tmp_path, "table", eval_config(), ["draft 0123"])
     first, second = "a" * 40, "b" * 40 + "-dirty"
-    at(first)
+    check_out(first)
     running = opened()
     assert running.value("row", lambda: [1.5]) == [1.5]
-    at(second)  # A commit made while the table runs is not part of it.
+    check_out(second)  # A commit made while the table runs is not recorded.
     assert (running.about()["commit"], running.about()["commits"]) == (first, [first])
     assert f"commit {'a' * 12}, jax" in report.made_by(running.about())
     about = opened().about()
@@ -44,7 +44,7 @@ def test_a_table_names_the_commits_that_measured_it(tmp_path, at):
     assert (about["commit"], about["commits"]) == (second, [first, second])
     assert about["weights"] == ["draft 0123"]
     assert f"commits {'a' * 12}, {'b' * 12}-dirty, jax" in report.made_by(about)
-    at(first)
+    check_out(first)
     assert opened().about()["commits"] == [first, second]
 
 
@@ -55,8 +55,8 @@ def test_an_incomplete_first_line_is_overwritten(tmp_path):
     assert opened().value("row", _never) == 1
 
 
-def test_other_weights_are_refused(tmp_path):
-    """A model that was trained further under the same name has other weights."""
+def test_a_journal_of_other_weights_is_refused(tmp_path):
+    """A model that was trained further has the same name but other weights."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     trained = types.SimpleNamespace(name="draft", model=_as_model(model), tokenizer=None)
     Journal(tmp_path, "table", eval_config(), report.weights(trained))
@@ -73,7 +73,8 @@ def test_digests_depend_on_weights_shapes_and_dtypes():
     models = linear(), linear(4), linear(seed=1), linear(dtype=jnp.bfloat16)
     assert digest(linear()) == digest(linear())
     assert len({digest(model) for model in models}) == 4
-    dropout = _as_model(nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(0))))  # Its state is a key.
+    # The state of dropout is a random key.
+    dropout = _as_model(nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(0))))
     assert len(digest(dropout)) == 12
 
 

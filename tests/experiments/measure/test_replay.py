@@ -1,4 +1,4 @@
-"""Replayed methods emit what the methods themselves emit."""
+"""Tests that replayed methods emit as many tokens as the methods themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ ROWS = 5_000
 
 
 def _observed(method, observe):
-    """Returns the results of `observe` for one call per row."""
+    """Returns the results of `observe` for one call on each of `ROWS` sequences."""
     prompts, policy = np.tile([1, 2], (ROWS, 1)), Policy(eos=3)
     lengths = np.full(ROWS, 2)
     key = jax.random.key(0)
@@ -39,8 +39,8 @@ def test_a_covering_tree_contains_each_tree():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("otm_block",), ("traversal",)])
-def test_a_part_emits_what_the_method_emits(names):
+@pytest.mark.parametrize("names", [("otm_block",), ("traversal",)], ids=["otm_block", "traversal"])
+def test_replay_emits_as_many_tokens_as_decoding(names):
     trees = [prefix_tree(2, 1), prefix_tree(1, 2)]
     methods = tuple(get_method(name, tree=tree) for name in names for tree in trees)
     covering = get_method(names[0], tree=replay.covering(trees))
@@ -55,13 +55,15 @@ def test_a_part_emits_what_the_method_emits(names):
 
 
 def _emitted(call):
-    """Returns the number of emitted tokens up to EOS, before the limit cuts them."""
+    """Returns the number of emitted tokens up to EOS, before `max_new_tokens` cuts them."""
     tokens, emitted = call.chosen.tokens, call.chosen.emitted
     is_eos = (tokens == 3) & (jnp.arange(len(tokens)) < emitted)
     return {"emitted": jnp.where(jnp.any(is_eos), jnp.argmax(is_eos) + 1, emitted)}
 
 
-def test_which_methods_can_be_replayed():
+def test_only_methods_with_reusable_drafts_can_be_replayed():
+    """A part of a drafted tree must follow the drafting rule. This holds for i.i.d. drafts and for
+    drafts without replacement, but not for the races of `ersd`."""
     names = ("otm", "traversal", "ersd", "lookup", "baseline")
     found = [name for name in names if replay.can_be_replayed(get_method(name))]
     assert found == ["otm", "traversal"]

@@ -1,4 +1,4 @@
-"""Predictions are compared with enumeration, and with decoding where all nodes are alike."""
+"""Compares predicted tokens per call with enumeration, and with decoding where nodes are alike."""
 
 import itertools
 
@@ -14,19 +14,20 @@ from spectr_jax.experiments.planning import prediction
 from spectr_jax.models.table import TableModel
 from spectr_jax.utils.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("prediction")  # The winners are counted once.
-# Ratios 1/2, 1 and 2: on the grid.
+pytestmark = pytest.mark.xdist_group("prediction")  # The tests share one count of the winners.
+# The ratios Q / P are 1/2, 1 and 2, which lie on the grid of ratios.
 P, Q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
 ROWS = 4_000
 
 
 def _everywhere(pmf):
-    """A model with one distribution for all contexts, so that all nodes are alike."""
+    """Returns a model with one distribution for all contexts, so that all nodes are alike."""
     return TableModel(np.broadcast_to(pmf, (len(pmf),) * 3))
 
 
 @pytest.fixture(scope="module")
 def winners():
+    """Returns the observed table of winners for up to 4 drafts, by method."""
     observe = observe_drafts((get_method("otm_block"), get_method("gbv_conditional")))
     observed = _decode(get_method("otm", tree=batch(4)), observe).observed
     counts = {name: np.asarray(rows, float).sum(axis=0) for name, rows in observed.items()}
@@ -40,7 +41,7 @@ def _decode(method, observe=None):
 
 
 def _chain_winners():
-    """The exact table of winners for one draft."""
+    """Returns the exact table of winners for one draft."""
     table = np.zeros((2, prediction.RATIOS, 2))
     table[0, 0, 0] = 1
     for p, q in zip(P, Q, strict=True):
@@ -49,7 +50,7 @@ def _chain_winners():
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_a_chain_is_the_sum_over_its_paths(length):
+def test_the_prediction_for_a_chain_equals_enumeration(length):
     exact = 1.0
     for depth in range(1, length + 1):
         for path in itertools.product(range(3), repeat=depth):
@@ -62,16 +63,16 @@ def test_a_chain_is_the_sum_over_its_paths(length):
 
 
 @pytest.mark.slow
-def test_observed_winners_of_one_draft_follow_its_distribution(winners):
+def test_observed_winners_of_one_draft_match_the_exact_table(winners):
     np.testing.assert_allclose(winners["otm_block"][1, :, :2], _chain_winners()[1], atol=0.01)
     np.testing.assert_allclose(winners["gbv_conditional"][1, :, :2], _chain_winners()[1], atol=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["otm_block", "gbv_conditional"])
-@pytest.mark.parametrize("branching", [(2, 1, 1), (2, 2)])
-def test_trees_emit_the_predicted_tokens(winners, name, branching):
-    """Emitted tokens are counted before the limit cuts them, so Wald's identity holds."""
+@pytest.mark.parametrize("branching", [(2, 1, 1), (2, 2)], ids=["2,1,1", "2,2"])
+def test_trees_emit_the_predicted_number_of_tokens(winners, name, branching):
+    """Emitted tokens are counted before `max_new_tokens` cuts them, so Wald's identity holds."""
     predicted = prediction.predictor(get_method(name), winners[name])(prefix_tree(*branching))
     tree = ",".join(map(str, branching))
     generation = _decode(get_method(name, tree=tree), _emitted)
@@ -84,12 +85,12 @@ def _emitted(call):
 
 
 @pytest.mark.slow
-def test_more_drafts_than_were_measured_are_refused(winners):
+def test_trees_with_more_drafts_than_measured_are_refused(winners):
     with pytest.raises(UserError, match=r"tree=\(4, 2\)"):
         prediction.block_predictor(winners["otm_block"])((4, 2))
 
 
-def test_the_statistic_follows_from_the_verifier():
+def test_every_method_has_the_statistic_of_its_verifier():
     named: dict = {}
     for name in METHODS:
         named.setdefault(prediction.statistic(get_method(name)), set()).add(name)
@@ -100,7 +101,7 @@ def test_the_statistic_follows_from_the_verifier():
     assert prediction.statistic(Method("other", batch(2), get_method("otm").verifier)) == "carriers"
 
 
-def test_predictors_of_known_tables():
+def test_predictions_from_known_acceptance_are_exact():
     tree, halves = Tree((0, 0, 1)), np.array([0.5, 0.25])
     distinct = prediction.predictor(get_method("gsd"), halves)
     assert distinct(tree) == pytest.approx(1 + 0.5 + 0.25 + 0.25)

@@ -1,4 +1,4 @@
-"""The best trees are compared with all trees, and expected tokens with a simulation."""
+"""Compares the best trees with all trees, and expected tokens with a simulation."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def _random_R(rng, children):
 
 @pytest.mark.parametrize("size", range(1, 7))
 @pytest.mark.parametrize("height", [None, 2])
-def test_the_optimal_tree_is_the_best_of_all(size, height):
+def test_no_tree_beats_the_optimal_tree(size, height):
     rng = np.random.default_rng(size)
     trees = [tree for tree in _all_trees(size) if height is None or tree.height <= height]
     catalan = [1, 2, 5, 14, 42, 132]
@@ -43,19 +43,20 @@ def test_the_optimal_tree_is_the_best_of_all(size, height):
         assert tree_search.expected_tokens(found, R) == pytest.approx(best, abs=1e-12)
 
 
-def test_extreme_acceptance():
+def test_extreme_acceptance_gives_a_chain_or_a_batch():
     assert tree_search.optimal_tree([0.9, 0.05], 5) == chain(5)
     assert tree_search.optimal_tree([0.21, 0.2, 0.2, 0.19], 4) == batch(4)
 
 
-def test_expected_tokens_of_known_trees():
+def test_expected_tokens_of_known_trees_are_exact():
     assert tree_search.expected_tokens(chain(3), [0.5]) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
     halves = tree_search.expected_tokens(prefix_tree(2, 1), [0.5, 0.25])
     assert halves == pytest.approx(1 + 0.75 * 1.5)
 
 
 def _carriers(most):
-    """Carriers with acceptance 1 - 0.4 / k and a geometric number of drafts with the token."""
+    """Returns a table of carriers. The acceptance of k drafts is 1 - 0.4 / k, and the number of
+    drafts that carry the accepted token is geometric."""
     table = np.zeros((most + 1, most + 1))
     table[0, 0] = 1
     for k in range(1, most + 1):
@@ -65,7 +66,7 @@ def _carriers(most):
     return table
 
 
-def test_expected_tokens_of_iid_trees_by_simulation():
+def test_expected_tokens_of_iid_trees_match_a_simulation():
     carriers, branching, rng = _carriers(12), (3, 2, 2), np.random.default_rng(0)
     tokens = []
     for _ in range(20_000):
@@ -81,7 +82,7 @@ def test_expected_tokens_of_iid_trees_by_simulation():
     assert tree_search.expected_tokens_iid((1, 1), carriers) == pytest.approx(1 + 0.6 + 0.36)
 
 
-def test_the_best_prefix_tree_is_the_best_of_all():
+def test_no_shape_beats_the_best_prefix_tree():
     carriers = _carriers(14)
     found = list(tree_search.prefix_shapes(14, 3, 14))
     for branching in found:
@@ -98,7 +99,7 @@ def test_the_best_prefix_tree_is_the_best_of_all():
     assert tokens[best] == max(tokens.values())
 
 
-def test_descending():
+def test_noisy_acceptance_is_made_descending():
     pooled = tree_search.descending([0.3, 0.4, 0.1, 0.2, 0.05])
     assert pooled == pytest.approx([0.35, 0.35, 0.15, 0.15, 0.05])
     assert tree_search.descending([0.3, 0.2]) == [0.3, 0.2]
@@ -115,6 +116,16 @@ def test_descending():
         (lambda: tree_search.best_prefix_tree(_carriers(4), 5, 2), r"tree=\(5,\)"),
         (lambda: tree_search.expected_tokens_iid((3, 2), _carriers(4)), r"tree=\(3, 2\)"),
         (lambda: tree_search.branching_of(Tree((0, 0, 1))), r"parents=\(0, 0, 1\)"),
+    ],
+    ids=[
+        "R ascends",
+        "R is empty",
+        "no tree of this size and height",
+        "no nodes",
+        "R is shorter than the number of children",
+        "more nodes than measured drafts",
+        "more live drafts than measured",
+        "not a prefix tree",
     ],
 )
 def test_errors_name_the_bad_value(call, message):
