@@ -1,4 +1,4 @@
-"""What users give by mistake ends in one line, before any long work; what can work does."""
+"""Invalid values raise errors of one line before any long computation; unusual ones work."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ TABLE = random_table(0, 4)
         ({"draft": 7}, "a int is not a model"),
     ],
 )
-def test_arguments_of_generate(change, message):
+def test_bad_arguments_of_generate_are_refused(change, message):
     model = TableModel(TABLE)
     given = {
         "key": jax.random.key(0),
@@ -67,7 +67,7 @@ def test_arguments_of_generate(change, message):
         ([[1], [1, 2]], "prompt: the rows have unequal lengths"),
     ],
 )
-def test_prompts_of_a_stream(prompt, message):
+def test_bad_prompts_of_a_stream_are_refused(prompt, message):
     with pytest.raises(UserError, match=message):
         stream(jax.random.key(0), get_method("baseline"), TableModel(TABLE), None, prompt, 4)
 
@@ -99,16 +99,16 @@ def _select(drafts):
         (lambda: check_model(TableModel(TABLE), layers="1"), "layers='1'"),
     ],
 )
-def test_other_arguments(function, message):
+def test_bad_arguments_of_public_functions_are_refused(function, message):
     with pytest.raises(UserError, match=message):
         function()
 
 
-def test_a_model_may_be_named_by_its_path(toy):
+def test_load_accepts_a_path_object(toy):
     assert load(pathlib.Path(toy.folder / "draft"), "float32").name == "draft"
 
 
-def test_prompts_of_a_tokenizer_that_checks_nothing():
+def test_custom_tokenizers_refuse_prompts_that_are_not_strings():
     class Unchecked(AnyTokenizer):
         bos = 1
 
@@ -119,7 +119,7 @@ def test_prompts_of_a_tokenizer_that_checks_nothing():
         Unchecked().prompts([[2, 3]])
 
 
-def test_text_that_is_none_and_tokens_that_are_not_there(toy):
+def test_tokenizers_refuse_invalid_text_tokens_and_lengths(toy):
     tokenizer = load(toy.folder / "draft", "float32").tokenizer
     for wrong, message in (("a\ud800b", "is not valid Unicode"), (b"a", "must be a string")):
         with pytest.raises(UserError, match=message):
@@ -137,12 +137,12 @@ def test_text_that_is_none_and_tokens_that_are_not_there(toy):
             tokenizer.texts(tokens, lengths)
 
 
-def test_a_device_that_is_not_there(monkeypatch):
+def test_a_missing_device_is_reported_with_its_platform(monkeypatch):
     def fails():
         raise AssertionError
 
     monkeypatch.setattr(jax, "local_devices", fails)
-    check_device()  # JAX chooses: it always finds one.
+    check_device()  # Without JAX_PLATFORMS, JAX always finds a device.
     jax.config.update("jax_platforms", "cuda")
     try:
         with pytest.raises(UserError, match="JAX_PLATFORMS=cuda: JAX does not find this device"):
@@ -151,7 +151,7 @@ def test_a_device_that_is_not_there(monkeypatch):
         jax.config.update("jax_platforms", None)
 
 
-def test_the_width_that_prompts_are_padded_to_does_not_count():
+def test_padding_of_prompts_does_not_count_towards_the_context():
     model, prompts = TableModel(TABLE, context=16), np.ones((1, 64), np.int32)
     out = generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 6)
     assert int(out.lengths[0]) == 16
@@ -166,7 +166,7 @@ def test_the_width_that_prompts_are_padded_to_does_not_count():
     "name",
     ["otm_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ersd", "otm_layer"))],
 )
-def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_reaches(name):
+def test_a_draft_with_a_shorter_context_keeps_outputs_exact(name):
     rows, length, prompt = 6000, 4, (1, 2)
     target, draft = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.5), context=3)
     arguments = (
@@ -188,11 +188,10 @@ def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_reaches(name):
         expected[np.array(tokens) @ digits] = probability
     assert chi_square.p_value(counts, expected) > 1e-4
     emitted = np.asarray(out.emitted_per_call).sum(axis=0)
-    # The draft sees positions 0..2: two levels of the first call, one of a second call after one
-    # token.
+    # The draft reaches positions 0..2, so the first call drafts both levels.
     assert emitted[3] > 0
     late = generate(jax.random.key(0), *arguments[:3], [[1, 2, 1, 2]], [4], length)
-    # A token that equals a draft by chance is its node, where siblings are distinct.
+    # If siblings are distinct, an emitted token that equals a draft counts as accepted.
     assert int(late.target_calls[0]) == length or name in ("gsd", "ersd")
 
 
@@ -214,11 +213,11 @@ def _folders(tmp_path, write_gpt2):
     )
 
 
-def test_weights_that_nothing_reads(tmp_path, write_gpt2):
-    """They are an error, except for buffers that older programs saved."""
+def test_weights_of_layers_that_config_json_omits_are_refused(tmp_path, write_gpt2):
+    """Buffers that older programs saved are ignored."""
     for folder, loads, name in _folders(tmp_path, write_gpt2):
         tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-        if loads is load_llama:  # GPT-2 has masks already.
+        if loads is load_llama:  # The GPT-2 already has such buffers: the masks.
             tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
         safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         loads(folder)
@@ -230,7 +229,7 @@ def test_weights_that_nothing_reads(tmp_path, write_gpt2):
             loads(folder)
 
 
-def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+def test_errors_of_a_full_disk_name_the_file(tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def write(self, content):

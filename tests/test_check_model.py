@@ -1,4 +1,4 @@
-"""`check_model` passes models that follow the protocol, and says what is wrong with others."""
+"""`check_model` accepts models that follow the protocol and reports each error of other models."""
 
 import dataclasses
 
@@ -85,14 +85,14 @@ class ForgetsPending(Transformer):
 
 
 class Commits(Transformer):
-    """Commits its new tokens."""
+    """Commits its new tokens to the cache."""
 
     def extend(self, tokens, *args, **rest):
         logits, cache = super().extend(tokens, *args, **rest)
         return logits, cache and Cache(cache.rows, cache.lengths + tokens.shape[1])
 
 
-class Narrow(Transformer):
+class Bfloat16Logits(Transformer):
     def extend(self, *args, **rest):
         logits, cache = super().extend(*args, **rest)
         return logits.astype(jnp.bfloat16), cache
@@ -111,19 +111,19 @@ WRONG = {
     ForgetsPending: "a level after pending tokens differs .*" + WHERE,
     OneMask: "a row uses `visible` of another row" + WHERE,
     Commits: "`extend` changes the cache's lengths",
-    Narrow: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
+    Bfloat16Logits: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
 }
 
 
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
-def test_what_is_wrong_with_a_model_is_said(kind):
+def test_check_model_reports_each_error(kind):
     with pytest.raises(AssertionError, match=f"^model {kind.__name__}: {WRONG[kind]}") as error:
         check_model(kind(SHAPE, rngs=nnx.Rngs(0)))
     assert "\n" not in str(error.value)
 
 
-def test_a_tree_whose_siblings_take_each_others_places_is_told():
-    """Causal masks and counted positions are right for sequences, but wrong for trees."""
+def test_check_model_reports_models_that_are_wrong_on_trees():
+    """Causal masks and counted positions are correct for sequences, but wrong for trees."""
 
     class Sequences(TableModel):
         def extend(self, tokens, positions, visible, cache=None, pending=0, **rest):
@@ -136,7 +136,7 @@ def test_a_tree_whose_siblings_take_each_others_places_is_told():
         check_model(Sequences(random_table(0, 11)))
 
 
-def test_an_exit_that_spoils_the_other_layers_is_told():
+def test_check_model_reports_early_exits_that_erase_other_layers():
     """The target reads these rows, so self-speculation would differ from the baseline."""
 
     class Spoils(Transformer):
@@ -154,7 +154,7 @@ def test_an_exit_that_spoils_the_other_layers_is_told():
         check_model(model, layers=1)
 
 
-def test_impossible_tokens_and_a_context_that_is_too_short():
+def test_impossible_tokens_pass_and_short_contexts_are_refused():
     table = random_table(0, 5)
     table[:, :, 2] = 0
     with np.errstate(divide="ignore"):

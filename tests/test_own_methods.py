@@ -1,5 +1,5 @@
-"""The method of CONTRIBUTING.md works wherever methods are named, by --import alone: nothing of
-ours knows its name."""
+"""All programs run a user's own method that `--import` registers, such as the method of
+CONTRIBUTING.md."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 
 
 @pytest.fixture
 def folder(tmp_path):
-    """With the guide's two blocks as modules; what they check is another test's."""
+    """Returns a folder with two code blocks of the guide as modules, without their own checks."""
     (tmp_path / "lazy.py").write_text(PLAN)
     method = "".join(
         line for line in textwrap.dedent(METHOD).splitlines(True) if not line.startswith("testing.")
@@ -55,14 +55,14 @@ def _run(folder, program, *arguments):
 
 
 @pytest.mark.slow
-def test_sample(folder, toy):
+def test_sample_runs_an_imported_method(folder, toy):
     models = f"--target={toy.folder}/target", f"--draft={toy.folder}/draft"
     options = "--method=lazy", "--draft_length=2", "--max_new_tokens=5", "--prompt=draft"
     assert "lazy" in _run(folder, "spectr_jax.sample", *models, *options)
 
 
 @pytest.mark.slow
-def test_eval(folder, toy):
+def test_eval_compares_an_imported_method(folder, toy):
     fields = {
         **TOY,
         "methods": ("lazy",),
@@ -95,9 +95,9 @@ def registered(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_auto(registered, toy, tmp_path):
-    """The guide's method, and one of distinct drafts on chains only, whose acceptance is measured
-    on batches: the method itself does not draft these."""
+def test_auto_measures_registered_methods(registered, toy, tmp_path):
+    """The second method drafts distinct tokens on chains only. `auto` measures its acceptance on
+    batches of drafts, which the method itself never draws."""
     by_child = TokenByToken(transport.get("recursive_without_replacement"))
     decoding.register(
         "chains",
@@ -134,7 +134,7 @@ def test_auto(registered, toy, tmp_path):
     )
 
 
-def test_rows_of_trees(registered):
+def test_the_trees_program_predicts_registered_methods(registered):
     config = trees_config()
     config.update(
         {"methods": ("lazy", "block"), "sizes": (2, 3), "extra_trees": ("2",), "exit_layer": 0}
@@ -155,8 +155,7 @@ def test_rows_of_trees(registered):
 
 
 def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
-    """Tables tell methods apart by their names, and a factory may return another method with
-    changes."""
+    """Tables identify methods by name, but a factory may return a method that has another name."""
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     decoding.register("mine", lambda *, tree="2,1": decoding.get_method("otm", tree=tree))
     mine = decoding.get_method("mine")
@@ -164,7 +163,7 @@ def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
     assert decoding.methods.on_tree("mine", mine.tree) == mine
 
 
-def test_whole_paths_need_a_winner():
+def test_block_verification_refuses_plans_without_a_winner():
     with pytest.raises(UserError, match="plan='kseq'"):
         Block(transport.get("kseq"))
 
@@ -174,26 +173,26 @@ def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 
-def test_the_verifier_of_the_guide(monkeypatch):
+def test_the_verifier_of_contributing_md_passes_its_checks(monkeypatch):
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)
     exec(textwrap.dedent(VERIFIER), {"__name__": "guide"})
     assert "one_token" in decoding.methods.METHODS
 
 
-def test_a_plan_is_no_verifier():
+def test_a_plan_is_refused_as_a_verifier():
     with pytest.raises(UserError, match="method 'bad': the verifier is a Plan"):
         decoding.Method("bad", decoding.tree.parse("1,2"), transport.get("kseq"))
 
 
-def test_a_table_by_draft_models_refuses_a_method_without_one(tmp_path):
+def test_eval_refuses_methods_without_a_draft_model(tmp_path):
     config = eval_config()
     config.methods = ("self_speculative",)
     with pytest.raises(UserError, match="methods='self_speculative': uses no draft model"):
         tokens_per_call.run(config, tmp_path)
 
 
-def test_a_tree_and_its_numbers_are_not_both_taken():
+def test_conflicting_and_too_large_trees_are_refused():
     with pytest.raises(UserError, match="tree='4,2'"):
         decoding.get_method("otm", tree="4,2", num_drafts=2)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The public checks pass the plan of CONTRIBUTING.md, and say what is wrong with others."""
+"""The public checks accept the plan of CONTRIBUTING.md and report each error of wrong plans."""
 
 import dataclasses
 import pathlib
@@ -30,7 +30,7 @@ def _registered_here_only(monkeypatch):
 
 
 def _lazy(change=("", "")):
-    """Registers and returns the plan of the guide, with one string replaced by another."""
+    """Registers and returns the plan of the guide, with one string of its code replaced."""
     assert change[0] in EXAMPLE
     module = types.ModuleType("lazy")
     exec(EXAMPLE.replace(*change), module.__dict__)
@@ -38,7 +38,7 @@ def _lazy(change=("", "")):
     return transport.get("lazy", w=0.25)
 
 
-def test_the_plan_of_the_guide_passes():
+def test_the_plan_of_contributing_md_passes_check_plan():
     testing.check_plan(_lazy())
 
 
@@ -48,29 +48,29 @@ WRONG = {
         r"the emitted distribution is not q for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and "
         r"k = 1: `pmf` averages .* \[0\.435, 0\.565\], off by 0\.035 at token 0",
     ),
-    "an acceptance that counts a draft twice": (
+    "the acceptance counts a draft twice": (
         ("** (k - 1)", "** k"),
         r"the acceptance is wrong for p = \[0\.75, 0\.25\], q = \[0\.4, 0\.6\] and k = 1: "
         r"0\.521875, by enumeration of `pmf` 0\.5, off by 0\.0219",
     ),
-    "another mixture is drawn": (
+    "select draws another mixture": (
         ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
         r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] "
         r"in 40,000 draws, `pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
-    "the first draft need not be valid": (
+    "select uses an invalid draft": (
         ("drafts[jnp.argmax(valid)]", "drafts[0]"),
         r"`select` does not draw from `pmf` for .* and 1 valid drafts",
     ),
-    "rest is not the residual": (
+    "select emits impossible tokens": (
         ("draw(token_key, rest)", "draw(token_key, rest + 0.01)"),
         r"`select` emits token \d, which has probability 0, \d+ of 40000 times for p = ",
     ),
-    "the residual may hit a draft": (
+    "accepted is false for an emitted draft": (
         ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
         r"`select` says accepted = False of token \d for p = .* valid drafts",
     ),
-    "a product that accelerators round": (
+    "a matrix product in default precision": (
         ("jnp.maximum(q - p, 0), q), q)", "jnp.maximum(q - p, 0), q), jnp.eye(len(q)) @ q)"),
         r"`select` multiplies matrices of float32 in default precision at V = 6, which TPUs and "
         r"GPUs round",
@@ -79,27 +79,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_with_a_plan_is_said(case):
+def test_check_plan_reports_each_error(case):
     change, message = WRONG[case]
     with pytest.raises(AssertionError, match=f"plan 'lazy': {message}"):
         testing.check_plan(_lazy(change))
 
 
-def test_nonsense_is_told_from_drafts():
+def test_check_nonsense_reports_an_invalid_draft_that_is_accepted():
     message = r"`select` says accepted = True of token \d under jit for p = .* usable drafts"
     with pytest.raises(AssertionError, match=message):
         testing.check_nonsense(_lazy(("valid & (drafts == token)", "drafts == token")))
 
 
 class _Late(TokenByToken):
-    """Reads the logits of the previous node."""
+    """A wrong verifier that reads the logits of the previous node."""
 
     def __call__(self, key, scored):
         late = jax.numpy.roll(scored.logits, 1, axis=0)
         return super().__call__(key, dataclasses.replace(scored, logits=late))
 
 
-def test_what_is_wrong_with_a_method_is_said(monkeypatch):
+def test_method_checks_report_wrong_outputs_and_greedy_tokens(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 40_000)
     plan = _lazy(("jnp.maximum(q - p, 0)", "q"))
     message = r"'mine': whole outputs .* Policy\(.*: of 40,000 sequences .* continue \(1, 2\)"
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_a_method_is_said(monkeypatch):
         testing.check_greedy(method, 0)
 
 
-def test_a_right_method_passes(monkeypatch):
+def test_a_correct_method_passes_check_method(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 20_000)
     testing.check_method(decoding.get_method("baseline"))
 
@@ -146,16 +146,23 @@ def _changed(result, **change):
             r"a call emits no token \(4000 of 4000 sequences\): sequence \[",
         ),
     ],
-    ids=["calls by row", "lengths", "target_calls", "after the end", "the prompt", "an empty call"],
+    ids=[
+        "target_calls depends on the row",
+        "lengths are too small",
+        "target_calls is doubled",
+        "tokens follow the end",
+        "the prompt changes",
+        "a call emits no token",
+    ],
 )
-def test_what_is_wrong_with_sequences_is_said(monkeypatch, check, change, message):
+def test_check_rows_and_check_counters_report_each_error(monkeypatch, check, change, message):
     decode = checks._decode
     monkeypatch.setattr(checks, "_decode", lambda *args: _changed(decode(*args), **change))
     with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
         check(decoding.get_method("baseline"))
 
 
-def test_a_method_that_is_never_equal_to_itself_is_told():
+def test_check_compilations_reports_a_method_that_recompiles():
     class Unequal(TokenByToken):
         __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -166,7 +173,7 @@ def test_a_method_that_is_never_equal_to_itself_is_told():
         testing.check_compilations(build(), build())
 
 
-def test_a_registered_method_is_known_by_its_name():
+def test_a_registered_method_accepts_only_its_own_options():
     _lazy()
 
     def factory(*, draft_length=4, w=0.5):
@@ -194,19 +201,19 @@ KSEQ = transport.PLANS["kseq"]
         ("mine", {"DRAFTS": "race_"}, "DRAFTS of plan 'mine': 'race_'; did you mean 'race'"),
     ],
 )
-def test_plans_that_cannot_be_registered(name, functions, message):
+def test_plans_with_taken_names_or_missing_functions_are_refused(name, functions, message):
     plan = {"select": KSEQ.select, "pmf": KSEQ.pmf, "acceptance": KSEQ.acceptance, **functions}
     with pytest.raises(UserError, match=message):
         transport.register(name, types.SimpleNamespace(**plan))
     assert "mine" not in transport.PLANS
 
 
-def test_methods_that_cannot_be_registered():
+def test_methods_with_taken_names_or_wrong_factories_are_refused():
     with pytest.raises(UserError, match="name='otm'"):
         decoding.register("otm", decoding.METHODS["otm"])
     with pytest.raises(UserError, match=r"factory=Method\("):
         decoding.register("mine", decoding.get_method("baseline"))
 
 
-def test_each_rule_can_be_drafted():
+def test_plans_and_drafting_have_the_same_rules():
     assert set(transport.RULES) == set(drafting.RULES)

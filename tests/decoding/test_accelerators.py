@@ -1,4 +1,5 @@
-"""The accelerator's program, traced or run on a CPU: no host stops in a call, and equal tokens."""
+"""Programs for accelerators, traced or run on a CPU: a call never waits for the host, and its
+tokens equal those of the program for CPUs."""
 
 import jax
 import numpy as np
@@ -22,8 +23,9 @@ def _transformer(seed, layers):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_host_never_waits_in_a_call(name, monkeypatch):
-    """Inside the loop of `generate` there is no conditional and no loop of unknown length."""
+def test_a_call_never_waits_for_the_host(name, monkeypatch):
+    """The loop of `generate` contains no conditional and no loop of unknown length, except for the
+    methods in `OPEN_LOOPS`."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: False)
     jax.clear_caches()
     models = freeze(_transformer(0, 2)), freeze(_transformer(1, 1))
@@ -39,7 +41,7 @@ def test_the_host_never_waits_in_a_call(name, monkeypatch):
 
 
 def _loops(jaxpr):
-    """Yields the outermost loops."""
+    """Yields the equations of the outermost while loops."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "while":
             yield equation
@@ -49,6 +51,7 @@ def _loops(jaxpr):
 
 
 def _stops(jaxpr):
+    """Yields the primitive of each conditional and while loop."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("while", "cond"):
             yield equation.primitive.name
@@ -69,7 +72,7 @@ def _stops(jaxpr):
         (1, "lookup", {"tree": "2,1"}),
     ],
 )
-def test_tokens_equal_those_of_a_cpu(rows, name, options, monkeypatch):
+def test_the_accelerator_program_generates_the_tokens_of_the_cpu(rows, name, options, monkeypatch):
     models = _transformer(0, 2), _transformer(1, 1)
     prompts = np.random.default_rng(0).integers(0, 100, (rows, 5))
     tokens = []

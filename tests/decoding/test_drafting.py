@@ -1,4 +1,4 @@
-"""The rules of drafting, and the draft's cache, which must equal that of a run without a cache."""
+"""Drafting rules draw from their distributions, and drafting with a cache equals a run without."""
 
 import functools
 import pathlib
@@ -21,11 +21,11 @@ from spectr_jax.transport.enumeration import draft_tuples
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=17, context=32)
 LENGTHS = np.array([1, 2, 5])
-PATHS = {  # By tree: the accepted nodes of each sequence.
-    "chain": (tree.chain(3), [[], [1], [1, 2, 3]]),
-    "chains": (tree.iid_chains(3, 2), [[2], [3, 6], [1]]),
-    "tree": (tree.Tree((0, 0, 1, 2, 2, 4, 5)), [[2, 5, 7], [2, 4, 6], [1, 3]]),
-    "leaves above": (tree.Tree((0, 0, 0, 2, 2, 3, 4)), [[2], [2, 4, 7], [3, 6]]),
+PATHS = {  # Each tree, with the accepted nodes of each sequence.
+    "one chain": (tree.chain(3), [[], [1], [1, 2, 3]]),
+    "two chains": (tree.iid_chains(3, 2), [[2], [3, 6], [1]]),
+    "uneven tree": (tree.Tree((0, 0, 1, 2, 2, 4, 5)), [[2, 5, 7], [2, 4, 6], [1, 3]]),
+    "leaves on all levels": (tree.Tree((0, 0, 0, 2, 2, 3, 4)), [[2], [2, 4, 7], [3, 6]]),
 }
 
 
@@ -36,7 +36,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    """Returns a function from tokens [N] to the distributions [N, V] after each, in one call."""
+    """Returns a function from tokens [N] to the distributions [N, V] after each token."""
 
     @jax.jit
     def forward(tokens_N):
@@ -49,7 +49,7 @@ def full(model):
 
 @pytest.mark.parametrize("case", PATHS)
 @pytest.mark.xdist_group("drafting")  # The tests share the program of `full`.
-def test_p_at_each_inner_node_is_that_of_a_full_forward_pass(model, full, case):
+def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, case):
     """Checks two calls, with a commit between them."""
     shape, accepted = PATHS[case]
     graphdef, state = nnx.split(model)
@@ -121,7 +121,7 @@ def test_rules_draw_from_their_pmfs(rule, count):
     assert drawn.min() >= 0 and drawn.max() < PROBS.shape[1]
     for node, p in enumerate(PROBS):
         exact = dict(draft_tuples(p.astype(float), count, rule))
-        # Past the support of p, the tokens are only known to be distinct.
+        # Once the support of p is exhausted, tokens are only required to be distinct.
         short = min(count, len(next(iter(exact))))
         seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
         observed = {tuple(row.tolist()): number for row, number in zip(seen, counts, strict=True)}
@@ -132,7 +132,7 @@ def test_rules_draw_from_their_pmfs(rule, count):
             assert all(len(set(row)) == count for row in drawn[:100, node].tolist())
 
 
-def test_the_rule_of_the_guide(monkeypatch):
+def test_the_drafting_rule_of_contributing_md_works(monkeypatch):
     guide = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     block = r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n)+)"
     exec(textwrap.dedent(re.search(block, guide, re.DOTALL)[1]), names := {"jax": jax, "jnp": jnp})
@@ -141,7 +141,7 @@ def test_the_rule_of_the_guide(monkeypatch):
     np.testing.assert_array_equal(drawn, [[[0, 1], [3, 2], [1, 3]]] * 3)
 
 
-def test_only_the_race_of_ersd_is_shared_by_the_nodes_of_a_level():
+def test_only_races_share_randomness_between_nodes_of_a_level():
     same = {}
     for rule in ("without_replacement", "race", "iid"):
         drawn = _drawn(rule, PROBS[[0, 0]], 2, 1000, seed=0)

@@ -1,4 +1,5 @@
-"""Drafts that see the target's features: drafts equal those without a cache; outputs are exact."""
+"""Draft models that read the target's features: draft probabilities equal those without a cache,
+and outputs follow the target."""
 
 import dataclasses
 import functools
@@ -36,7 +37,7 @@ def draft():
 
 @pytest.fixture(scope="module")
 def deep_draft():
-    """This draft also sees the output of its target's first layer, twice."""
+    """Returns a draft model that also reads the output of the target's first layer, twice."""
     made = Llama(dataclasses.replace(DRAFT, feature_layers=(1, 1)), rngs=nnx.Rngs(1))
     made.fuse.kernel[...] = jax.random.normal(jax.random.key(0), made.fuse.kernel.shape)
     made.norms_fuse[1].scale[...] *= 2
@@ -83,7 +84,7 @@ def expected_pmf(target, draft, drafted, tokens_T, length):
     seen = jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     for back in range(drafted, -1, -1):
         own = without_cache(draft, tokens_T[None], seen)
-        if back:  # The token at `length - back` is a draft: it comes with the draft's own features.
+        if back:  # The token at `length - back` is a draft: its features come from the draft model.
             seen = seen.at[0, length - back].set(own[0, length - 1 - back])
     return jax.nn.softmax(draft.scored(own)[0, length - 1])
 
@@ -104,25 +105,26 @@ def _seen(call):
         pytest.param("llama", "draft", 70, "2,2,1", marks=pytest.mark.slow),
     ],
 )
-def test_p_at_each_node_equals_that_without_a_cache(request, kind, sees, prompt, tree):
-    """Checks prompts of one token, of fewer tokens than a call recalls, and of two pieces."""
+def test_draft_probabilities_equal_those_without_a_cache(request, kind, sees, prompt, tree):
+    """Checks a prompt of one token, one of fewer tokens than a call recalls, and one that runs in
+    two chunks."""
     draft = request.getfixturevalue(sees)
     target, method = TARGETS[kind](), get_method("otm_block", tree=tree)
     models = freeze(target), freeze(draft)
-    text = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
+    sequence = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
     emitted = 0
-    steps = stream(jax.random.key(prompt), method, *models, text, 12, observe=_seen)
+    steps = stream(jax.random.key(prompt), method, *models, sequence, 12, observe=_seen)
     for number, step in enumerate(steps):
         tokens, p, length = (np.asarray(part) for part in step.observed)
-        assert length == len(text) and tokens[0] == text[-1]
+        assert length == len(sequence) and tokens[0] == sequence[-1]
         for index, node in enumerate(method.tree.inner):
             path = tokens[np.flatnonzero(method.tree.ancestors[node])[1:]].tolist()
             whole = np.zeros(96 if prompt == 70 else 24, np.int32)
-            whole[: length + len(path)] = text + path
+            whole[: length + len(path)] = sequence + path
             pmf = expected_pmf(*models, len(path), whole, length + len(path))
             where = f"call {number}, node {node}"
             np.testing.assert_allclose(p[index], pmf, atol=2e-5, err_msg=where)
-        text += step.tokens
+        sequence += step.tokens
         emitted += len(step.tokens)
     assert emitted == 12 and number > 1
 
@@ -162,7 +164,7 @@ def _top_four(logits_BxV):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_greedy_outputs_equal_the_baseline(deep_draft, quantized):
-    """The draft sees features of several layers; it may be quantized to int8."""
+    """The draft model reads features of several layers and may be quantized to int8."""
     target, draft = our_target(), quantize(deep_draft) if quantized else deep_draft
     prompts, lengths = np.array([[3, 1, 4], [2, 7, 0]]), np.array([3, 2])
     rows = prompts, lengths, 12, Policy(temperature=0.0)
@@ -171,7 +173,7 @@ def test_greedy_outputs_equal_the_baseline(deep_draft, quantized):
     np.testing.assert_array_equal(made.tokens, expected.tokens)
 
 
-def test_a_new_draft_of_several_layers_equals_one_of_the_last_layer():
+def test_a_new_draft_reads_only_features_of_the_last_layer():
     deep, plain = (
         Llama(dataclasses.replace(DRAFT, feature_layers=layers), rngs=nnx.Rngs(1))
         for layers in ((2, 1), ())
@@ -184,7 +186,7 @@ def test_a_new_draft_of_several_layers_equals_one_of_the_last_layer():
 
 
 @pytest.mark.slow
-def test_rows_do_not_influence_each_other(draft):
+def test_a_sequence_alone_equals_its_row_of_a_batch(draft):
     target, method = llama_target(), get_method("otm_block", tree="2,2,1")
     prompts = np.random.default_rng(1).integers(0, VOCABULARY, (4, 6))
     lengths = np.array([1, 6, 3, 2])
@@ -197,8 +199,8 @@ def test_rows_do_not_influence_each_other(draft):
         assert together.target_calls[row] == alone.target_calls[0]
 
 
-class Narrow(Transformer):
-    """A user's target, whose features are bfloat16."""
+class Bfloat16Features(Transformer):
+    """A user's target model whose features are bfloat16."""
 
     def hidden(self, *args, **kwargs):
         hidden, cache = super().hidden(*args, **kwargs)
@@ -207,16 +209,16 @@ class Narrow(Transformer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
-# Walks give this warning with x64.
+# The walks of verifiers give this warning with x64.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_a_bfloat16_target_works_with_and_without_x64(draft, x64):
-    models = get_method("speculative", draft_length=2), our_target(Narrow), draft
+    models = get_method("speculative", draft_length=2), our_target(Bfloat16Features), draft
     with jax.enable_x64(x64):
         made = generate(jax.random.key(0), *models, np.ones((1, 20), np.int32), [20], 6)
     assert made.lengths == 26
 
 
-def test_the_head_scores_only_the_last_recalled_token():
+def test_the_draft_head_scores_only_the_last_recalled_token():
     scored = []
 
     class Counting(Llama):
@@ -226,7 +228,8 @@ def test_the_head_scores_only_the_last_recalled_token():
 
     counting, method = Counting(DRAFT, rngs=nnx.Rngs(1)), get_method("block", draft_length=5)
     generate(KEY, method, our_target(), counting, [[1, 2]], [2], 4)
-    assert scored and max(scored[1:]) == 1  # The first is of the prompt, and is not computed.
+    # The first call scores the prompt. Its result is unused, so XLA never computes it.
+    assert scored and max(scored[1:]) == 1
 
 
 def test_targets_that_do_not_fit_the_draft_are_refused(draft):
@@ -245,7 +248,7 @@ def test_targets_that_do_not_fit_the_draft_are_refused(draft):
         LlamaConfig(layers=1, **SIZES, features=8)
 
 
-def test_the_baseline_ignores_the_draft():
+def test_the_baseline_runs_with_a_draft_that_does_not_fit():
     table = TableModel(np.full((11,) * 3, 1 / 11))
     assert (
         generate(KEY, BASELINE, table, Llama(DRAFT, rngs=nnx.Rngs(1)), [[1]], [1], 2).lengths == 3

@@ -1,4 +1,4 @@
-"""Generation on the transformer, and invalid arguments."""
+"""`generate` and `decode` on transformers, and the arguments that they refuse."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def _transformer(seed, layers=2):
     return Transformer(TransformerConfig(layers=layers, **shape), rngs=nnx.Rngs(seed))
 
 
-def test_greedy_equals_the_baseline_on_a_transformer():
+def test_greedy_tokens_equal_the_baseline_on_a_transformer():
     models, policy = (_transformer(0), _transformer(1, layers=1)), Policy(temperature=0.0, eos=7)
     expected = generate(KEY, get_method("baseline"), *models, *PROMPTS, 20, policy).tokens
     for tree in ("1x4", "3x2"):
@@ -32,7 +32,7 @@ def test_greedy_equals_the_baseline_on_a_transformer():
         np.testing.assert_array_equal(tokens, expected)
 
 
-def test_greedy_with_itself_as_draft_accepts_everything():
+def test_a_greedy_model_accepts_all_its_own_drafts():
     """This holds only if both caches have the rows that a forward pass would have written."""
     model = _transformer(0)
     prompts, lengths = np.random.default_rng(0).integers(0, 13, (4, 5)), np.array([1, 2, 4, 5])
@@ -42,8 +42,8 @@ def test_greedy_with_itself_as_draft_accepts_everything():
 
 
 @pytest.mark.slow
-def test_self_speculation_equals_its_layers_as_a_separate_draft():
-    """The tokens and calls are the same, although the draft shares the target's cache."""
+def test_self_speculation_equals_a_separate_draft_of_its_layers():
+    """Tokens and calls are equal, although self-speculation shares the target's cache."""
 
     class FirstOne(Transformer):
         def extend(self, *args, **kwargs):
@@ -90,7 +90,7 @@ def test_a_method_that_does_not_fit_the_models_is_refused(method, options, messa
         (None, [[1]], [1], 4, "method 'spectr': needs a draft model.* 'lookup'"),
     ],
 )
-def test_prompts_and_drafts_that_do_not_fit_are_refused(draft, prompts, lengths, new, message):
+def test_invalid_prompts_lengths_and_drafts_are_refused(draft, prompts, lengths, new, message):
     with pytest.raises(UserError, match=message):
         generate(KEY, SPECTR, TABLE, draft, prompts, lengths, new)
 
@@ -122,7 +122,7 @@ def test_observed_booleans_are_counted():
     np.testing.assert_array_equal(result.observed["several"], several)
 
 
-def test_prompts_of_a_bucket_share_a_program(count_compilations):
+def test_prompts_padded_to_one_bucket_share_a_program(count_compilations):
     models = TableModel(random_table(0, 5)), TableModel(random_table(1, 5))
     method, tokens = get_method("otm_block", tree="2,1"), []
     for length in (3, 16):
@@ -133,8 +133,9 @@ def test_prompts_of_a_bucket_share_a_program(count_compilations):
     np.testing.assert_array_equal(*tokens)
 
 
-def test_decode_runs_inside_a_jit_of_the_user(count_compilations):
-    """It equals `generate`; models, keys and temperature are arguments of the jitted function."""
+def test_decode_inside_jit_equals_generate(count_compilations):
+    """Models, keys and temperature are arguments of the jitted function, so new values compile
+    nothing."""
     target, draft, *others = (freeze(_transformer(seed, layers=1)) for seed in range(4))
     method = get_method("speculative", draft_length=2)
     keys = jax.random.key(3), jax.random.split(jax.random.key(4), 4)
@@ -166,7 +167,7 @@ def test_the_output_of_load_is_accepted_as_a_model():
         generate(KEY, SPECTR, [TABLE], TABLE, [[1]], [1], 4)
 
 
-def test_a_frozen_model_decodes_as_it_was_when_frozen():
+def test_a_frozen_model_does_not_follow_later_changes():
     target = TableModel(random_table(0, 5))
     frozen = freeze(target)
 

@@ -1,4 +1,4 @@
-"""`otm_layer` is compared with the exact distribution of its output given the drafts.
+"""The outputs of `otm_layer` follow their exact distribution given the drafts.
 
 The reference computes the competition by quadrature, in float64.
 """
@@ -23,7 +23,7 @@ from spectr_jax.transport import otm
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(40)
 UNEVEN = Tree((0, 0, 1, 1, 2))
 EARLY_LEAF = Tree((0, 0, 0, 2, 3))
-"""One node of the first layer has no children; others have."""
+"""A tree whose first layer has a leaf beside nodes with children."""
 
 
 def _win_probabilities(contests):
@@ -32,13 +32,14 @@ def _win_probabilities(contests):
     A contest is (kappa, edges of its cells [C + 1], masses of the cells [C] after the move).
     """
     most = max(kappa for kappa, _, _ in contests)
-    # All distributions are smooth in s = U^(kappa / most) between these points.
+    # Between these points, all distributions are smooth in s = U^(kappa / most).
     edges_of_s = [edges ** (kappa / most) for kappa, edges, _ in contests]
     points = np.unique(np.concatenate([[0.0, 1.0], *edges_of_s]))
     wins = np.zeros(len(contests))
     for low, high in itertools.pairwise(points):
         half = (NODES + 1) / 2
-        power = 6 if low == 0 else 1  # At 0 they are powers of s, smooth in its sixth root.
+        # Near 0 the distributions are powers of s, which are smooth in its sixth root.
+        power = 6 if low == 0 else 1
         s = low + (high - low) * half**power
         weight = (high - low) * WEIGHTS / 2 * power * half ** (power - 1)
         below, density = [], []
@@ -127,13 +128,13 @@ def _p_and_q(seed, V, noise):
         ("2,2", 2, 1.0),
         ("2,1,1", 2, 1.5),
         ("1,2", 3, 1.0),
-        (UNEVEN, 2, 1.0),
-        (EARLY_LEAF, 2, 1.0),
+        pytest.param(UNEVEN, 2, 1.0, id="uneven tree"),
+        pytest.param(EARLY_LEAF, 2, 1.0, id="early leaf"),
         ("3", 3, 2.0),
     ],
 )
-def test_the_algorithm_is_exact(tree, V, noise):
-    """Averaged over all drafted trees, the output continued by the target follows the target."""
+def test_averaged_over_drafts_the_reference_follows_the_target(tree, V, noise):
+    """Each output of `_outputs` is continued by the target to the same length."""
     tree = parse(tree)
     for seed in range(3):
         p_of, q_of = _p_and_q(seed, V, noise)
@@ -172,13 +173,13 @@ def _selections(method, keys, tokens, p, logits):
         pytest.param("2,2", (2, 2, 1, 3, 1, 0), marks=pytest.mark.slow),
         pytest.param("2,1,1", (3, 0, 1, 1, 2, 0), marks=pytest.mark.slow),
         pytest.param("1,2", (3, 1, 0), marks=pytest.mark.slow),
-        (UNEVEN, (2, 1, 0, 3, 3)),
-        (EARLY_LEAF, (1, 1, 2, 3, 0)),
+        pytest.param(UNEVEN, (2, 1, 0, 3, 3), id="uneven tree"),
+        pytest.param(EARLY_LEAF, (1, 1, 2, 3, 0), id="early leaf"),
         pytest.param("4", (1, 2, 2, 0), marks=pytest.mark.slow),
     ],
 )
-def test_outputs_given_the_drafts(tree, tokens):
-    """Calls the verifier 5,000 times on one tree; 128 competitions make shares close to pi."""
+def test_outputs_follow_their_exact_distribution_given_the_drafts(tree, tokens):
+    """Calls the verifier 5,000 times on one tree. With 128 competitions, shares are close to pi."""
     tree, V = parse(tree), 4
     method = get_method("otm_layer", tree=tree, competitions=128)
     p_of, q_of = _p_and_q(5, V, 1.0)
@@ -198,7 +199,7 @@ def test_outputs_given_the_drafts(tree, tokens):
     assert chi_square.p_value(observed, np.array(list(pmf.values()))) > 1e-4
 
 
-def test_uniforms_are_independent_in_a_competition_and_even_over_competitions():
+def test_lattice_uniforms_are_independent_and_evenly_spread():
     keys = jax.random.split(jax.random.key(0), 4_000)
     values = np.asarray(jax.vmap(lambda key: lattice.uniforms(key, (4, 3), 64))(keys))
     assert values.shape == (4_000, 4, 3, 64) and values.min() >= 0 and values.max() < 1
@@ -209,6 +210,6 @@ def test_uniforms_are_independent_in_a_competition_and_even_over_competitions():
     assert values.mean(axis=-1).std() < 0.3 * independent.mean(axis=-1).std()
 
 
-def test_primes():
+def test_lattice_primes_are_the_first_primes():
     assert lattice._primes(10).tolist() == [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
     assert all(len(lattice._primes(count)) == count for count in (1, 3, 192, 3_000))

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, against a full forward pass of the target."""
+"""Log-probabilities of emitted tokens equal those of a full forward pass of the target."""
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,8 @@ def expected(out, policy, process=None):
         pytest.param("lookup", {}, marks=pytest.mark.slow),
     ],
 )
-def test_logprobs_are_those_of_a_full_forward_pass(name, options):
-    """Checks greedy and sampled rows, with and without limits, and a stream."""
+def test_logprobs_equal_those_of_a_full_forward_pass(name, options):
+    """Checks greedy rows, sampled rows with and without top-k, and a stream."""
     arguments = get_method(name, **options), TARGET, DRAFT
     keys = jax.random.split(jax.random.key(0), 4)
     out = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY, logprobs=True)
@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(name, options):
     np.testing.assert_allclose(out.logprobs.model, model, atol=2e-5)
     assert out.logprobs.policy.dtype == np.float32
     assert np.all(out.logprobs.policy[1] == 0) and np.any(model[1] < 0)
-    if name != "baseline":  # The other programs take long to compile.
+    if name != "baseline":  # The streams of other methods take long to compile.
         return
     plain = generate(keys, *arguments, PROMPTS, LENGTHS, NEW, POLICY)
     assert plain.logprobs is None
@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(name, options):
 
 
 @pytest.mark.slow
-def test_logprobs_and_greedy_sequences_with_a_process():
+def test_a_logits_process_applies_to_logprobs_greedy_rows_and_streams():
     policy = Policy(temperature=np.array([1.0, 0.0, 0.6, 0.0]), process=repetition_penalty(1.5))
     keys, rows = jax.random.split(jax.random.key(0), 4), (PROMPTS, LENGTHS, NEW, policy)
     out = generate(keys, get_method("otm_block", tree="2,2"), TARGET, DRAFT, *rows, logprobs=True)

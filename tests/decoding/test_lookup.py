@@ -1,4 +1,4 @@
-"""Drafts by lookup: the tokens of the tree, their acceptance, and calls without drafts."""
+"""Prompt lookup: the drafted tokens, their acceptance, and calls without drafts."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ PADDED = 24
 
 
 def _by_hand(lookup, tree, tokens):
-    """Returns the drafts, found in one occurrence after another."""
+    """Returns the drafts, found by a search through all earlier occurrences."""
     length, found = len(tokens), []
     for place in range(1, length):
         match, most = 0, min(lookup.max_ngram, place)
@@ -54,8 +54,8 @@ def _by_hand(lookup, tree, tokens):
         ("2,2", {"max_ngram": 4, "min_ngram": 2}),
     ],
 )
-def test_the_tree_has_the_tokens_that_followed(shape, options):
-    """Tokens past the end, which here continue the pattern, are ignored."""
+def test_lookup_drafts_the_tokens_after_earlier_occurrences(shape, options):
+    """Tokens at `length` and later continue the pattern here, and must be ignored."""
     tree, lookup, rng = parse(shape), Lookup(**options), np.random.default_rng(0)
     lengths = rng.integers(1, 16, 300)
     rows = rng.integers(0, 3, (300, PADDED)).astype(np.int32)
@@ -67,27 +67,27 @@ def test_the_tree_has_the_tokens_that_followed(shape, options):
     assert (np.array(expected) >= 0).any() and (np.array(expected) < 0).any()
 
 
-def test_drafts_without_an_occurrence_and_past_the_end():
+def test_lookup_repeats_short_copies_and_drafts_nothing_without_a_match():
     lookup, tree = Lookup(), parse("chain:4")
     for tokens, drafts in (
         ([7], [-1] * 4),
         ([5, 6, 7], [-1] * 4),
         ([0, 0, 1], [-1] * 4),
-        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # The copy continues from its start.
+        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),  # The copy reaches the end, and continues from its start.
         ([1, 1], [1, 1, 1, 1]),
         ([2, 5, 9, 9, 2, 6, 2, 5], [9, 9, 2, 6]),
-        # Three tokens rank before two that occurred later.
+        # A match of three tokens ranks before a later match of two.
         ([4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5], [1, 9, 2, 5]),
     ):
         padded = np.pad(np.array(tokens, np.int32), (0, 12 - len(tokens)))
         assert lookup(tree, padded, len(tokens)).tolist() == drafts, tokens
 
 
-def test_acceptance_is_the_probability_of_the_drafted_set():
-    """No exact verifier exceeds it. The target never emits token 2, so it cannot be accepted."""
+def test_acceptance_is_the_target_probability_of_the_drafts():
+    """No exact verifier can accept more. The target never emits token 2, so drafts of it fail."""
     table = np.tile([0.35, 0.25, 0.0, 0.3, 0.1], (5, 5, 1))
     prompt, rows = [1, 0, 1, 2, 1, 3, 1], 20_000
-    method = get_method("lookup", tree="2,1", max_ngram=1)  # 3 and 2 followed.
+    method = get_method("lookup", tree="2,1", max_ngram=1)  # The drafts are 3 and 2.
 
     def first(call):
         start = call.scored.length == len(prompt)
@@ -104,8 +104,8 @@ def test_acceptance_is_the_probability_of_the_drafted_set():
     np.testing.assert_allclose(counts, table[0, 0], atol=0.006)
 
 
-def test_a_call_without_drafts_scores_the_root_alone():
-    """If no sequence has drafts, only the root has logits. A row does not depend on the others."""
+def test_a_call_without_drafts_scores_only_the_root():
+    """The whole tree is scored if any sequence of the batch has drafts. This changes no tokens."""
     model, method = TableModel(random_table(0, 6)), get_method("lookup", draft_length=3)
     lengths, policy = [3, 3], Policy(0.0)
 
@@ -129,8 +129,9 @@ def test_a_call_without_drafts_scores_the_root_alone():
     np.testing.assert_array_equal(both.tokens[0], apart.tokens[0])
 
 
-def test_greedy_repeats_take_few_calls():
-    """The target cycles; after the first cycle, each call accepts all drafts."""
+def test_lookup_accepts_all_drafts_of_a_repeated_cycle():
+    """The target repeats a cycle of five tokens. After the first cycle, each call accepts all
+    drafts."""
     table = np.full((5, 5, 5), 0.01)
     for token in range(5):
         table[:, token, (token + 1) % 5] = 0.96
@@ -140,7 +141,7 @@ def test_greedy_repeats_take_few_calls():
     assert made.target_calls[0] == 5 + 45 // 5
 
 
-def test_which_methods_need_a_draft_model():
+def test_only_methods_that_draft_with_a_model_need_one():
     names = ("baseline", "lookup", "self_speculative", "block", "otm_layer", "gsd")
     needs = [get_method(name).needs_draft for name in names]
     assert needs == [False, False, False, True, True, True]
@@ -159,13 +160,13 @@ def test_which_methods_need_a_draft_model():
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(make, message):
+def test_invalid_lookup_options_and_drafters_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
 
 
 @pytest.mark.slow
-def test_sample_by_lookup_needs_no_draft_model(tmp_path):
+def test_sample_with_lookup_needs_no_draft_model(tmp_path):
     prompt, page = "The committee will meet again. The committee", tmp_path / "page.html"
     flags = ["--target=2m", "--method=lookup", "--max_new_tokens=8", "--temperature=0"]
     flags += [f"--prompt={prompt}", f"--html={page}"]

@@ -1,4 +1,4 @@
-"""Properties that all methods share. A line in METHODS tests a new method."""
+"""Properties that all methods share. To test a new method, add a line to METHODS."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ REPEATED = (
     *("spectr++ K=3 L=2", "otm_layer uneven", "gbv_conditional tree 2,2,1", "lookup L=3"),
     *("traversal specinfer", "self_speculative"),
 )
-"""Cases whose verifier another case has too. Tests of transport plans enumerate their plans."""
+"""Cases whose verifier another case also uses. Tests of transport plans check their plans."""
 
 
 def _cases(cases, slow=()):
@@ -74,10 +74,10 @@ SHAPED = (
     *("spectr K=2 L=5", "otm tree 3,2,1", "gbv_conditional tree 2,2,1", "otm_layer wide"),
     *("gsd wide", "traversal wide", "ersd wide", "lookup tree 3,2,1"),
 )
-"""The cases with limits; policies act before methods do, so the others have the plain policy."""
+"""Cases that run with limits such as top-k. Policies act before methods, so a few cases suffice."""
 
 GENERATIONS = 60_000
-"""Fewer than `check_method` draws; enough to detect the errors that were injected in each walk."""
+"""Fewer than in `check_method`, but enough to detect the errors injected into each verifier."""
 
 
 def _method(case):
@@ -101,27 +101,27 @@ def test_greedy_emits_the_likeliest_tokens(case, seed):
 
 
 @every_method
-def test_a_row_does_not_depend_on_its_neighbours(case):
+def test_a_sequence_does_not_depend_on_other_rows(case):
     checks.check_rows(_method(case), _policy(case))
 
 
 @every_method
-def test_counters_add_up(case):
+def test_counters_add_up_to_the_emitted_tokens(case):
     checks.check_counters(_method(case), _policy(case))
 
 
 @every_method
-def test_second_call_compiles_nothing(case):
+def test_a_second_call_compiles_nothing(case):
     checks.check_compilations(_method(case), _method(case), _policy(case))
 
 
 MAY_REFUSE = ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup")
-"""Methods that may reject drafts of the target itself."""
+"""Methods that may reject drafts even if the draft model is the target."""
 
 
 @_cases([case for case, (name, _) in METHODS.items() if name not in MAY_REFUSE])
 def test_a_perfect_draft_is_always_accepted(case):
-    """Each call emits a path from the root to a leaf and a bonus token, until the end."""
+    """Each call emits all tokens on a path from the root to a leaf, and a bonus token."""
     method, policy = _method(case), _policy(case)
     prompts, lengths = checks._ragged_prompts(8)
     result = checks._decode(method, checks._keys(0), prompts, lengths, policy, TARGET, TARGET)
@@ -132,7 +132,7 @@ def test_a_perfect_draft_is_always_accepted(case):
     assert (least <= result.target_calls).all() and (result.target_calls <= most).all()
 
 
-def test_compilations_are_counted():
+def test_count_compilations_detects_a_compiled_program():
     with checks.count_compilations() as compiled:
         jax.jit(lambda x: x * 3 + 1)(np.arange(7))
     assert compiled
@@ -161,7 +161,7 @@ def _assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_row_alone_equals_its_row_of_a_batch():
+def test_a_sequence_alone_equals_its_row_of_a_batch():
     method, models = _method("spectr K=2 L=5"), _models()
     prompts, lengths = _ragged_prompts(5)
     keys = jax.random.split(jax.random.key(3), 8)
@@ -175,8 +175,8 @@ def test_a_row_alone_equals_its_row_of_a_batch():
 @pytest.mark.parametrize(
     "case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"]
 )
-def test_sequences_in_turn_and_at_once_are_equal(case, monkeypatch):
-    """A CPU verifies one tree after another, an accelerator all at once (`base.in_turn`)."""
+def test_sequential_and_batched_verification_give_equal_results(case, monkeypatch):
+    """CPUs verify trees one after another, and accelerators verify all at once (`base.in_turn`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
     outs, in_turn, lax_map = [], [], jax.lax.map
     monkeypatch.setattr(
@@ -186,14 +186,14 @@ def test_sequences_in_turn_and_at_once_are_equal(case, monkeypatch):
         monkeypatch.setattr(base, "SMALL_VOCABULARY", small)
         in_turn.clear()
         rows = prompts, lengths, 9, Policy(eos=EOS)
-        new = {"observe": lambda call: {}}  # Makes jit trace again.
+        new = {"observe": lambda call: {}}  # A new function makes jit trace again.
         outs.append(generate(jax.random.key(3), _method(case), *_models(), *rows, **new))
         assert bool(in_turn) == (small == 0)
     _assert_equal(*outs)
 
 
-def test_the_draft_may_have_its_own_policy():
-    """The default is the target's; another one changes the drafts, but not the distribution."""
+def test_the_draft_policy_shapes_the_draft_distribution():
+    """By default the draft uses the target's policy. A low draft temperature lowers its entropy."""
     method, models = _method("gsd wide"), _models()
     prompts, lengths = _ragged_prompts(5, rows=64)
 
@@ -224,9 +224,11 @@ SAME_DRAWS = [
 ]
 
 
-@pytest.mark.parametrize("pair", SAME_DRAWS, ids=str)
+@pytest.mark.parametrize(
+    "pair", SAME_DRAWS, ids=lambda pair: " equals ".join(name for name, _ in pair)
+)
 @pytest.mark.xdist_group("chains")  # They share programs.
-def test_special_cases_make_the_same_draws(pair):
+def test_equivalent_methods_generate_the_same_tokens(pair):
     arguments = *_models(), *_ragged_prompts(8, rows=64), 20
     methods = (get_method(name, **options) for name, options in pair)
     _assert_equal(*(generate(jax.random.key(4), method, *arguments) for method in methods))
@@ -240,9 +242,10 @@ def test_special_cases_make_the_same_draws(pair):
         ("spectr", (0, 0, 0, 2, 3)),
         ("otm_block", (0, 0, 0, 1, 1, 2)),
     ],
+    ids=str,
 )
-def test_only_one_of_two_equal_iid_drafts_may_have_children(name, tree):
-    """If two nodes spell the same token and one is a leaf, the drafts below the other are i.i.d."""
+def test_outputs_are_exact_where_only_one_duplicate_has_children(name, tree):
+    """If one of two siblings with equal tokens is a leaf, drafts below the other remain i.i.d."""
     V = 3
     target = random_table(0, V, 0.7)
     draft = np.random.default_rng(5).dirichlet(np.full(V, 0.5), size=(V, V))
@@ -261,9 +264,10 @@ def test_only_one_of_two_equal_iid_drafts_may_have_children(name, tree):
         ("otm_block", (0, 0, 0, 1, 1, 2)),
         pytest.param("otm_layer", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-def test_the_draft_cache_follows_the_path_where_only_one_twin_has_children(name, tree):
-    """A model drafts for itself: p = q at the root of a call if the cache has the path's rows."""
+def test_the_draft_cache_follows_the_duplicate_with_children(name, tree):
+    """The model drafts for itself, so p = q at the root if the cache has the rows of the path."""
     shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=3, context=32)
     model = Transformer(shape, rngs=nnx.Rngs(0))
 
@@ -275,7 +279,8 @@ def test_the_draft_cache_follows_the_path_where_only_one_twin_has_children(name,
     assert np.sum(result.observed) == 0
 
 
-NOWHERE = {"at the root": (slice(None), slice(None)), "below it": (2, (1, 3))}
+UNDEFINED = {"at the root": (slice(None), slice(None)), "below the root": (2, (1, 3))}
+"""Contexts of the table in which the draft model has no distribution."""
 
 
 @pytest.mark.parametrize(
@@ -288,10 +293,10 @@ NOWHERE = {"at the root": (slice(None), slice(None)), "below it": (2, (1, 3))}
     ],
 )
 @pytest.mark.optimized
-def test_drafts_of_no_distribution_are_not_used(name, options):
-    """Logits that are all -inf give a p of NaN; a token drawn from it does not count as a draft."""
+def test_drafts_from_undefined_distributions_are_not_used(name, options):
+    """If all draft logits are -inf, p is NaN, and tokens drawn from it do not count as drafts."""
     V, prompts = 5, np.tile([1, 2], (40_000, 1))
-    for where, places in NOWHERE.items():  # One program serves both.
+    for where, places in UNDEFINED.items():  # One program serves both.
         draft = np.tile([0.4, 0.3, 0.15, 0.1, 0.05], (V, V, 1))
         draft[places] = 0
         models = TableModel(np.full((V, V, V), 0.2)), TableModel(draft)
@@ -305,8 +310,8 @@ SMALL = {"block": {"draft_length": 2}, "gbv": {"num_drafts": 2, "draft_length": 
 
 
 @pytest.mark.parametrize("name", ["otm", "otm_block", "otm_layer", "traversal", "gbv", "lookup"])
-def test_a_target_without_a_distribution_ends_the_sequence(name):
-    """If all logits are -inf, the token is -1, and no other follows."""
+def test_target_logits_of_minus_infinity_end_the_sequence(name):
+    """If all target logits are -inf, the next token is -1, and no token follows."""
     target, draft = np.full((3, 3, 3), 1 / 3), np.full((3, 3, 3), 1 / 3)
     target[1, 2] = 0
     models, prompts = (TableModel(target), TableModel(draft)), np.tile([1, 2], (8, 1))
@@ -317,8 +322,9 @@ def test_a_target_without_a_distribution_ends_the_sequence(name):
 
 
 @pytest.mark.parametrize("name", ["block", "otm_block", "otm_layer", "traversal", "gbv"])
-def test_sequences_that_reach_no_distribution_keep_their_probability(name):
-    """After a 0, the token -1 has all of the target's mass; verifying paths must not avoid it."""
+def test_paths_to_undefined_target_distributions_keep_their_probability(name):
+    """After token 0 the target has no distribution, so -1 follows. Verifying whole paths must not
+    avoid such paths."""
     target, halves, rows = np.full((2, 2, 2), 0.5), np.full((2, 2, 2), 0.5), 20_000
     target[1, 0] = 0
     models, prompts = (TableModel(target), TableModel(halves)), np.tile([0, 1], (rows, 1))
@@ -332,8 +338,8 @@ def test_sequences_that_reach_no_distribution_keep_their_probability(name):
 
 
 @pytest.mark.parametrize("name", ["gsd", "greedy_drafts", "traversal"])
-def test_the_residual_of_a_confident_draft_may_be_tiny(name):
-    """At temperature 0.053, p has a mass of 1e-37 after its likeliest token; products underflow."""
+def test_outputs_are_exact_where_the_draft_residual_underflows(name):
+    """At temperature 0.053, all other tokens of p have a mass of 1e-37, and products underflow."""
     V = 5
     draft = np.tile([1, 0.01, 0.0099, 0.0098, 0.0097], (V, V, 1))
     models = TableModel(np.full((V, V, V), 0.2)), TableModel(draft)
@@ -343,7 +349,7 @@ def test_the_residual_of_a_confident_draft_may_be_tiny(name):
     assert chi_square.p_value(counts, np.full(V, 0.2)) > 1e-4
 
 
-def test_races_give_the_same_sequences_with_any_draft_and_tree():
+def test_ersd_sequences_do_not_depend_on_draft_or_tree():
     prompts, lengths = _ragged_prompts(8, rows=64)
     other = perturbed(TARGET, 2, 3.0)
     tokens, calls = [], []
@@ -360,7 +366,7 @@ def test_races_give_the_same_sequences_with_any_draft_and_tree():
 
 
 @pytest.mark.slow
-def test_expected_tokens_per_call_of_block_verification():
+def test_block_verification_emits_the_expected_tokens_per_call():
     """Compares token-by-token and block verification (Sun et al., 2024) with enumeration."""
 
     def mean(method):
@@ -372,7 +378,7 @@ def test_expected_tokens_per_call_of_block_verification():
         result = generate(key, method, *_models(), prompts, lengths, 1, observe=emitted)
         return float(np.mean(np.asarray(result.observed)))
 
-    few = {"competitions": 4}  # Any number accepts the same on one chain, and on one level.
+    few = {"competitions": 4}  # The acceptance on one chain or level is the same for any number.
     seen = {"otm_layer": mean(get_method("otm_layer", tree=chain(2), **few))}
     for name in ("speculative", "block", "traversal"):
         seen[name] = mean(on_tree(name, chain(2)))
@@ -390,7 +396,7 @@ def test_expected_tokens_per_call_of_block_verification():
         one = (1 - whole) * rest / (rest + 1 - run) if rest else 0.0
         block += p1[x] * (2 * whole + one)
     assert seen["speculative"] == pytest.approx(1 + token, abs=0.015)
-    for name in ("block", "otm_layer", "traversal"):  # They are equal on one chain.
+    for name in ("block", "otm_layer", "traversal"):  # All three are equal on one chain.
         assert seen[name] == pytest.approx(1 + block, abs=0.015)
     assert block > token + 0.02
 
@@ -407,7 +413,10 @@ def test_each_step_calls_the_target_once_on_any_tree():
         calls.clear()
         models = Counting(TARGET), TableModel(DRAFT)
         generate(jax.random.key(0), get_method("gsd", tree=tree), *models, [[1, 2]], [2], 12)
-        assert calls == [BUCKET, nodes + 1]  # The prompt, and the tree in the body of the loop.
+        assert calls == [
+            BUCKET,
+            nodes + 1,
+        ]  # One call for the prompt, one for the tree in the loop.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The distribution of GBV's chosen chain is compared with enumeration over K chains."""
+"""The distribution of the chain that GBV chooses equals enumeration over K chains."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def _chance(path):
 
 
 @pytest.mark.parametrize("chains", [1, 2, 4])
-def test_the_chosen_chain_has_its_distribution(chains):
+def test_the_chosen_chain_has_the_enumerated_distribution(chains):
     paths = list(itertools.product(range(VOCAB), repeat=LENGTH))
     exact = np.zeros((VOCAB, VOCAB))
     for drawn in itertools.product(paths, repeat=chains):
@@ -58,19 +58,19 @@ def test_the_chosen_chain_has_its_distribution(chains):
 
 @pytest.mark.parametrize("chains", [1, 2, 64])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1 - 2.0**-23, 1.0])
-def test_the_winner_has_a_distribution_at_the_edges(beta, chains):
+def test_winner_probabilities_sum_to_one_in_extreme_cases(beta, chains):
     p = jnp.float32([0.5, 0, 1e-30, 0.5 - 1e-6, 1e-6])
     q = jnp.float32([0, 0.25, 0.5, 1e-9, 0.25])
     g, below, upto = _winner(p, q, beta, chains)
-    # A token that is never drafted comes last, and never wins.
+    # A token with p = 0 ranks last and never wins.
     assert multipath.ranked_by_ratio(p, q).rank.tolist() == [0, 4, 3, 1, 2]
     assert g[1] == 0 and np.all(g >= 0) and np.sum(g) == pytest.approx(1, abs=chains * 1e-7)
     assert np.all(below <= upto)
-    if beta == 1:  # All other paths rank below, so that one chain takes this path.
+    if beta == 1:  # All other paths rank below, so exactly one chain takes this path.
         np.testing.assert_allclose(g, p, rtol=1e-6)
 
 
-def test_ties_are_ranked_by_token():
+def test_equal_ratios_are_ranked_by_token():
     pmf = jax.nn.softmax(jnp.arange(6.0))
     g, _, _ = _winner(pmf, pmf, 0, 3)
     np.testing.assert_array_equal(multipath.ranked_by_ratio(pmf, pmf).rank, np.arange(6))

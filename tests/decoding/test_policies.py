@@ -1,4 +1,4 @@
-"""Policies per sequence, and the valid values of a policy."""
+"""Each sequence follows its own policy, and invalid values of a policy are refused."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ def _batch(policies, repeated=1):
 
 
 def _expected(logits, policy):
-    """Returns the distribution by its definition, in float64 and with a sort."""
+    """Returns the distribution by its definition, in float64, with sorted logits."""
     if policy.temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     p = np.exp((logits - logits.max()) / policy.temperature)
@@ -53,8 +53,8 @@ def _expected(logits, policy):
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_limits_equal_those_of_a_sort(on_cpu, monkeypatch):
-    """The logits have ties, entries of -inf, and a dimension of nodes."""
+def test_top_k_top_p_and_min_p_equal_a_sorted_reference(on_cpu, monkeypatch):
+    """The logits have ties, entries of -inf, and a dimension for nodes."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     rng = np.random.default_rng(0)
@@ -104,7 +104,7 @@ def _transformer(seed, layers):
 
 
 @pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_row_with_its_own_policy_equals_it_alone(on_cpu, monkeypatch):
+def test_a_row_with_its_own_policy_equals_the_row_alone(on_cpu, monkeypatch):
     monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     models, method = (_transformer(0, 2), _transformer(1, 1)), get_method("otm_block", tree="2,1")
@@ -119,7 +119,7 @@ def test_a_row_with_its_own_policy_equals_it_alone(on_cpu, monkeypatch):
         assert int(alone.target_calls[0]) == int(together.target_calls[row])
 
 
-def test_all_policies_share_two_programs(count_compilations):
+def test_new_policy_values_compile_no_new_programs(count_compilations):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = get_method("speculative", draft_length=2), *models, [[1], [2]], [1, 1], 6
     generate(jax.random.key(0), *arguments, Policy())
@@ -164,7 +164,7 @@ def test_all_policies_share_two_programs(count_compilations):
     ],
 )
 @pytest.mark.parametrize("owner", ["", "draft_"])
-def test_values_out_of_range_are_refused(policy, message, owner):
+def test_invalid_policy_values_are_refused(policy, message, owner):
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = jax.random.key(0), get_method("spectr"), *models, [[1], [2]], [1, 1], 4
     with pytest.raises(UserError, match=owner + message):
@@ -186,7 +186,7 @@ def test_a_traced_policy_may_have_several_eos_tokens():
 
 
 @pytest.mark.slow
-def test_a_jax_scalar_is_accepted_as_a_number():
+def test_policies_accept_jax_scalars():
     models = [TableModel(random_table(seed, 5)) for seed in (0, 1)]
     arguments = jax.random.key(0), get_method("spectr", num_drafts=2), *models, [[1]], [1], 6
     policy = Policy(temperature=0.5, top_k=3, top_p=0.5)

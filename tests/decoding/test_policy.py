@@ -1,4 +1,4 @@
-"""The distribution that a policy makes of logits."""
+"""`probabilities` returns the distribution that a policy makes of logits."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,19 @@ LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
         (Policy(top_p=1e-6), [0, 1, 0, 0]),
         (Policy(top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
     ],
+    ids=[
+        "defaults",
+        "temperature 0.5",
+        "temperature 0",
+        "top_k 2",
+        "top_k above the vocabulary",
+        "top_p 0.65",
+        "top_p 0.75",
+        "tiny top_p",
+        "top_k and top_p",
+    ],
 )
-def test_probabilities_are_those_of_the_limits(policy, expected):
+def test_temperature_and_limits_give_the_expected_probabilities(policy, expected):
     np.testing.assert_allclose(probabilities(LOGITS, policy), expected, atol=1e-6)
 
 
@@ -36,14 +47,15 @@ def test_greedy_takes_the_first_of_equal_logits():
 @pytest.mark.parametrize(
     "policy",
     [Policy(), Policy(temperature=0.0), Policy(top_k=2), Policy(temperature=0.0, top_p=0.5)],
+    ids=["defaults", "greedy", "top_k", "greedy with top_p"],
 )
-def test_nan_logits_have_no_distribution(policy):
+def test_nan_logits_give_no_token_a_positive_probability(policy):
     pmfs = probabilities(jnp.array([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]]), policy)
     assert np.isfinite(pmfs[0]).all()
     assert not (pmfs[1] > 0).any()
 
 
-def test_vmap_over_temperatures_equals_each_alone():
+def test_vmap_over_temperatures_equals_separate_calls():
     def at(temperature):
         return probabilities(LOGITS, Policy(temperature=temperature))
 

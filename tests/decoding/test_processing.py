@@ -1,4 +1,4 @@
-"""Functions of logits: each node sees its own path; outputs follow the processed distribution."""
+"""Logits processes: each node sees its own path, and outputs follow the processed target."""
 
 import itertools
 
@@ -95,7 +95,7 @@ def _none_allowed(logits, tokens, length):
 @pytest.mark.optimized
 @pytest.mark.parametrize("process", [_all_nan, _none_allowed])
 @pytest.mark.parametrize("name", ["baseline", "lookup"])
-def test_a_process_that_leaves_no_distribution_ends_the_sequence(name, process):
+def test_a_process_that_allows_no_token_ends_the_sequence(name, process):
     """XLA for CPUs may fold the exponential of a constant NaN into an arbitrary number."""
     policy = Policy(temperature=[1.0, 0.0, 1.0, 0.0], process=process)
     out = generate(jax.random.key(0), get_method(name), *ROWS, policy)
@@ -118,7 +118,7 @@ def test_a_process_that_leaves_no_distribution_ends_the_sequence(name, process):
         (lambda: only([2**32 + 1]), r"tokens=\[4294967297\]"),
     ],
 )
-def test_arguments_out_of_range_are_refused(make, message):
+def test_invalid_arguments_of_built_in_processes_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
 
@@ -133,6 +133,6 @@ def test_arguments_out_of_range_are_refused(make, message):
         (lambda logits: logits, r"must be a hashable function of \(logits, tokens, length\)"),
     ],
 )
-def test_processes_that_do_not_fit_are_refused(process, message):
+def test_invalid_processes_are_refused(process, message):
     with pytest.raises(UserError, match=message):
         generate(jax.random.key(0), get_method("baseline"), *ROWS, Policy(process=process))

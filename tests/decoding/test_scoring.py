@@ -29,7 +29,7 @@ def full(model):
 
 
 @pytest.mark.parametrize("spec", ["4,2,1", "specinfer:11", "batch:5", "chain:4"])
-def test_logits_of_a_packed_tree_equal_separate_forwards(model, full, spec):
+def test_logits_of_a_packed_tree_equal_separate_forward_passes(model, full, spec):
     shape = tree.parse(spec)
     rng = np.random.default_rng(0)
     lengths = np.array([1, 3, 6])

@@ -1,4 +1,4 @@
-"""Stop sequences: on the device, in strings, and in the text that is shown."""
+"""Stop sequences end generations, cut strings, and never appear in the text that is shown."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ PIECES = [b"", b"a", b"b", b"\n", b"b\n", b"\na", "é".encode()]
 
 
 class Letters(HuggingFaceTokenizer):
-    """A tokenizer of a few pieces, some of which go past the end of a stop string."""
+    """A tokenizer of a few pieces, some of which extend past the end of a stop string."""
 
     bos, eos = 0, 0
     pieces = PIECES
@@ -46,8 +46,9 @@ def _until(tokens, ends):
 
 
 @pytest.mark.parametrize("name", ["otm_block", "baseline"])
-def test_a_sequence_ends_with_the_first_stop(name):
-    """Strings, tokens and streams give the whole sequence, cut at the first stop."""
+def test_a_sequence_ends_with_its_first_stop_sequence(name):
+    """The output is the same sequence as without `stop`, cut after its first match. Checks stop
+    strings, stop tokens and a stream."""
     options = {"tree": "2,2"} if name == "otm_block" else {}
     arguments = get_method(name, **options), Trained("letters", TARGET, LETTERS), DRAFT
     keys = jax.random.split(jax.random.key(0), 40)
@@ -69,7 +70,7 @@ def test_a_sequence_ends_with_the_first_stop(name):
             assert np.asarray(out.tokens)[row, 2 : int(out.lengths[row])].tolist() == expected
             ended += len(expected) < NEW
         assert ended > 5
-    if name != "baseline":  # The other programs take long to compile.
+    if name != "baseline":  # The streams of other methods take long to compile.
         return
     key = jax.random.key(1)
     single = generate(key, *arguments, prompts[:1], lengths[:1], NEW, stop=stops[0])
@@ -78,7 +79,7 @@ def test_a_sequence_ends_with_the_first_stop(name):
     assert streamed == np.asarray(single.tokens)[0, 2 : int(single.lengths[0])].tolist()
 
 
-def test_stops_of_similar_lengths_share_a_program(count_compilations):
+def test_stop_sequences_of_similar_lengths_share_a_program(count_compilations):
     arguments = jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], NEW
     generate(*arguments, stop=[[1, 2]])
     others = [prepared(stop, None, VOCAB) for stop in ([[3, 3], [1, 2, 5]], [[6]])]
@@ -88,7 +89,7 @@ def test_stops_of_similar_lengths_share_a_program(count_compilations):
     assert not compiled
 
 
-def test_a_stop_that_is_prepared_inside_jit_can_be_used_outside():
+def test_stop_sequences_prepared_inside_jit_work_outside():
     method, rows = get_method("baseline"), (np.array([[1, 2]]), np.array([2]), 9)
 
     @jax.jit
@@ -101,7 +102,7 @@ def test_a_stop_that_is_prepared_inside_jit_can_be_used_outside():
     np.testing.assert_array_equal(inside.tokens, outside.tokens[:, :11])
 
 
-def test_transitions_find_the_first_of_random_patterns():
+def test_the_stop_automaton_finds_the_first_of_random_patterns():
     rng = np.random.default_rng(0)
     for _ in range(300):
         lengths = rng.integers(1, 6, rng.integers(1, 4))
@@ -114,8 +115,9 @@ def test_transitions_find_the_first_of_random_patterns():
             assert (state == MATCHED) == seen
 
 
-def test_overlapping_strings():
-    """The automaton falls back to the longest prefix that was read, and stays where it matched."""
+def test_overlapping_stop_strings_are_found():
+    """After a mismatch the automaton continues from the longest prefix that it has read. After a
+    match it stays in its state."""
     stop = prepared(("aab", "abc", "x"), _Bytes(), 256)
     for text in ("aaab", "aabc", "abab", "ab", "cabc", "aac", "ax", "abcdef"):
         tokens = np.array([list(text.encode())], np.int32)
@@ -129,8 +131,9 @@ class _Bytes:
     pieces = [bytes([byte]) for byte in range(256)]
 
 
-def test_pieces_spell_the_text(toy, in_hugging_face):
-    """Checks SentencePiece, the same model in Hugging Face's layout, and byte pairs."""
+def test_tokenizer_pieces_spell_the_text(toy, in_hugging_face):
+    """Checks SentencePiece, the same model in Hugging Face's format, and byte-level BPE. WordPiece
+    is refused, because its pieces do not spell the text."""
     text = "draft target\n\ntoken é 日本 law  two"
     ours = load(toy.folder / "target", "float32").tokenizer
     made = tokenizers.ByteLevelBPETokenizer()
@@ -148,14 +151,14 @@ def test_pieces_spell_the_text(toy, in_hugging_face):
 
 
 @pytest.mark.parametrize(
-    "stop", ["", ["a", ""], ["a", [1]], [[]], [[7]], [[-1]], [1, 2], 3, [[1.5]], b"a"]
+    "stop", ["", ["a", ""], ["a", [1]], [[]], [[7]], [[-1]], [1, 2], 3, [[1.5]], b"a"], ids=repr
 )
-def test_other_values_are_refused(stop):
+def test_invalid_stop_values_are_refused(stop):
     with pytest.raises(UserError, match=r"stop=.*: must be strings, or sequences of tokens 0\.\.6"):
         prepared(stop, LETTERS, VOCAB)
 
 
-def test_strings_need_a_tokenizer_and_are_limited():
+def test_stop_strings_need_a_tokenizer_and_a_limited_length():
     with pytest.raises(UserError, match="strings need a tokenizer"):
         generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, stop="a")
     with pytest.raises(UserError, match="has 2,000 characters or tokens"):
@@ -163,7 +166,7 @@ def test_strings_need_a_tokenizer_and_are_limited():
     assert prepared((), None, VOCAB) is None
 
 
-def test_before_and_settled():
+def test_before_cuts_and_settled_holds_back_stop_strings():
     assert before("one\n\ntwo###", ("###", "\n\n")) == "one"
     assert before("one", ()) == before("one", None) == "one"
     shown = [settled(text, ("\n\n", "###")) for text in ("ab", "ab\n", "ab\n\nc", "ab##", "")]

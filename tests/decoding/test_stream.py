@@ -1,4 +1,4 @@
-"""Decoding call by call, and prompts that are run in pieces."""
+"""Streams yield the calls of `generate` one by one, and long prompts run in chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ LENGTH = 12
     ("name", "options"),
     [("baseline", {}), ("otm_block", {"tree": "2,2"}), ("lookup", {"tree": "2,1"})],
 )
-def test_steps_equal_the_calls_of_generate(name, options, count_compilations):
+def test_stream_steps_equal_the_calls_of_generate(name, options, count_compilations):
     """Sequences end with EOS, with one of several EOS tokens, or at the limit."""
     method = get_method(name, **options)
 
@@ -43,7 +43,7 @@ def test_steps_equal_the_calls_of_generate(name, options, count_compilations):
         assert seed != 1 or not compiled
 
 
-def test_bad_arguments_are_refused_before_the_first_step():
+def test_bad_stream_arguments_are_refused_before_the_first_step():
     method = get_method("baseline")
     for several in (1, 2):
         with pytest.raises(UserError, match=rf"key=key<fry>\[{several}\]: must be a single key"):
@@ -54,8 +54,8 @@ def test_bad_arguments_are_refused_before_the_first_step():
         stream(None, method, TARGET, None, [1], 4)
 
 
-def test_prompts_in_pieces_leave_the_cache_of_one_run(monkeypatch):
-    """Prompts of several lengths run in pieces of 4 tokens; the last piece is not full."""
+def test_prompts_run_in_chunks_fill_the_same_cache(monkeypatch):
+    """Prompts of several lengths run in chunks of 4 tokens, and the last chunk is not full."""
     shape = TransformerConfig(layers=2, width=16, mlp=32, heads=2, vocab_size=13, context=32)
     model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11)))
@@ -74,7 +74,7 @@ def test_prompts_in_pieces_leave_the_cache_of_one_run(monkeypatch):
     np.testing.assert_array_equal(whole.tokens, pieces.tokens)
 
 
-def test_prompts_of_many_lengths_share_the_program_of_a_stream(count_compilations):
+def test_streams_of_different_prompt_lengths_share_a_program(count_compilations):
     method = get_method("baseline")
     list(stream(jax.random.key(0), method, TARGET, None, [1] * 7, 3))
     with count_compilations() as compiled:

@@ -1,4 +1,4 @@
-"""Trees: their tables, names, and limits."""
+"""Draft trees: their tables, their names, and the limit of their size."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from spectr_jax.decoding import tree
 from spectr_jax.utils.errors import UserError
 
 
-def test_iid_chains():
+def test_iid_chains_are_numbered_level_by_level():
     shape = tree.iid_chains(2, 3)
     assert shape.parents == (0, 0, 1, 2, 3, 4)
     assert shape.height == 3 and shape.size == 6
@@ -17,12 +17,12 @@ def test_iid_chains():
     np.testing.assert_array_equal(shape.level_table, [[0, -1], [1, 2], [3, 4], [5, 6], [-1, -1]])
 
 
-def test_a_chain_is_one_draft():
+def test_a_chain_equals_one_iid_chain():
     assert tree.chain(3) == tree.iid_chains(1, 3)
     assert tree.chain(3).parents == (0, 1, 2)
 
 
-def test_prefix_tree():
+def test_prefix_trees_have_the_given_branching():
     shape = tree.prefix_tree(2, 3, 1)
     assert [len(level) for level in shape.levels] == [1, 2, 6, 6]
     np.testing.assert_array_equal(shape.children_table[1], [3, 4, 5])
@@ -34,14 +34,14 @@ def test_prefix_tree():
 @pytest.mark.parametrize(
     ("size", "levels"), [(1, [1, 1]), (2, [1, 1, 1]), (4, [1, 1, 1, 2]), (9, [1, 1, 1, 3, 3, 1])]
 )
-def test_specinfer(size, levels):
+def test_specinfer_trees_branch_only_after_two_tokens(size, levels):
     shape = tree.specinfer(size)
     assert shape.size == size and [len(level) for level in shape.levels] == levels
     children = [np.sum(shape.parent[1:] == node) for node in range(size + 1)]
     assert all(count <= (3 if node == 2 else 1) for node, count in enumerate(children))
 
 
-def test_tables_of_an_irregular_tree():
+def test_tables_list_the_children_of_an_irregular_tree():
     shape = tree.Tree((0, 0, 1, 2, 2, 4, 5))
     np.testing.assert_array_equal(shape.inner, [0, 1, 2, 4, 5])
     np.testing.assert_array_equal(shape.inner_rank[shape.inner], range(5))
@@ -49,7 +49,7 @@ def test_tables_of_an_irregular_tree():
     np.testing.assert_array_equal(shape.children_table, children)
 
 
-def test_parse():
+def test_parse_reads_every_notation_and_refuses_unknown_ones():
     shapes = {"4,2,1": tree.prefix_tree(4, 2, 1), "3": tree.batch(3), "batch:5": tree.batch(5)}
     shapes |= {"4x2": tree.iid_chains(4, 2), "1x3": tree.chain(3), "chain:3": tree.chain(3)}
     for spec, shape in shapes.items():
@@ -61,21 +61,21 @@ def test_parse():
             tree.parse(spec)
 
 
-def test_the_tree_without_drafts():
+def test_the_tree_without_drafts_has_height_zero():
     assert tree.none().height == 0 and tree.none().level_table.shape == (2, 1)
 
 
-@pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 1, 0)])
+@pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 1, 0)], ids=str)
 def test_nodes_out_of_order_are_refused(parents):
     with pytest.raises(UserError, match="parents"):
         tree.Tree(parents)
 
 
-def test_other_integers_and_sequences_are_accepted():
+def test_trees_accept_lists_and_numpy_integers():
     assert tree.Tree([0, np.int64(0), 1]) == tree.Tree((0, 0, 1))
     assert hash(tree.Tree([0])) == hash(tree.Tree((0,)))
     assert tree.iid_chains(np.int64(2), 3) == tree.iid_chains(2, 3)
-    assert tree.Tree(tuple(range(10_000))).sibling_rank.max() == 0  # In linear time.
+    assert tree.Tree(tuple(range(10_000))).sibling_rank.max() == 0  # Takes linear time.
 
 
 @pytest.mark.parametrize(

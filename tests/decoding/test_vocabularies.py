@@ -27,7 +27,7 @@ SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal"}
 """Methods that get fewer calls."""
 CONTEXTS = 2
 HEAD = 100
-"""The first tokens are counted one by one, the others by kind."""
+"""Each of the first `HEAD` tokens is counted separately; the other tokens are counted by kind."""
 VERIFIERS = {
     "otm": (TokenByToken(transport.get("otm")), "2x1"),
     "spectr": (TokenByToken(transport.get("kseq")), "2x1"),
@@ -102,7 +102,7 @@ def _emitted(verifier, tree, keys, p, q):
 @pytest.mark.parametrize(
     "name", ["otm", *(pytest.param(name, marks=pytest.mark.slow) for name in [*VERIFIERS][1:])]
 )
-def test_two_tokens_follow_the_target(name, V):
+def test_two_tokens_follow_the_target_with_large_vocabularies(name, V):
     verifier, tree = VERIFIERS[name]
     p, q = _p_and_q(V)
     keys = jax.random.split(jax.random.key(7), (FEWER_CALLS if name in SLOW else CALLS)[V])

@@ -1,4 +1,4 @@
-"""Draws from weights follow them, down to the last bit of the uniform."""
+"""`draw` samples tokens in proportion to their weights and uses all bits of the uniform."""
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,23 @@ def test_draw_follows_the_weights(size):
 
 
 @pytest.mark.parametrize("place", [0, 57, 99])
-def test_draw_of_one_hot_is_certain(place):
+def test_draw_from_one_hot_weights_returns_that_token(place):
     weights = jnp.zeros(100).at[place].set(1e-30)
     assert np.all(draw(jax.random.key(0), weights, (1000,)) == place)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8_192])
-def test_draw_of_nothing_is_in_the_vocabulary(size):
+def test_draw_from_zero_weights_returns_the_last_token(size):
     assert np.all(draw(jax.random.key(0), jnp.zeros(size), (100,)) == size - 1)
 
 
-def test_all_bits_of_the_uniform_count(monkeypatch):
+def test_draw_uses_all_bits_of_the_uniform(monkeypatch):
     """Four tokens of weight 2^-25 follow one of weight 1; a float32 uniform has steps of 2^-23."""
     weights = np.zeros(16, np.float32)
     weights[0], weights[4:8] = 1, 2.0**-25
     last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
     key = jax.random.key(0)
-    # A function that jit has not seen. Rounding can change a count by one.
+    # A new function makes jit trace again. Rounding can change a count by one.
     drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(weights)
     np.testing.assert_allclose(np.bincount(drawn)[4:8], 128, atol=1)

@@ -1,4 +1,4 @@
-"""The exact plan against the linear program, the order of plans, bounds, and papers' numbers."""
+"""The optimal plan equals the linear program; plans, bounds and examples agree with the papers."""
 
 import functools
 import itertools
@@ -32,10 +32,10 @@ def _pass_probability(p, q, k, iterations):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_order_of_the_plans_on_200_random_pairs(part):
-    """LP = exact = closed form >= SpecTr++ >= SpecTr+ >= K-SEQ >= (1 - 1/e) LP.
+def test_plans_are_ordered_by_acceptance_on_random_pairs(part):
+    """Checks LP = exact = closed form >= SpecTr++ >= SpecTr+ >= K-SEQ >= (1 - 1/e) LP.
 
-    This holds for the probability that a draft passes, and for the acceptance.
+    The order holds for the acceptance and for the probability that a draft passes.
     """
     for p, q, k in itertools.islice(_random_pairs(200), part, None, 4):
         best = transport.get("otm_lp").acceptance(p, q, k)
@@ -51,8 +51,8 @@ def test_order_of_the_plans_on_200_random_pairs(part):
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_the_program_on_the_device_is_lp_k(part):
-    """`simplex` with k + 1 constraints of tokens equals HiGHS with all of them (Theorem 2)."""
+def test_the_device_simplex_equals_the_full_linear_program(part):
+    """`simplex` with only k + 1 token constraints equals HiGHS with all of them (Theorem 2)."""
     for p, q, k in itertools.islice(_random_pairs(120), part, None, 2):
         ps = np.tile(p, (k, 1))
         start = iopt.saturated_subsets(ps, q)
@@ -62,8 +62,8 @@ def test_the_program_on_the_device_is_lp_k(part):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_iopt_with_a_pmf_for_each_draft(seed):
-    """The plan is exact by enumeration, and each iteration improves it (SpecTr++, Theorem 3)."""
+def test_iopt_is_exact_and_improves_with_each_iteration(seed):
+    """Each draft has its own p. Each iteration improves the plan (SpecTr++, Theorem 3)."""
     rng = np.random.default_rng(seed)
     ps, q = rng.dirichlet(np.ones(5), 3), rng.dirichlet(np.ones(5))
     reached = []
@@ -90,7 +90,7 @@ def test_optimal_kseq_is_the_best_of_all_subsets(seed):
     for subsets in itertools.product(itertools.product((False, True), repeat=4), repeat=k):
         try:
             stages = iopt.Stages(iopt.best_alphas(ps, q, np.array(subsets)), np.array(subsets))
-        except RuntimeError:  # The program has no solution: too much is accepted outside.
+        except RuntimeError:  # The linear program of these subsets is infeasible.
             continue
         best = max(best, iopt.accept_probability(ps, q, stages))
     found = transport.get("optimal_kseq")
@@ -102,7 +102,7 @@ def test_optimal_kseq_is_the_best_of_all_subsets(seed):
 def _simulate(key, select, p, q, k, draws):
     def one(key):
         draft_key, select_key = jax.random.split(key)
-        # In `Plan.select` k depends on the drafts, and then the draws share no computation.
+        # `Plan.select` counts valid drafts in each draw, so draws would share no computation.
         return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
 
     # The distributions of 50 draws fit in the CPU's cache.
@@ -123,8 +123,8 @@ def _noisy_zipf(V, seed):
 
 
 @pytest.mark.parametrize("name", ["otm", "kseq", "spectr++"])
-def test_float32_select_at_vocabulary_8192(name):
-    """The token follows q, and the acceptance is exact within four standard errors."""
+def test_float32_select_follows_q_at_vocabulary_8192(name):
+    """The acceptance is exact within four standard errors."""
     p, q = _noisy_zipf(8192, 0)
     k, chunk = 4, 2_000
     chunks = 500 if name == "otm" else 100
@@ -143,10 +143,10 @@ def test_float32_select_at_vocabulary_8192(name):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bits", [0, 6])
-def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
-    """Without a sort, the token follows q even if a cell is an octave wide.
+def test_otm_is_exact_with_cells_of_any_width(monkeypatch, bits, seed):
+    """Without a sort, tokens follow q even if a cell is an octave wide (0 bits).
 
-    With six bits the acceptance is the optimum.
+    With 6 bits the acceptance is also optimal.
     """
     monkeypatch.setattr(otm, "SORTED", 0)
     monkeypatch.setattr(otm, "BITS", bits)
@@ -154,7 +154,7 @@ def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
     p, q = rng.dirichlet(np.full(8, 0.5)), rng.dirichlet(np.full(8, 0.5))
     draws, k = 400_000 if bits == 0 else 50_000, 3
 
-    def select(*arguments):  # A function that jit has not seen.
+    def select(*arguments):  # A new function makes jit trace again.
         return otm.select(*arguments)
 
     pmfs = jnp.float32(p), jnp.float32(q)
@@ -168,7 +168,7 @@ def test_cells_of_any_width_are_exact(monkeypatch, bits, seed):
 
 
 @pytest.mark.parametrize("V", [500, 8192])
-def test_optimal_acceptance_in_float32(V):
+def test_float32_optimal_acceptance_equals_float64(V):
     p, q = _noisy_zipf(V, 1)
     measure = jax.jit(otm.acceptance)
     for k in (1, 2, 8, 32):
@@ -177,7 +177,7 @@ def test_optimal_acceptance_in_float32(V):
         )
 
 
-def test_bernoulli_example_of_the_papers():
+def test_the_bernoulli_example_has_the_published_values():
     """Checks SpecTr++, Example 1: Ber(0.5) to Ber(0.75) with two drafts."""
     p, q = np.array([0.5, 0.5]), np.array([0.25, 0.75])
     assert kseq.optimal_gamma_exact(p, q, 2) == pytest.approx(1.30902, abs=1e-5)
@@ -189,7 +189,7 @@ def test_bernoulli_example_of_the_papers():
 
 @pytest.mark.parametrize(("p", "q"), [(0.25, 0.1), (0.25, 0.9), (0.5, 0.75), (0.25, 0.25)])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_bernoulli_closed_form(p, q, k):
+def test_bernoulli_acceptance_equals_the_closed_form(p, q, k):
     """Checks the closed form of SpecTr, Appendix B.2."""
     closed = min(q, 1 - (1 - p) ** k) + min(1 - q, 1 - p**k)
     assert transport.optimal_acceptance([1 - p, p], [1 - q, q], k) == pytest.approx(
@@ -199,7 +199,7 @@ def test_bernoulli_closed_form(p, q, k):
 
 
 @pytest.mark.parametrize(("r", "k"), [(2, 2), (3, 4), (10, 8)])
-def test_uniform_pmfs(r, k):
+def test_plans_are_optimal_between_uniform_distributions(r, k):
     """K-SEQ is optimal from U(d) to U(d / r) (SpecTr, Appendices B.2 and D.1)."""
     d = 60  # One vocabulary, and so one program, for all r.
     p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)
@@ -209,7 +209,7 @@ def test_uniform_pmfs(r, k):
         assert transport.get(name).acceptance(p, q, k) == exact
 
 
-def test_the_three_token_example():
+def test_plans_solve_the_three_token_example():
     """Token 0 is accepted with probability 2/3, token 1 always; a rejection emits token 1."""
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.4, 0.5, 0.1])
     for name in ("maximal", "kseq", "otm", "spectr++", "recursive"):
@@ -219,7 +219,7 @@ def test_the_three_token_example():
         np.testing.assert_allclose(plan.pmf(q, p, [1]), [0.4, 0.6, 0], atol=1e-12)  # From q to p.
 
 
-def test_bounds_on_random_pairs():
+def test_bounds_hold_on_random_pairs():
     for p, q, k in itertools.islice(_random_pairs(60), 0, None, 3):
         best = transport.optimal_acceptance(p, q, k)
         assert transport.theorem_1_bound(p, q, k) >= best - TOLERANCE
@@ -228,8 +228,8 @@ def test_bounds_on_random_pairs():
         assert overlap / 2 - TOLERANCE <= transport.harmonic_bound(p, q) <= overlap
 
 
-def test_optimal_acceptance_tends_to_what_the_drafts_can_show():
-    """It rises with k, and its limit is the mass of q where p > 0 (SpecTr, Lemma 1)."""
+def test_optimal_acceptance_tends_to_the_mass_that_p_covers():
+    """Its limit for large k is the mass of q on the support of p (SpecTr, Lemma 1)."""
     p, q = np.array([0.5, 0.5, 0.0]), np.array([0.2, 0.5, 0.3])
     values = [transport.optimal_acceptance(p, q, k) for k in (1, 2, 4, 8, 100)]
     assert values == sorted(values)
@@ -238,8 +238,8 @@ def test_optimal_acceptance_tends_to_what_the_drafts_can_show():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
-def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
-    """The exact acceptance is found by enumeration and in closed form (ERSD, Lemma 3.1)."""
+def test_race_acceptance_is_within_the_bounds_of_lemma_3_1(part):
+    """Enumeration and a closed form give the exact acceptance of one race (ERSD, Lemma 3.1)."""
     plan = transport.get("race")
     for p, q, _ in itertools.islice(_random_pairs(200), part, None, 2):
         _, accepted = emitted_pmf(plan, p, q, 1)
@@ -254,7 +254,7 @@ def test_one_race_is_within_the_bounds_of_lemma_3_1_on_200_random_pairs(part):
         )
 
 
-def test_acceptance_by_child_index_of_a_race():
+def test_race_select_follows_the_acceptance_by_child_index():
     """R sums to 1 over all drafts, and `select` follows it (ERSD, eq. (3))."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
@@ -277,14 +277,14 @@ def test_acceptance_by_child_index_of_a_race():
     assert chi_square.p_value(counts, R) > 1e-3
 
 
-def test_clocks_of_rare_tokens_are_fine_enough():
+def test_race_clocks_resolve_rare_tokens():
     """Tokens below 1e-7 win by clocks near 2^-24, so clocks must not be multiples of 2^-24."""
     clocks = np.exp(-np.asarray(race.scores(jax.random.key(0), jnp.ones(1 << 23)), np.float64))
     steps = clocks[clocks < 64 * 2.0**-24] * 2**24
-    assert 10 < len(steps) < 70  # 2^23 clocks, of which 2^-18 are that small.
+    assert 10 < len(steps) < 70  # A fraction of 2^-18 of the 2^23 clocks is that small.
     assert np.mean(np.abs(steps - np.round(steps))) > 0.1
 
 
-def test_index_pmf_of_a_large_vocabulary_is_refused():
+def test_race_acceptance_of_a_large_vocabulary_is_refused():
     with pytest.raises(UserError, match=r"V=2000: .*1,000"):
         transport.get("race").acceptance(np.full(2000, 1 / 2000), np.full(2000, 1 / 2000), 2)

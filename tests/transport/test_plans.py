@@ -1,4 +1,4 @@
-"""Properties of all plans on all distributions. A line in PLANS tests a new plan."""
+"""Properties that all plans share. To test a new plan, add a line to PLANS."""
 
 import functools
 
@@ -52,7 +52,7 @@ def _plan(name):
 @cases
 @pmfs
 @ks
-def test_emitted_pmf_is_q_and_acceptance_exact_by_enumeration(name, pmf, k):
+def test_the_emitted_pmf_is_q_and_the_acceptance_exact(name, pmf, k):
     testing.check_emitted_pmf(_plan(name), *_pmf(pmf), k)
 
 
@@ -63,13 +63,13 @@ def test_select_draws_from_pmf(name, pmf):
 
 
 @cases
-def test_nonsense_under_jit_never_emits_a_token_without_probability(name):
-    """`Plan.select` documents what happens under jit to arguments that raise outside jit."""
+def test_invalid_input_under_jit_never_emits_impossible_tokens(name):
+    """`Plan.select` documents how jitted calls treat arguments that raise errors outside jit."""
     testing.check_nonsense(_plan(name))
 
 
 @cases
-def test_no_product_is_left_to_the_default_precision_of_accelerators(name):
+def test_matrix_products_never_use_the_default_precision(name):
     testing.check_precision(_plan(name))
 
 
@@ -87,7 +87,7 @@ def test_no_product_is_left_to_the_default_precision_of_accelerators(name):
         ({"drafts": []}, r"drafts=\(\)"),
     ],
 )
-def test_bad_arguments_outside_jit(change, message):
+def test_bad_arguments_are_refused_outside_jit(change, message):
     arguments = {"p": [0.5, 0.5], "q": [0.5, 0.5], "drafts": [0], **change}
     plan = transport.get("kseq")
     with pytest.raises(UserError, match=message):
@@ -102,7 +102,7 @@ def test_bad_arguments_outside_jit(change, message):
         )
 
 
-def test_bad_arguments_of_acceptance_and_of_plans():
+def test_bad_k_gamma_and_impossible_drafts_are_refused():
     half = [0.5, 0.5]
     with pytest.raises(UserError, match="k=0: "):
         transport.get("otm").acceptance(half, half, 0)
@@ -146,7 +146,7 @@ def _tokens(plan, key, p, q, draft):
 @pmfs
 @pytest.mark.parametrize("name", ["kseq", "otm"])
 @pytest.mark.xdist_group("one draft")  # They share programs.
-def test_one_draft_is_maximal_coupling_draw_for_draw(pmf, name):
+def test_plans_for_one_draft_equal_maximal_coupling(pmf, name):
     p, q = (jnp.float32(np.pad(part, (0, 6 - len(part)))) for part in _pmf(pmf))
     draft = jnp.argmax(p)[None].astype(jnp.int32)
     tokens = [
@@ -156,7 +156,7 @@ def test_one_draft_is_maximal_coupling_draw_for_draw(pmf, name):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-30])
-def test_kseq_gamma_when_supports_barely_overlap(scale):
+def test_optimal_gamma_is_accurate_when_supports_barely_overlap(scale):
     """As beta tends to 0, gamma* tends to k."""
     p, q = jnp.float32([1.0, scale]), jnp.float32([scale, 1.0])
     gamma = kseq.optimal_gamma(p / p.sum(), q / q.sum(), jnp.int32(3), 3)
@@ -169,12 +169,12 @@ def test_kseq_gamma_when_supports_barely_overlap(scale):
 
 @ks
 @pmfs
-def test_kseq_acceptance_is_at_least_p_acc(pmf, k):
+def test_kseq_acceptance_is_at_least_its_pass_probability(pmf, k):
     p, q = _pmf(pmf)
     assert transport.get("kseq").acceptance(p, q, k) >= kseq.accept_probability(p, q, k) - 1e-12
 
 
-def test_unknown_plan_and_option():
+def test_unknown_plans_and_options_are_refused():
     with pytest.raises(UserError, match=r"unknown plan 'k-seq'; did you mean 'kseq'\?"):
         transport.get("k-seq")
     with pytest.raises(UserError, match="plan 'maximal' has no option 'gamma'"):

@@ -1,4 +1,4 @@
-"""Tokens follow q also for distributions at which float32 rounds much."""
+"""Plans remain exact on distributions for which float32 loses precision."""
 
 import functools
 
@@ -34,10 +34,10 @@ def _spread(rng, main, rest, concentration):
     return np.append(1 - main, main * rng.dirichlet(np.full(rest, concentration)))
 
 
-def test_otm_finds_partners_without_a_loop():
-    """The partners are those that NumPy finds, also for uniforms of 0 and 1.
+def test_otm_finds_the_right_partners_without_a_loop():
+    """The partners equal those that NumPy finds, also for uniforms of 0 and 1.
 
-    A GPU would launch each step of a loop separately.
+    A GPU would launch the kernels of each step of a loop separately.
     """
     p, q = (jnp.float32(_spread(np.random.default_rng(seed), 0.9, 299, 0.3)) for seed in (0, 1))
     cells = otm.cells_of(p, q, 8)
@@ -60,7 +60,7 @@ def test_otm_finds_partners_without_a_loop():
 @optimized
 @pytest.mark.parametrize("seed", [0, 7])
 def test_otm_moves_no_draft_without_a_partner(seed):
-    """With 61 drafts most masses of phi vanish, and rounding leaves surplus without a deficit."""
+    """With 61 drafts most masses of phi are 0, and rounding leaves a surplus without a deficit."""
     p, q = (_spread(np.random.default_rng(seed), main, 299, 30.0) for main in (1e-2, 1e-7))
     select = transport.get("otm").select
     assert _emitted(select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
@@ -69,8 +69,8 @@ def test_otm_moves_no_draft_without_a_partner(seed):
 @optimized
 @pytest.mark.xdist_group("simplex")  # One program.
 @pytest.mark.parametrize("seed", [941, 1872, 665])
-def test_spectr_plus_plus_never_overfills_a_token(seed):
-    """For very different distributions the simplex method is wrong by up to 0.03 in float32."""
+def test_spectr_plus_plus_follows_q_despite_simplex_errors(seed):
+    """If p and q differ greatly, the float32 simplex method has errors of up to 0.03."""
     p, q = np.exp(4 * np.random.default_rng(seed).normal(size=(2, 20)))
     p, q = p / p.sum(), q / q.sum()
     counts = _emitted(transport.get("spectr++").select, jnp.float32(p), jnp.float32(q), 8, 40_000)
@@ -88,7 +88,7 @@ def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
 
 
 @pytest.mark.parametrize("V", [1_500, 50_257])
-def test_masses_of_cells_of_many_equal_tokens(V):
+def test_cells_of_many_equal_tokens_keep_their_mass(V):
     p, q = jnp.full(V, 1 / V), jnp.where(jnp.arange(V) % 2, 1.5 / V, 0.5 / V)
     cells = jax.jit(otm.cells_of, static_argnums=2)(p, q, 8)
     for mass, pmf in ((cells.p, p), (cells.q, q)):
@@ -107,7 +107,7 @@ def test_select_runs_with_x64(name):
 
 
 @pytest.mark.parametrize("name", ["maximal", "recursive", "otm"])
-def test_nothing_is_accepted_where_nothing_is_possible(name):
+def test_select_emits_minus_one_if_q_is_zero(name):
     p, nothing, drafts = jnp.full(5, 0.2), jnp.zeros(5), jnp.arange(5)
     choice = jax.jit(transport.get(name).select)(
         jax.random.key(0), p, nothing, drafts, jnp.ones(5, bool)
