@@ -60,19 +60,6 @@ def test_blank_lines_and_carriage_returns_are_dropped(tmp_path, suffix, opener):
         open_sentences(str(folder / f"2{suffix}"))
 
 
-def test_lm1b_files_without_a_suffix_are_read(tmp_path):
-    folder = (
-        tmp_path
-        / "1-billion-word-language-modeling-benchmark-r13output"
-        / "training-monolingual.tokenized.shuffled"
-    )
-    folder.mkdir(parents=True)
-    for shard in (1, 2):
-        _write(folder / f"news.en-0000{shard}-of-00100", [f"sentence {shard} ."])
-    sentences = open_sentences(str(folder / "news.en-*"))
-    assert [sentences[0], sentences[1]] == ["sentence 1 .", "sentence 2 ."]
-
-
 def test_samples_are_seeded_and_without_repeats(tmp_path):
     sentences = open_sentences(_write(tmp_path / "c.txt", [f"line {index}" for index in range(50)]))
     drawn = list(sample_sentences(sentences, 20, seed=1))

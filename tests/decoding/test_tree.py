@@ -17,11 +17,6 @@ def test_iid_chains_are_numbered_level_by_level():
     np.testing.assert_array_equal(shape.level_table, [[0, -1], [1, 2], [3, 4], [5, 6], [-1, -1]])
 
 
-def test_a_chain_equals_one_iid_chain():
-    assert tree.chain(3) == tree.iid_chains(1, 3)
-    assert tree.chain(3).parents == (0, 1, 2)
-
-
 def test_prefix_trees_have_the_given_branching():
     shape = tree.prefix_tree(2, 3, 1)
     assert [len(level) for level in shape.levels] == [1, 2, 6, 6]

@@ -71,12 +71,20 @@ def config(models, tmp_path, monkeypatch):
 def test_a_stopped_run_resumes_and_matches_separate_conversations(
     config, models, tmp_path, monkeypatch
 ):
-    """The run is stopped at the third question and resumes. A fake clock makes each answer take one
-    second."""
-    clock, converse, asked = iter(range(10_000)), spec_bench.converse, []
-    monkeypatch.setattr(spec_bench.time, "perf_counter", lambda: next(clock))
+    """The run is stopped at the third question and resumes. A fake clock makes each answer of the
+    baseline take two seconds, and the others one."""
+    converse, asked, now, step = spec_bench.converse, [], 0, 1
+
+    def clock():
+        nonlocal now
+        now += step
+        return now
+
+    monkeypatch.setattr(spec_bench.time, "perf_counter", clock)
 
     def stopped(bench, contender, question, temperature, key):
+        nonlocal step
+        step = 2 if contender.label == "baseline" else 1
         asked.append((question.identity, temperature, contender.label))
         if len(asked) == 14:
             raise KeyboardInterrupt
@@ -99,11 +107,11 @@ def test_a_stopped_run_resumes_and_matches_separate_conversations(
         per_second = [
             np.mean([len(answer) for answer in answers]) for answers in (first, second, third)
         ]
-        assert row["tokens_per_second"] == pytest.approx(np.mean(per_second)) and row[
-            "speedup"
-        ] == pytest.approx(1)
+        seconds = 2 if method == "baseline" else 1
+        assert row["tokens_per_second"] == pytest.approx(np.mean(per_second) / seconds)
+        assert row["speedup"] == pytest.approx(2 / seconds)
         assert rows[0.0, tasks[0], method]["tokens_per_second"] == pytest.approx(
-            (per_second[0] + per_second[2]) / 2
+            (per_second[0] + per_second[2]) / 2 / seconds
         )
         assert rows[0.0, tasks[1], method]["questions"] == 1
     for row in rows.values():

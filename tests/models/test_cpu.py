@@ -214,7 +214,9 @@ def test_float16_attention_and_products_fall_back_to_xla():
         jax.nn.dot_product_attention(q, q, q, mask=mask[:, None]),
         atol=1e-2,
     )
+    assert "ffi_call" not in str(jax.make_jaxpr(attention)(q, q, q, mask))
     layer = dense_layer(8, 4, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    assert "ffi_call" not in str(jax.make_jaxpr(lambda x: layer(x))(q[0, 0]))
     np.testing.assert_allclose(layer(q[0, 0]), layer(jnp.tile(q[0, 0], (20, 1)))[:2], rtol=1e-2)
 
 

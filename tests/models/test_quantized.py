@@ -9,8 +9,6 @@ import pytest
 from flax import nnx
 
 from spectr_jax import check_model
-from spectr_jax.decoding import Policy, get_method
-from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
@@ -75,26 +73,6 @@ def test_quantized_models_are_close_and_follow_the_protocol(model):
 def test_quantizing_a_quantized_model_is_refused(model):
     with pytest.raises(UserError, match="quantized already"):
         quantize(quantize(model))
-
-
-@pytest.mark.slow
-def test_greedy_decoding_of_quantized_models_equals_the_baseline(model):
-    target, draft = quantize(model), quantize(Transformer(SHAPE, rngs=nnx.Rngs(1)))
-    prompts, policy = np.random.default_rng(0).integers(0, 29, (3, 4)), Policy(temperature=0.0)
-    first, second = (
-        generate(
-            jax.random.key(0),
-            get_method(name, **options),
-            target,
-            draft,
-            prompts,
-            [4, 2, 3],
-            16,
-            policy,
-        ).tokens
-        for name, options in (("baseline", {}), ("otm_block", {"tree": "2,1"}))
-    )
-    np.testing.assert_array_equal(first[:, :20], second[:, :20])
 
 
 def test_a_model_in_bfloat16_can_be_quantized(kernels):
