@@ -33,7 +33,7 @@ ladder = rows("ladder/tokens_per_call", "draft", *K_L)
 h200 = rows("target_97m/h200/one/tokens_per_call", *K_L)
 h200_250 = rows("target_97m/h200/many/tokens_per_call", *K_L)
 auto_97m = rows("target_97m/fastest_1/auto", method="block", shape="1,1,1")
-auto_20m = rows("ladder/fastest_1/auto", method="block", shape="1")
+auto_20m = rows("ladder/fastest_1/auto", method="block", shape="1,1")
 auto_20m_32 = rows("ladder/fastest_32/auto", method="block", shape="1,1")
 auto_smollm2 = rows("smollm2/fastest_1/auto", method="block", shape="1")
 trees = rows("trees/trees", "method", "size", "shape")
@@ -98,7 +98,7 @@ CLAIMS = [
     (SPEED, "takes {:.1f} ms to draft, {:.1f} ms to score and {:.1f} ms to select",
      [phases(f"ms {phase}") for phase in ("draft", "score", "select")]),
     (SPEED, "| 97M, 6M, 1 | CPU, int8 | `block`, L = 3 | {:.2f} |", [auto_97m(SPEEDUP)]),
-    (SPEED, "| 20M, 2M, 1 | CPU, int8 | `block`, L = 1 | {:.2f} |", [auto_20m(SPEEDUP)]),
+    (SPEED, "| 20M, 2M, 1 | CPU, int8 | `block`, L = 2 | {:.2f} |", [auto_20m(SPEEDUP)]),
     (SPEED, "| 20M, 2M, 32 | CPU, bfloat16 | `block`, L = 2 | {:.2f} |", [auto_20m_32(SPEEDUP)]),
     (SPEED, "| 97M, 6M, 1 | H200, bfloat16 | `speculative`, L = 4 | {:.2f} |",
      [h200("speculative", 1, 4, SPEEDUP)]),
