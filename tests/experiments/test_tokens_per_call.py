@@ -341,14 +341,14 @@ def test_the_97m_ladder_config_loads_matching_models(monkeypatch):
     assert target.tokenizer.proto == load(config.drafts[0]).tokenizer.proto
 
 
-def test_the_smollm2_ladder_config_loads_its_draft(monkeypatch):
-    """The draft has SmolLM2's vocabulary, but its head has logits for fewer tokens."""
+def test_the_smollm2_ladder_config_loads_its_drafts(monkeypatch):
+    """The drafts have SmolLM2's vocabulary, but their heads have logits for fewer tokens."""
     monkeypatch.chdir(ROOT)
     config = runpy.run_path("configs/ladder.py")["get_config"]("smollm2")
     tokens_per_call.check_eval_config(config)
-    (draft,) = [load(name, config.dtype) for name in config.drafts]
-    assert draft.model.vocab_size == 49_152 and draft.model.config.head_tokens == 8_192
-    assert round(parameters(draft.model.config) / 1e6) == 6
+    shapes = [load(name, config.dtype).model.config for name in config.drafts]
+    assert {(shape.vocab_size, shape.head_tokens) for shape in shapes} == {(49_152, 8_192)}
+    assert [round(parameters(shape) / 1e6) for shape in shapes] == [6, 9]
 
 
 def test_shape_names_match_the_paper_table():
