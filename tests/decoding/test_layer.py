@@ -23,7 +23,7 @@ from spectr_jax.transport import otm
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(40)
 UNEVEN = Tree((0, 0, 1, 1, 2))
 EARLY_LEAF = Tree((0, 0, 0, 2, 3))
-"""A tree whose first layer has a leaf beside nodes with children."""
+"""A tree whose first layer has a leaf and nodes with children."""
 
 
 def _win_probabilities(contests):

@@ -68,7 +68,7 @@ def test_the_table_is_written_as_json_markdown_and_png(whole):
     for row in first["rows"][1:]:
         # alpha is a mean over `nodes` draws, each accepted with probability alpha* at most.
         error = 4 * np.sqrt(0.25 / row["nodes"])
-        if row["algorithm"] != "otm_block":  # It decides on whole paths, so alpha* is no bound.
+        if row["algorithm"] != "otm_block":  # It decides on whole paths, so it may exceed alpha*.
             assert row["acceptance"] <= row["optimal_acceptance"] + error
         if row["algorithm"] == "speculative":  # This is optimal for one draft.
             assert row["acceptance"] == pytest.approx(row["optimal_acceptance"], abs=error)
