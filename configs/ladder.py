@@ -6,7 +6,7 @@
 
 - `20m`, the default, is the 20M target with drafts of 2M and 6M: 20 to 60 minutes on two CPU cores.
 - `97m` is the paper's 97M target with drafts of 2M, 6M and 20M, in bfloat16, without `otm` and
-  alpha*: 45 minutes.
+  alpha*: 40 minutes.
 - `smollm2` is SmolLM2-135M with its plain draft of 6M and the draft that sees its features, in
   bfloat16, without alpha*, on two seeds: 40 minutes.
 
