@@ -2,9 +2,9 @@
 
     python -m spectr_jax.eval --config=configs/latency.py --workdir=runs/latency
 
-The models have the ladder's shapes and random weights. It takes half an hour on two CPU cores,
-mostly for 1,000 runs of the 97M's large batches. Set --config.dtype=bfloat16 on a GPU or TPU, and
---config.models for trained models.
+The models have the ladder's shapes and random weights. It takes 15 to 30 minutes on two CPU
+cores, mostly for 1,000 runs of the 97M's large batches. Set --config.dtype=bfloat16 on a GPU or
+TPU, and --config.models for trained models.
 """
 
 from spectr_jax.experiments.config import latency_config
