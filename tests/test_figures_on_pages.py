@@ -128,7 +128,7 @@ CLAIMS = [
 ]  # fmt: skip
 # All other decimal numbers: those computed from several fields are tested below, the rest are
 # versions and settings.
-OTHERS = {README: "3.11 0.11 3.12 0.10 2.0", METHOD: "2.65 0.7 0.1", SPEED: "0.03 0.06 0.7"}
+OTHERS = {README: "3.11 0.11 3.12 0.10 2.0", METHOD: "2.65 0.7 0.1", SPEED: "0.04 0.7"}
 # The rows of the call times on docs/which_method.md, and their tables.
 AUTO = {
     "20M, int8, 1": "ladder/fastest_1/auto",
@@ -185,7 +185,7 @@ def test_the_quality_cost_of_int8_matches_its_table():
     scores = [row["scores"] for row in read("quality/quality", "rows")]
     bits = "eval_bits_per_character"
     costs = [100 * (each["int8"][bits] / each["float32"][bits] - 1) for each in scores]
-    assert f"costs {min(costs):.2f} to {max(costs):.2f} % in bits per character" in prose(SPEED)
+    assert f"costs at most {max(costs):.2f} % in bits per character" in prose(SPEED)
 
 
 @pytest.mark.parametrize("page", OTHERS)
