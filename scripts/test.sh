@@ -20,9 +20,7 @@ only_with_defaults="whole_outputs or test_vocabularies or test_cpu or test_dense
 [ -z "$all" ] || set -- -k "not ($only_with_defaults)" "$@"
 tests --dist loadgroup --no-loadscope-reorder "$@"
 if [ -n "$all" ]; then
-  XLA_DEFAULTS=1 tests --dist loadgroup -k "$only_with_defaults or greedy" \
-    tests/decoding/test_{methods,vocabularies}.py \
-    tests/models/test_{cpu,dense,one_model_in_every_call}.py
+  XLA_DEFAULTS=1 tests --dist loadgroup -k "$only_with_defaults or test_methods and greedy"
   # Checks the shapes and dtypes of annotations in every call.
   tests -m "not slow" --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype \
     tests/transport/test_draw.py tests/decoding/test_{drafting,scoring,multipath,layer,policy}.py
