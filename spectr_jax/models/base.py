@@ -1,6 +1,7 @@
 """The protocol that every model follows, its additions for features, and what our decoders share."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -125,6 +126,15 @@ def feature_layers(model: Any) -> tuple[int, ...]:
 def features_shown(model: Any) -> int:
     """Returns the width E of a hidden state that a target can show to drafts; 0 if none."""
     return getattr(model, "features_shown", 0)
+
+
+def abstract_module(build: Callable[[Any], Any]) -> Any:
+    """Returns the module that `build` makes, with abstract arrays. `build` takes random keys.
+
+    Their values do not matter. An `nnx.Rngs` would be traced in quadratic time in their number.
+    """
+    rngs = types.SimpleNamespace(params=lambda: jax.random.key(0))
+    return nnx.eval_shape(lambda: build(rngs))
 
 
 class Decoder(nnx.Module):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from spectr_jax.models.base import Decoder
@@ -24,7 +25,7 @@ class Int8Linear(nnx.Module):
 
     def __init__(self, linear: nnx.Linear):
         bias = linear.bias
-        self.kernel, self.scale = _parameters(linear.kernel[...].T)
+        self.kernel, self.scale = _parameters(_on_host(linear.kernel[...]).T)
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias[...], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -37,7 +38,7 @@ class Int8Embed(nnx.Module):
     """An embedding that is the head too: int8 rows [V, E] with a scale for each token."""
 
     def __init__(self, embed: nnx.Embed):
-        self.kernel, self.scale = _parameters(embed.embedding[...])
+        self.kernel, self.scale = _parameters(_on_host(embed.embedding[...]))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns float32 [..., E] of tokens [...]."""
@@ -48,12 +49,17 @@ class Int8Embed(nnx.Module):
         return _product(x, self.kernel[...], self.scale[...])
 
 
-def _parameters(rows: jax.Array) -> tuple[nnx.Param, nnx.Param]:
+def _on_host(x: jax.Array) -> Any:
+    """Returns an array of a CPU as NumPy's: XLA would compile eight programs for each shape."""
+    return np.asarray(x) if cpu.on_cpu() and not isinstance(x, jax.core.Tracer) else x
+
+
+def _parameters(rows: Any) -> tuple[nnx.Param, nnx.Param]:
     """Returns integers and scales. Without kernels a CPU stores the integers as float32."""
-    whole, scale = quantized(jnp.asarray(rows, jnp.float32))
+    whole, scale = quantized(rows.astype(np.float32))
     # XLA on a CPU would convert int8 in every call.
     stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
-    return nnx.Param(whole.astype(stored)), nnx.Param(scale[:, 0])
+    return nnx.Param(jnp.asarray(whole, stored)), nnx.Param(jnp.asarray(scale[:, 0]))
 
 
 def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
@@ -66,11 +72,16 @@ def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     return result.reshape(*x.shape[:-1], len(kernel))
 
 
-def quantized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns int8 [R, C] and float32 scales [R, 1] whose product is nearest to `rows` [R, C]."""
-    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
-    scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / LARGEST
-    return jnp.round(rows / scale).astype(jnp.int8), scale
+def quantized(rows: Any) -> tuple[Any, Any]:
+    """Returns int8 [R, C] and float32 scales [R, 1] whose product is nearest to `rows` [R, C].
+
+    `rows` is a float32 array of JAX or of NumPy, and so are the results, with the same bits.
+    """
+    xp = rows.__array_namespace__()
+    largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)
+    # Products with reciprocals, as XLA computes both divisions. Rows of zeros get a normal scale.
+    scale = xp.maximum(largest, LARGEST * np.finfo(np.float32).tiny) * np.float32(1 / LARGEST)
+    return xp.round(rows * (np.float32(1) / scale)).astype(np.int8), scale
 
 
 def quantize(model: AnyDecoder) -> AnyDecoder:

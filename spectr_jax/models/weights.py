@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.flax
+import safetensors.numpy
 from flax import nnx
 
 from spectr_jax.models import llama, transformer
@@ -141,32 +142,36 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
             f"the parameters in {str(path)!r} do not fit its own model shape {config}; fetch or "
             "export it again"
         )
-    for name, leaf in wanted.items():
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            arrays[name] = jnp.asarray(arrays[name], dtype)
-    return nnx.merge(graphdef, with_leaves(state, arrays)), tokenizer
+    leaves = {
+        name: jnp.asarray(arrays[name], dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else None)
+        for name, leaf in wanted.items()
+    }
+    return nnx.merge(graphdef, with_leaves(state, leaves)), tokenizer
 
 
-def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
-    """Returns the metadata and the dequantized arrays of a model's files."""
+def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Returns the metadata and the dequantized arrays of a model's files.
+
+    NumPy dequantizes them, because XLA would compile programs for each shape.
+    """
     files = weight_files(path)
     if not files:
         raise FileNotFoundError(f"no {path.name}{SUFFIX} and no parts of it")
     wanted = 1 if files == [_whole(path)] else int(files[0].stem[-5:])
     if len(files) != wanted:
         raise FileNotFoundError(f"{len(files)} of {wanted} parts are there")
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, np.ndarray] = {}
     exports: dict[str | None, pathlib.Path] = {}
     for file in files:
         check_fetched(file)
-        with safetensors.safe_open(file, framework="flax") as part:
+        with safetensors.safe_open(file, framework="numpy") as part:
             metadata = part.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise UserError(
                 f"{str(file)!r} is a safetensors file of another program; give one of ours"
             )
         exports.setdefault(metadata.get(EXPORT), file)
-        arrays |= safetensors.flax.load_file(file)
+        arrays |= safetensors.numpy.load_file(file)
     if len(exports) > 1:
         first, second, *_ = (file.name for file in exports.values())
         raise UserError(
@@ -175,7 +180,7 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
         )
     for name in [name for name in arrays if name.endswith(SCALE)]:
         scale, kernel = arrays.pop(name), name.removesuffix(SCALE)
-        arrays[kernel] = arrays[kernel].astype(jnp.float32) * scale
+        arrays[kernel] = arrays[kernel].astype(np.float32) * scale
     return metadata, arrays
 
 

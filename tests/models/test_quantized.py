@@ -13,7 +13,7 @@ from spectr_jax.loading.by_name import load
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import causal
-from spectr_jax.models.quantized import Int8Linear, quantize
+from spectr_jax.models.quantized import Int8Linear, quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils.errors import UserError
 
@@ -68,6 +68,20 @@ def test_quantized_models_are_close_and_follow_the_protocol(model):
     assert 0 < np.std(rounded - exact) < 0.03 * np.std(exact)
     check_model(quantize(model), tolerance=1e-5)
     assert model.head.kernel[...].dtype == jnp.float32  # The original is unchanged.
+
+
+def test_numpy_and_jax_quantize_to_the_same_bits():
+    """NumPy quantizes models on a CPU. Halves of a row's maximum, as in bfloat16, are ties."""
+    most = np.arange(64, 128, 2)[:, None]
+    draws = np.random.default_rng(0).integers(-most, most + 1, (len(most), 300)) / 128
+    rows = np.concatenate([draws, draws**3, np.zeros((1, 300))]).astype(np.float32)
+    theirs = jax.jit(quantized)(jnp.asarray(rows))
+    for ours, array in zip(quantized(rows), theirs, strict=True):
+        assert isinstance(ours, np.ndarray) and ours.dtype == array.dtype
+        np.testing.assert_array_equal(ours, array)
+    whole, scale = quantized(rows)
+    assert np.abs(whole).max() == 127 and not whole[-1].any()
+    assert np.all(np.abs(whole * scale - rows) <= 0.50001 * scale)
 
 
 def test_quantizing_a_quantized_model_is_refused(model):

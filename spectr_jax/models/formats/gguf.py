@@ -1,5 +1,6 @@
 """GGUF files of the Llama family, with any quantisation that the library `gguf` can read."""
 
+import math
 import pathlib
 from typing import Any
 
@@ -42,9 +43,10 @@ FIELDS = {
 
 
 class _Reader(gguf.GGUFReader):
-    """A reader whose views are plain arrays, not memory maps.
+    """A reader that opens a file with a large vocabulary six times as fast.
 
-    It makes a view of each token of the vocabulary; views of a memory map take three times as long.
+    Its views are plain arrays, not memory maps, and it reads a list in one pass; the library makes
+    two views of each of 100,000 tokens and merges.
     """
 
     @property
@@ -54,6 +56,36 @@ class _Reader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: np.ndarray) -> None:
         self._data = np.asarray(mapped)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
+        """Returns the bytes of a value, its parts, the indices of the parts with data, and types."""
+        array = gguf.GGUFValueType.ARRAY
+        if raw_type != array or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        (kind,), (count,) = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        item, start = gguf.GGUFValueType(kind), orig_offs + 12
+        if item == array:
+            return super()._get_field_parts(orig_offs, raw_type)
+        if item == gguf.GGUFValueType.STRING:
+            values: list[Any] = _strings(memoryview(self._data.data), start, int(count))
+            size = sum(value.nbytes for value in values) + 8 * len(values)
+        else:
+            values = [self._get(start, self.gguf_scalar_to_np[item], count)]
+            size = values[0].nbytes
+        return 12 + size, values, list(range(len(values))), [array, item]
+
+
+def _strings(data: memoryview, start: int, count: int) -> list[memoryview]:
+    """Returns `count` strings, each after its length in eight bytes; raises ValueError if `data`
+    ends before them."""
+    found = []
+    for _ in range(count):
+        end = start + 8 + int.from_bytes(data[start : start + 8], "little")
+        if len(data) < max(end, start + 8):
+            raise ValueError("its list of strings is cut")
+        found.append(data[start + 8 : end])
+        start = end
+    return found
 
 
 class GGUF:
@@ -102,7 +134,10 @@ class GGUF:
         try:
             # This bypasses the reader's memory map, whose pages would stay in memory.
             stored = np.fromfile(self.path, view.dtype, view.size, offset=start)
-            return np.asarray(gguf.dequantize(stored.reshape(view.shape), kind), np.float32)
+            # The library dequantizes 16 rows at a time, which is quicker for long rows.
+            joined = math.gcd(math.prod(view.shape[:-1]), 16)
+            rows = gguf.dequantize(stored.reshape(-1, joined * view.shape[-1]), kind)
+            return np.asarray(rows, np.float32).reshape(*view.shape[:-1], -1)
         except (NotImplementedError, ValueError) as error:
             raise UserError(
                 f"{str(self.path)!r} has {name} in {kind.name}, which cannot be read ({error}); give "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from spectr_jax.models.base import abstract_module
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -41,12 +42,12 @@ def fill(
     int8 = dtype == "int8"
     shape = dataclasses.replace(config, dtype="float32" if int8 else dtype)
 
-    def build():
+    def build(rngs):
         decoder: Any = Llama if isinstance(shape, LlamaConfig) else Transformer
-        model = decoder(shape, rngs=nnx.Rngs(0))
+        model = decoder(shape, rngs=rngs)
         return quantize(model) if int8 else model
 
-    graphdef, state = nnx.split(nnx.eval_shape(build))
+    graphdef, state = nnx.split(abstract_module(build))
     wanted, leaves = named_leaves(state), {}
     for name, array in arrays:
         for leaf, value in _leaves(name, array, wanted):
@@ -71,7 +72,7 @@ def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, A
     """Yields the leaves of the model for an array: itself, or an int8 kernel and its scales."""
     module = name.rpartition("/")[0]
     if array.ndim == 2 and f"{module}/scale/value" in wanted:
-        whole, scale = jax.jit(quantized)(jnp.asarray(array, jnp.float32))
+        whole, scale = quantized(array.astype(np.float32, copy=False))
         yield f"{module}/kernel/value", whole
         yield f"{module}/scale/value", scale[:, 0]
     else:

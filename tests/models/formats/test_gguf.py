@@ -269,6 +269,32 @@ def test_damaged_or_missing_gguf_files_are_refused(llamas, tmp_path):
         load(f"gguf:{tmp_path / 'nothing.gguf'}")
 
 
+def test_metadata_are_those_that_the_library_reads(tmp_path):
+    """Our reader reads lists in one pass. A list may be empty or of any kind of value."""
+    path = tmp_path / "lists.gguf"
+    lists = {"strings": ["a b", "", "é" * 300], "numbers": [3, -1, 5], "floats": [0.5, -2.0]}
+    lists |= {"booleans": [True, False, True], "lists": [[1, 2], [3, 4]]}
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, values in lists.items():
+        writer.add_array(name, values)
+    writer.add_uint32("number", 7)
+    writer.add_string("string", "text")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = GGUF(path), gguf.GGUFReader(path)
+    for name in (*lists, "number", "string", "general.architecture"):
+        assert ours.get(name) == theirs.fields[name].contents(), name
+    assert ours.get("strings") == lists["strings"] and ours.get("number") == 7
+    whole = path.read_bytes()
+    count = whole.index(b"strings") + len(b"strings") + 8  # After the types of list and strings.
+    assert whole[count : count + 8] == len(lists["strings"]).to_bytes(8, "little")
+    path.write_bytes(whole[:count] + (2**20).to_bytes(8, "little") + whole[count + 8 :])
+    with pytest.raises(UserError, match="its list of strings is cut"):
+        GGUF(path)
+
+
 def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
     given = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(given["vocab"], key=given["vocab"].get)
