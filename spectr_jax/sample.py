@@ -6,10 +6,11 @@
     python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?"
     python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear"
 
-Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of --max_new_tokens tokens each,
-in which the method and the baseline take turns. The default models are part of the package; nothing is downloaded.
-With --chat an instructed model answers; without --prompt and --file it holds a conversation.
-With --chat and --compare or --html each prompt is a conversation of its own, shown once it is answered.
+Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of
+--max_new_tokens tokens each, in which the method and the baseline take turns; several prompts end
+with a line on all of them. The default models are part of the package; nothing is downloaded. With
+--chat an instructed model answers; without --prompt and --file it holds a conversation. With --chat
+and --compare or --html each prompt is a conversation of its own, shown once it is answered.
 """
 
 import dataclasses
@@ -24,8 +25,11 @@ from absl import flags
 
 from spectr_jax.utils import cli
 
-_PROMPT = flags.DEFINE_string(
-    "prompt", None, "The text to continue; without --prompt and --file, each line of stdin."
+_PROMPT = flags.DEFINE_multi_string(
+    "prompt",
+    None,
+    "The text to continue; may be given several times. Without --prompt and --file, each line of "
+    "stdin.",
 )
 _FILE = flags.DEFINE_string("file", None, "A text file with one prompt per line.")
 _METHOD = flags.DEFINE_string(
@@ -170,11 +174,11 @@ def _prompts() -> Iterable[str]:
         if sys.stdin is not None and sys.stdin.isatty():
             print("one prompt per line, Ctrl-D to end:", file=sys.stderr)
         return prompts.from_stdin(sys.stdin)
-    if not _PROMPT.value.strip():
+    if not all(prompt.strip() for prompt in _PROMPT.value):
         if _CHAT.value:
             raise UserError("--prompt is empty: nothing to answer; give --chat a message")
         print("--prompt is empty: the sequence begins from nothing", file=sys.stderr)
-    return prompts.from_flag(_PROMPT.value)
+    return prompts.from_flags(_PROMPT.value)
 
 
 def _colour() -> bool:
@@ -197,7 +201,7 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
     encode = chat.encode_message if _CHAT.value else sampling.encode
     command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
     colour = _colour()
-    baseline, shown = None, []
+    baseline, shown, measured = None, [], []
     for number, (prompt, tokens) in enumerate(sampling.encode_all(session, prompts, encode)):
         prompt += "\n\n" if _CHAT.value else ""
         key = jax.random.fold_in(jax.random.key(_SEED.value), number)
@@ -213,9 +217,12 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
             print(terminal.text(prompt, decoded.tokens, colour), flush=True)
         speed = sampling.measure(session, tokens, key)
         print("\n" + "\n".join(terminal.speeds(speed, baseline, decoded)) + "\n", flush=True)
+        measured.append((decoded, speed))
         shown.append(page.Shown(prompt, decoded, baseline, speed))
         if html is not None:  # The command may name paths that are not UTF-8.
             write_whole(html, page.page(session, command, shown).encode(errors="replace"))
+    if len(measured) > 1 and session.method.tree.size:
+        print(terminal.summary(measured))
 
 
 def _chat(session, prompts: Iterable[str]) -> None:

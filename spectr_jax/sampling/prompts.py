@@ -1,6 +1,6 @@
 """Prompts from the command line, a file or stdin. Blank lines are skipped."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from spectr_jax.sampling.session import shortened
@@ -8,16 +8,17 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
 
-def from_flag(text: str) -> list[str]:
-    """Returns the one prompt of --prompt; raises `UserError` if it is not UTF-8."""
-    try:
-        # Python keeps undecodable bytes of arguments as surrogates, which no tokenizer takes.
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"--prompt={shortened(text)!r}: is not UTF-8; convert it, for example with iconv"
-        ) from error
-    return [text]
+def from_flags(texts: Sequence[str]) -> list[str]:
+    """Returns the prompts of --prompt; raises `UserError` if one is not UTF-8."""
+    for text in texts:
+        try:
+            # Python keeps undecodable bytes of arguments as surrogates, which no tokenizer takes.
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"--prompt={shortened(text)!r}: is not UTF-8; convert it, for example with iconv"
+            ) from error
+    return list(texts)
 
 
 def from_file(path: str) -> list[str]:

@@ -3,8 +3,9 @@
 import itertools
 import operator
 import os
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from spectr_jax.sampling.chat import Answer
@@ -81,6 +82,20 @@ def speeds(speed: Speed, compared: Decoded | None, decoded: Decoded) -> list[str
     lines = [figures(compared, speed.baseline)] if compared else []
     same = decoded.method == "baseline"
     return [*lines, figures(decoded, speed.method, None if same else speed.ratio)]
+
+
+def summary(measured: Sequence[tuple[Decoded, Speed]]) -> str:
+    """Returns the line below several sequences, such as `block, 3 prompts: 1.75 tokens a call;
+    210 tokens/s, 1.24 x baseline (medians; 1.13 x to 1.33 x)`."""
+    tokens = sum(len(decoded.tokens) for decoded, _ in measured)
+    calls = sum(len(decoded.calls) for decoded, _ in measured)
+    ratios = sorted(speed.ratio for _, speed in measured)
+    speed = statistics.median(speed.method for _, speed in measured)
+    return (
+        f"{measured[0][0].method}, {len(measured)} prompts: {tokens / calls:.2f} tokens a call; "
+        f"{speed:,.0f} tokens/s, {statistics.median(ratios):.2f} x baseline "
+        f"(medians; {ratios[0]:.2f} x to {ratios[-1]:.2f} x)"
+    )
 
 
 def _letters(prompt: str, tokens: Iterable[Token], colour: bool) -> Line:

@@ -83,6 +83,16 @@ def test_terminal_output_colours_tokens_and_reports_speeds():
     ]
 
 
+def test_a_summary_has_the_medians_and_extremes_of_all_prompts():
+    calls = [(2, 1), (3, 3), (7, 2)]
+    decoded = [Decoded("block", TOKENS[:1] * tokens, [None] * number) for tokens, number in calls]
+    speeds = [session.Speed(method, 100.0, method / 100) for method in (120.0, 90.0, 310.0)]
+    assert terminal.summary(list(zip(decoded, speeds, strict=True))) == (
+        "block, 3 prompts: 2.00 tokens a call; 120 tokens/s, 1.20 x baseline "
+        "(medians; 0.90 x to 3.10 x)"
+    )
+
+
 def test_columns_wrap_at_their_visible_width():
     decoded = Decoded("otm", TOKENS, [])
     plain = terminal.columns("Once upon a time", decoded, decoded, 33, colour=False)
@@ -216,7 +226,7 @@ def test_unreadable_prompts_are_refused(tmp_path):
         with pytest.raises(UserError, match=r"stdin cannot be read \('utf-8'"):
             list(prompts.from_stdin(stdin_of(b"la\xff\n", errors)))
     with pytest.raises(UserError, match=r"--prompt='la\\udcff': is not UTF-8"):
-        prompts.from_flag(os.fsdecode(b"la\xff"))
+        prompts.from_flags(["law", os.fsdecode(b"la\xff")])
     with pytest.raises(UserError, match="no prompt on stdin"):
         prompts.from_stdin(None)  # Raises before the first prompt is read.
 
