@@ -1,8 +1,9 @@
 """Stop sequences: a continuation ends with the token that completes one of several strings.
 
-A stop sequence is a string or a sequence of tokens. Strings are matched on the bytes that the
-tokens spell, across token boundaries. An automaton (Aho and Corasick, 1975) takes one table lookup
-per token. A token may spell more after the stop string; `before` cuts both.
+A stop sequence is a string or a sequence of tokens. A string is matched on the bytes that the
+tokens spell, across token boundaries; a string that names a control token is that token too. An
+automaton (Aho and Corasick, 1975) takes one table lookup per token. The first match to be completed
+ends the sequence. Its token may spell more after the stop string; `before` cuts both.
 """
 
 import dataclasses
@@ -115,6 +116,7 @@ def _automaton(several: tuple[Any, ...], tokenizer: Any, vocab_size: int) -> Sto
     else:
         of_bytes = _transitions(tuple(text.encode() for text in several), 256)
         table = _read(of_bytes, tokenizer.pieces, vocab_size)
+        table[:, _named(several, tokenizer)] = MATCHED
     padded = np.pad(table, ((0, -len(table) % BUCKET), (0, 0)))
     with jax.ensure_compile_time_eval():  # The cache must not hold a tracer.
         return Stop(jnp.asarray(padded, jnp.int16))
@@ -152,6 +154,13 @@ def _transitions(
     return table
 
 
+def _named(several: tuple[str, ...], tokenizer: Any) -> list[int]:
+    """Returns the control tokens that stop strings name. They spell nothing."""
+    names = getattr(tokenizer, "tokens", None) or []
+    pairs = enumerate(zip(names, tokenizer.pieces, strict=False))
+    return [token for token, (name, piece) in pairs if not piece and name in several]
+
+
 def _read(
     of_bytes: Int[np.ndarray, "states bytes"], pieces: Sequence[bytes], vocab_size: int
 ) -> Int[np.ndarray, "states vocab"]:
@@ -167,9 +176,25 @@ def _read(
 
 
 def before(text: str, stop: StopSpec) -> str:
-    """Returns `text` up to the first stop string, or all of it; stop tokens are ignored."""
-    found = [text.find(each) for each in _strings(stop)]
-    return text[: min((place for place in found if place >= 0), default=len(text))]
+    """Returns `text` up to the first stop string to be completed, or all of it.
+
+    Of several that are completed by the same character, the longest counts. Stop tokens are
+    ignored.
+    """
+    found = [(text.find(each) + len(each), text.find(each)) for each in _strings(stop)]
+    _, start = min((match for match in found if match[1] >= 0), default=(0, len(text)))
+    return text[:start]
+
+
+def dropped_space(tokenizer: Any, tokens: Sequence[int], text: str, stop: StopSpec) -> str:
+    """Returns the space before the `text` of new tokens that some tokenizers drop, or "".
+
+    Stop strings are matched in the text with this space.
+    """
+    if not _strings(stop) or text.startswith(" "):
+        return ""
+    pieces = (tokenizer.pieces[token] for token in tokens if token < len(tokenizer.pieces))
+    return " " if next(filter(None, pieces), b"").startswith(b" ") else ""
 
 
 def settled(text: str, stop: StopSpec) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from spectr_jax.decoding import stream
-from spectr_jax.decoding.stopping import before, prepared, settled
+from spectr_jax.decoding.stopping import before, dropped_space, prepared, settled
 from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all
 from spectr_jax.sampling.trace import read_call, seen
 from spectr_jax.utils.errors import UserError
@@ -83,7 +83,7 @@ def answer(
     stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
     steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own, stop=stop)
     new: list[int] = []
-    text, shown, calls, first, begun = "", "", 0, 0.0, 0
+    text, space, shown, calls, first, begun = "", "", "", 0, 0.0, 0
     for step in steps:
         length = len(prompt) + len(new)
         observed, end = jax.device_get(step.observed), length + len(step.tokens)
@@ -93,14 +93,16 @@ def answer(
         for token, origin in zip(step.tokens, call.origins, strict=True):
             new.append(token)
             text = tokenizer.decode(new)
-            shows = text[: settled(text, session.stop)]
+            space = dropped_space(tokenizer, new, text, session.stop)
+            shows = text[: max(settled(space + text, session.stop) - len(space), 0)]
             if not text.endswith(PARTIAL) and len(shows) > len(shown):
                 show(Token(shows[len(shown) :], origin, calls))
                 shown = shows
         calls += 1
-    stopped, text = text, before(text, session.stop)
+    text = before(space + text, session.stop)[len(space) :]
     if len(text) > len(shown):  # The limit cut a character, or what might have been a stop string.
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0
-    return Answer(text, len(new), calls, first, speed, tokenizer.ends(new[-1]) or text != stopped)
+    whole = len(new) < new_tokens or tokenizer.ends(new[-1]) or text != tokenizer.decode(new)
+    return Answer(text, len(new), calls, first, speed, whole)

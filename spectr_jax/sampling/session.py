@@ -13,7 +13,7 @@ from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import padded_length
-from spectr_jax.decoding.stopping import before, prepared
+from spectr_jax.decoding.stopping import before, dropped_space, prepared
 from spectr_jax.loading.by_name import SMOLLM2, Trained, load
 from spectr_jax.loading.pairs import fitted, load_alone, load_pair
 from spectr_jax.models.frozen import Frozen, freeze
@@ -157,7 +157,7 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
     added = slice(len(prompt), int(generation.lengths[0]))
     new = np.asarray(generation.tokens[0, added]).tolist()
     origins = [(origin, index) for index, call in enumerate(calls) for origin in call.origins]
-    texts = _before(session.stop, added_texts(session.target.tokenizer, prompt, new))
+    texts = _before(session, new, list(added_texts(session.target.tokenizer, prompt, new)))
     scores: Iterable[Any] = [None] * len(new)
     if generation.logprobs is not None:
         scores = zip(*(np.asarray(x[0, added]).tolist() for x in generation.logprobs), strict=True)
@@ -182,13 +182,14 @@ def added_texts(
             shown = text
 
 
-def _before(stop: tuple[str, ...], texts: Iterable[str]) -> Iterator[str]:
-    """Yields the text of each token, up to the first stop string."""
-    several = list(texts)
-    left = len(before("".join(several), stop))
-    for text in several:
-        yield text[:left]
-        left = max(left - len(text), 0)
+def _before(session: Session, new: Sequence[int], texts: Sequence[str]) -> Iterator[str]:
+    """Yields the text of each new token, up to the first stop string."""
+    whole = "".join(texts)
+    space = dropped_space(session.target.tokenizer, new, whole, session.stop)
+    left = len(before(space + whole, session.stop)) - len(space)
+    for text in texts:
+        yield text[: max(left, 0)]
+        left -= len(text)
 
 
 def measure(session: Session, prompt: Sequence[int], key: jax.Array) -> Speed:

@@ -1,5 +1,7 @@
 """Stop sequences end generations, cut strings, and never appear in the text that is shown."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ import tokenizers
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.decoding import Policy, decode, get_method, stream
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.stopping import MATCHED, _transitions, before, prepared, settled
+from spectr_jax.decoding.stopping import (
+    MATCHED,
+    _transitions,
+    before,
+    dropped_space,
+    prepared,
+    settled,
+)
 from spectr_jax.loading.by_name import Trained, load
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
@@ -125,6 +134,59 @@ def test_overlapping_stop_strings_are_found():
         prefixes = [text[:count] for count in range(1, len(text) + 1)]
         expected = [before(prefix, ("aab", "abc", "x")) != prefix for prefix in prefixes]
         assert (states[0] == MATCHED).tolist() == expected
+
+
+def test_strings_are_cut_at_the_first_match_to_be_completed_whatever_the_tokens():
+    """Of the matches that end with the same character, the longest counts. The device stops at the
+    token that completes the match, and what follows changes nothing."""
+    assert before("xabcd", ("abcd", "bc")) == "xa" and before("xabc", ("bc", "abc")) == "x"
+    rng = np.random.default_rng(0)
+    matched = 0
+    for _ in range(200):
+        letters = [rng.choice(list("abc"), rng.integers(1, 5)) for _ in range(9)]
+        pieces, strings = (["".join(each) for each in part] for part in (letters[:6], letters[6:]))
+        stop = prepared(strings, types.SimpleNamespace(pieces=[p.encode() for p in pieces]), 6)
+        tokens = rng.integers(0, 6, (1, 8))
+        states = np.asarray(stop.follow(np.zeros(1, np.int32), tokens.astype(np.int32)))[0]
+        text = "".join(pieces[token] for token in tokens[0])
+        ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(s) for s in strings)]
+        if not ends:
+            assert MATCHED not in states and before(text, strings) == text
+            continue
+        longest = max((s for s in strings if text[: ends[0]].endswith(s)), key=len)
+        expected = text[: ends[0] - len(longest)]
+        count = states.tolist().index(MATCHED) + 1
+        read = "".join(pieces[token] for token in tokens[0, :count])
+        assert len(read) >= ends[0] > len(read) - len(pieces[tokens[0, count - 1]])
+        assert before(text, strings) == before(read, strings) == expected
+        matched += 1
+    assert matched > 100
+
+
+def test_a_stop_string_that_names_a_control_token_is_that_token():
+    made = tokenizers.ByteLevelBPETokenizer()
+    controls = ["<|endoftext|>", "<|im_end|>"]
+    made.train_from_iterator(["a b"], vocab_size=300, special_tokens=controls, show_progress=False)
+    tokenizer = HuggingFaceTokenizer(made._tokenizer, 0, 0)
+    stop = prepared(("<|im_end|>", "ab"), tokenizer, tokenizer.vocab_size)
+    others = [*tokenizer.encode("a <|im_en"), 0]
+    tokens = np.array([[*others, 1, *others]], np.int32)
+    states = np.asarray(stop.follow(np.zeros(1, np.int32), tokens))[0]
+    assert states.tolist().index(MATCHED) == len(others)
+    spelled = [token for name in "<|im_end|>" for token in tokenizer.encode(name)]
+    states = np.asarray(stop.follow(np.zeros(1, np.int32), np.array([spelled], np.int32)))[0]
+    assert states[-1] == MATCHED and MATCHED not in states[:-1]
+
+
+def test_a_stop_string_can_begin_with_the_space_that_decoding_drops(toy):
+    tokenizer = load(toy.folder / "target", "float32").tokenizer
+    tokens, stop = tokenizer.encode("draft target"), " draft"
+    text = tokenizer.decode(tokens)
+    assert text == "draft target"
+    space = dropped_space(tokenizer, tokens, text, stop)
+    assert space == " " and before(space + text, stop) == "" and settled(" dra", stop) == 0
+    assert dropped_space(tokenizer, tokens, text, None) == ""
+    assert dropped_space(tokenizer, tokens, " " + text, stop) == ""
 
 
 class _Bytes:
