@@ -14,7 +14,7 @@ from flax import nnx
 
 from spectr_jax import export
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.packed import pack
+from spectr_jax.data.packing import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.layers.attention import causal
