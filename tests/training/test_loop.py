@@ -117,6 +117,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config, losses, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_finished_run_stays_as_it_is(config, tmp_path, capsys):
+    train(config(steps=2, eval_every=2), tmp_path)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert int(train(config(steps=2, eval_every=2), tmp_path).step) == 2
+    out, error = capsys.readouterr()
+    assert (out, error) == ("finished: 2 steps\n", "")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_a_second_run_in_the_same_workdir_is_refused(config, tmp_path):
     with (
         preparation.locked(tmp_path),
