@@ -5,9 +5,9 @@
 #   tables        SpecTr's Tables 1 and 3, then 2 and 4
 #   large         methods on the shapes of an 8B target
 #   tests         pytest -m gpu
-# All parts together take at most $SECONDS_IN_ALL (540). Results are kept in $OUT (runs/gpu): the same command resumes and
-# measures what is missing; it repeats the tests. --toy rehearses all parts on a CPU. Needs the packages of requirements.txt; speed and tables
-# also need the weights of `97m` (98 MB). On a borrowed machine run one part a call.
+# All parts together take at most $SECONDS_IN_ALL (540). Results are kept in $OUT (runs/gpu): the same command resumes,
+# measures what is missing and repeats the tests. --toy rehearses all parts on a CPU. Needs the packages of
+# requirements.txt; speed and tables also need the weights of `97m` (98 MB). On a borrowed machine run one part a call.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/gpu} python=${PYTHON:-python3} toy="" parts=()
