@@ -76,7 +76,8 @@ def pack(
     write_json(folder / STARTED, settings)
     starts = range(0, len(sentences), SENTENCES_A_SHARD)
     suffix = ".npy" + ".xz" * compress
-    paths = [folder / f"train-{number:05d}{suffix}" for number in range(len(starts))]
+    # Those of versions up to 0.3.0, named train-*, had a fixed number of rows and cannot be kept.
+    paths = [folder / f"part-{number:05d}{suffix}" for number in range(len(starts))]
     tasks = (
         (part(sentences, first, min(first + SENTENCES_A_SHARD, len(sentences))), path, length)
         for first, path in zip(starts, paths, strict=True)

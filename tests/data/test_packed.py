@@ -88,7 +88,7 @@ def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_
         pack(lines, tokenizer, tmp_path / "out", 32)
     assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 3
     assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 3
-    shard = tmp_path / "out" / "train-00001.npy"
+    shard = tmp_path / "out" / "part-00001.npy"
     shard.write_bytes(shard.read_bytes()[:-200])
     assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 4
     open_corpus(f"packed:{tmp_path / 'out'}")
@@ -224,7 +224,7 @@ def test_missing_or_damaged_corpora_are_refused(corpus, tmp_path):
     _, lines, tokenizer = corpus
     with pytest.raises(UserError, match=r"not a packed corpus that can be read.*spectr_jax\.pack"):
         open_corpus(f"packed:{tmp_path}")
-    for compress, name in ((False, "train-00000.npy"), (True, "train-00000.npy.xz")):
+    for compress, name in ((False, "part-00000.npy"), (True, "part-00000.npy.xz")):
         folder = tmp_path / str(compress)
         pack(lines, tokenizer, folder, LENGTH, compress)
         content = (folder / name).read_bytes()
