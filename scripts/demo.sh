@@ -25,4 +25,5 @@ printf '\nA 97M target alone, and with a 6M draft. Compilation takes half a minu
   --prompt="After the war, the family moved to"
 printf '\nTokens per target call, as in SpecTr'\''s Table 2: a 6M target, 2M drafts, 16 sequences at once.
 A CPU does not decode faster here: drafts for many sequences cost more time than they save.\n\n'
-.venv/bin/python -m spectr_jax.eval --config=configs/demo.py --workdir="${WORKDIR:-runs/demo}" "$@"
+.venv/bin/python -m spectr_jax.eval --config=configs/demo.py --again \
+  --workdir="${WORKDIR:-runs/demo}" "$@"

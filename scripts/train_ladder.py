@@ -5,11 +5,11 @@
     scripts/train_ladder.sh --workdir=runs/lm1b --only=train_2m,train_6m \\
         --stage_flags='train: --config.steps=20000'
 
-For one accelerator. You can stop it at any time: the same command resumes and skips what is done. A
-stage that fails does not stop stages that do not need it. The stages and their results under
---workdir are:
+For one accelerator. You can stop it at any time: the same command resumes, because each program
+continues its own work and leaves finished work alone. A stage that fails does not stop stages that
+do not need it. The stages and their results under --workdir are:
 
-    pack        the tokenized text (packed); only with --data
+    pack        the tokenized text (packed)
     train_2m, train_6m, train_20m, train_97m
                 a training run each (draft_2m, ..., target_97m); its weights are exported to ladder
                 in bfloat16
@@ -23,14 +23,12 @@ stage that fails does not stop stages that do not need it. The stages and their 
 
 The recipe is configs/lm1b for LM1B and configs/open_text.py for --data. --stage_flags changes
 anything else, as in 'train: --config.batch_size=128', 'export: --dtype=int8' (the weights in
-ladder) or 'table2,trees: --config.num_prompts=100'.
+ladder), 'table2,trees: --config.num_prompts=100', or 'table2: --again' after a model has changed.
 """
 
 import collections
-import dataclasses
 import pathlib
 import shlex
-import signal
 import subprocess
 import sys
 
@@ -53,51 +51,35 @@ _STAGE_FLAGS = flags.DEFINE_multi_string(
 )
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
-PACKED = "packed:"
+LM1B, PACKED = "tfds:lm1b:train", "packed:"
 MODELS = {f"train_{size}": f"draft_{size}" for size in ("2m", "6m", "20m")}
 MODELS["train_97m"] = "target_97m"
-ALL, PAIR = tuple(MODELS), ("train_6m", "train_97m")
 Flags = dict[str, list[str]]
+Stages = dict[str, list[tuple[str, ...]]]
+"""The commands of each stage, each a module and its flags."""
+NEEDS = dict.fromkeys(MODELS, ("pack",))
+NEEDS |= {name: tuple(MODELS) for name in ("table2", "latency", "quality")}
+NEEDS |= dict.fromkeys(("auto_1", "auto_32", "trees", "figures"), ("train_6m", "train_97m"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A step of the experiment.
-
-    Attributes:
-      makes: a glob under the workdir that has a match once the stage is done.
-      commands: the programs to run, each a module and its flags.
-      needs: the stages whose results it reads.
-    """
-
-    makes: str
-    commands: tuple[tuple[str, ...], ...]
-    needs: tuple[str, ...] = ()
-
-
-def trainings(
-    work: pathlib.Path, data: str, heldout: str, tfds: str, more: Flags
-) -> dict[str, Stage]:
+def trainings(work: pathlib.Path, data: str, heldout: str, tfds: str, more: Flags) -> Stages:
     """Returns the stages that pack the text and train the models; on LM1B without `data`."""
-    stages: dict[str, Stage] = {}
+    stages: Stages = {}
     packed = data.removeprefix(PACKED) if data.startswith(PACKED) else f"{work}/packed"
-    if data and not data.startswith(PACKED):
-        places = f"--data={data}", f"--out={packed}", f"--tfds_dir={tfds}"
-        stages["pack"] = Stage("packed/packed.json", (("spectr_jax.pack", *places, *more["pack"]),))
-    needs = tuple(stages)
-    corpus = [f"--config.data.train={PACKED}{packed}"] if data else []
-    corpus += [f"--config.data.tfds_dir={tfds}", f"--config.data.heldout={heldout}"]
-    corpus += [f"--config.data.tokenizer={packed if data else work}/tokenizer.model"]
+    if not data.startswith(PACKED):
+        places = f"--data={data or LM1B}", f"--out={packed}", f"--tfds_dir={tfds}"
+        stages["pack"] = [("spectr_jax.pack", *places, *more["pack"])]
+    corpus = f"--config.data.train={PACKED}{packed}", f"--config.data.heldout={heldout}"
+    corpus += f"--config.data.tfds_dir={tfds}", f"--config.data.tokenizer={packed}/tokenizer.model"
     for name, model in MODELS.items():
         config = f"--config={CONFIGS}/" + (f"open_text.py:{model}" if data else f"lm1b/{model}.py")
         train = "spectr_jax.train", config, f"--workdir={work}/{model}", *corpus
         export = "spectr_jax.export", f"--model={work}/{model}", f"--out={work}/ladder"
-        commands = (*train, *more["train"], *more[name]), (*export, *more["export"])
-        stages[name] = Stage(f"ladder/{model}*.safetensors", commands, needs)
+        stages[name] = [(*train, *more["train"], *more[name]), (*export, *more["export"])]
     return stages
 
 
-def evaluations(work: pathlib.Path, heldout: str, tfds: str, more: Flags) -> dict[str, Stage]:
+def evaluations(work: pathlib.Path, heldout: str, tfds: str, more: Flags) -> Stages:
     """Returns the stages that make tables and figures from the weights in `work`/ladder."""
     draft_2m, draft_6m, draft_20m, target = (f"{work}/ladder/{model}" for model in MODELS.values())
     bfloat16, tfds_dir = "--config.dtype=bfloat16", f"--config.tfds_dir={tfds}"
@@ -105,25 +87,23 @@ def evaluations(work: pathlib.Path, heldout: str, tfds: str, more: Flags) -> dic
     decoding = pair[0], f"--config.prompts={heldout}", tfds_dir, bfloat16
     models = f"--config.models={(target, draft_20m, draft_6m, draft_2m)}"
     drafts = f"--config.drafts={(draft_2m, draft_6m, draft_20m)}"
-    figure_5 = "--config.only=('spectr_figure_5',)"
 
     def batch(size: int, prompts: int) -> tuple[str, str]:
         return f"--config.batch_size={size}", f"--config.num_prompts={prompts}"
 
-    tables = {  # Stage: (config, table, needs, settings).
-        "table2": ("table2", "tokens_per_call", ALL, (*decoding, drafts, *batch(256, 1_000))),
-        "latency": ("latency", "latency", ALL, (models, pair[1], bfloat16)),
-        "quality": ("quality", "quality", ALL, (models, f"--config.heldout={heldout}", tfds_dir)),
-        "auto_1": ("auto", "auto", PAIR, (*decoding, pair[1], *batch(1, 16))),
-        "auto_32": ("auto", "auto", PAIR, (*decoding, pair[1], *batch(32, 32))),
-        "trees": ("trees", "trees", PAIR, (*decoding, pair[1], *batch(32, 256))),
-        "figures": ("figures", "spectr_figure_5", PAIR, (figure_5, *pair)),
+    tables = {  # Stage: (config, settings).
+        "table2": ("table2", (*decoding, drafts, *batch(256, 1_000))),
+        "latency": ("latency", (models, pair[1], bfloat16)),
+        "quality": ("quality", (models, f"--config.heldout={heldout}", tfds_dir)),
+        "auto_1": ("auto", (*decoding, pair[1], *batch(1, 16))),
+        "auto_32": ("auto", (*decoding, pair[1], *batch(32, 32))),
+        "trees": ("trees", (*decoding, pair[1], *batch(32, 256))),
+        "figures": ("figures", ("--config.only=('spectr_figure_5',)", *pair)),
     }
-    stages = {}
-    for name, (config, table, needs, settings) in tables.items():
+    stages: Stages = {}
+    for name, (config, settings) in tables.items():
         places = f"--config={CONFIGS}/{config}.py", f"--workdir={work}/results/{name}"
-        command = "spectr_jax.eval", *places, *settings, *more[name]
-        stages[name] = Stage(f"results/{name}/{table}.json", (command,), needs)
+        stages[name] = [("spectr_jax.eval", *places, *settings, *more[name])]
     return stages
 
 
@@ -148,72 +128,41 @@ def stage_flags(given: list[str]) -> Flags:
     return more
 
 
-class Runner:
-    """Runs one program at a time. SIGINT and SIGTERM end it with SIGTERM, and no other starts."""
-
-    def __init__(self):
-        self._stopped = False
-        self._process: subprocess.Popen | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-
-    def _stop(self, *_) -> None:
-        self._stopped = True
-        if self._process is not None:
-            self._process.terminate()
-
-    def __call__(self, stage: str, command: tuple[str, ...]) -> bool:
-        """Returns whether the command succeeded; raises `Interrupted` if it was stopped."""
+def succeeds(stage: str, command: tuple[str, ...]) -> bool:
+    """Runs a program and returns whether it succeeded. Ctrl-C and SIGTERM end it with SIGTERM and
+    raise `Interrupted`."""
+    process = subprocess.Popen([sys.executable, "-m", *command])
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:  # `cli.run` raises it for SIGTERM too.
+        process.terminate()
+        process.wait()
         status = cli.INTERRUPTED
-        if not self._stopped:
-            self._process = subprocess.Popen([sys.executable, "-m", *command])
-            if self._stopped:  # The signal came while the program started.
-                self._process.terminate()
-            status = self._process.wait()
-        if status == cli.INTERRUPTED or (status and self._stopped):
-            raise Interrupted(f"stopped at stage {stage}; the same command resumes")
-        return status == 0
+    if status == cli.INTERRUPTED:
+        raise Interrupted(f"stopped at stage {stage}; the same command resumes")
+    return status == 0
 
 
-def run(work: pathlib.Path, stages: dict[str, Stage], chosen: list[str]) -> None:
-    """Runs the chosen stages that are not done.
-
-    Raises:
-      UserError: stages failed, or were not run because the results of others are missing.
-    """
-    runner, failed, waiting = Runner(), [], []
-    (work / "done").mkdir(parents=True, exist_ok=True)
-    for name in chosen:
-        stage, mark, wanted = stages[name], work / "done" / name, _script(stages, name)
-        if any(work.glob(stage.makes)) and mark.exists() and mark.read_text() == wanted:
-            print(f"== {name} is done", flush=True)
-            continue
-        made = {need for need in stage.needs if any(work.glob(stages[need].makes))}
-        ready = made - {*failed, *waiting}
-        if missing := [need for need in stage.needs if need not in ready]:
+def run(stages: Stages) -> None:
+    """Runs the stages. Raises `UserError` if some failed, or need one that failed."""
+    failed: list[str] = []
+    for name, commands in stages.items():
+        if missing := [need for need in NEEDS.get(name, ()) if need in failed]:
             print(f"== {name} needs {', '.join(missing)}", flush=True)
-            waiting.append(name)
-            continue
-        print(f"== {name}", flush=True)
-        if all(runner(name, command) for command in stage.commands):
-            mark.write_text(wanted)
         else:
+            print(f"== {name}", flush=True)
+        if missing or not all(succeeds(name, command) for command in commands):
             failed.append(name)
-    ended = {"failed": failed, "not run": waiting}
-    if found := [f"{what}: {', '.join(names)}" for what, names in ended.items() if names]:
-        raise UserError(f"{'; '.join(found)}; fix the errors above and run the same command again")
-
-
-def _script(stages: dict[str, Stage], name: str) -> str:
-    """Returns the commands of a stage and of those that it needs. If they change, it runs again."""
-    before = "".join(_script(stages, need) for need in stages[name].needs if need in stages)
-    return before + "".join(shlex.join(command) + "\n" for command in stages[name].commands)
+    if failed:
+        raise UserError(
+            f"failed: {', '.join(failed)}; fix the errors above and run the same command again"
+        )
 
 
 def main():
     # Imported here so that --help does not wait for JAX.
     from spectr_jax.data.corpus import open_sentences, text_files
-    from spectr_jax.data.packed import INDEX
+    from spectr_jax.data.packed import open_corpus
     from spectr_jax.utils.files import expanded
 
     if bool(_DATA.value) != bool(_HELDOUT.value):
@@ -225,16 +174,15 @@ def main():
     for name in [*_ONLY.value, *(more.keys() - {"train", "export"})]:
         if name not in stages:
             raise unknown("stage", name, stages)
-    chosen = [name for name in stages if not _ONLY.value or name in _ONLY.value]
+    stages = {name: stages[name] for name in stages if not _ONLY.value or name in _ONLY.value}
     # Missing text is reported now, not after hours of training.
-    commands = [command for name in chosen for command in stages[name].commands]
-    if any(f"={heldout}" in argument for command in commands for argument in command):
+    if any(f"={heldout}" in argument for each in stages.values() for argument in sum(each, ())):
         open_sentences(heldout, tfds or None)
-    if "pack" in chosen and not data.startswith("tfds:"):
+    if data.startswith(PACKED):
+        open_corpus(data)
+    elif "pack" in stages and not (data or LM1B).startswith("tfds:"):
         text_files(data)
-    if data.startswith(PACKED) and not pathlib.Path(data.removeprefix(PACKED), INDEX).exists():
-        raise UserError(f"--data={data}: has no {INDEX}; pack it with python -m spectr_jax.pack")
-    run(work, stages, chosen)
+    run(stages)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m spectr_jax.eval --config=configs/demo.py --workdir=runs/demo
 
-After a stop the same command resumes the table.
+After a stop the same command resumes the table. A finished table of the same config and weights is
+left as it is, unless --again is given.
 """
 
 from absl import flags
@@ -20,6 +21,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where tables and figures go: Markdown, JSON and PNG.", required=True
 )
+_AGAIN = flags.DEFINE_bool("again", False, "Measure a finished table again, and replace it.")
 
 
 def main():
@@ -28,6 +30,8 @@ def main():
 
     from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
     from spectr_jax.experiments.figures import acceptance
+    from spectr_jax.experiments.measure.finished import Finished
+    from spectr_jax.utils import hosts
 
     modules = tokens_per_call, trees, latency, auto, quality, spec_bench, acceptance
     experiments = {module.NAME: module.run for module in modules}
@@ -43,7 +47,11 @@ def main():
         raise UserError(
             f"experiment={name!r}: runs in one process only; drop --coordinator and --distributed"
         )
-    experiments[name](_CONFIG.value, expanded(_WORKDIR.value))
+    try:
+        experiments[name](_CONFIG.value, expanded(_WORKDIR.value), _AGAIN.value)
+    except Finished as finished:
+        if hosts.is_first():
+            print(finished)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
     python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
 
-Then train with --config.data.train=packed:packed.
+Then train with --config.data.train=packed:packed. After a stop the same command resumes.
 """
+
+import os
 
 from absl import flags
 
@@ -30,13 +32,16 @@ _LENGTH = flags.DEFINE_integer(
 _COMPRESS = flags.DEFINE_bool(
     "compress", False, "Compress the shards with xz, to copy them to another machine."
 )
+_WORKERS = flags.DEFINE_integer(
+    "workers", 0, "The number of processes that pack; 0 for one per core.", lower_bound=0
+)
 _TFDS = flags.DEFINE_string(
     "tfds_dir", None, "Where TFDS keeps its data sets, if not in its default folder."
 )
 
 
 def main():
-    from spectr_jax.data import packed
+    from spectr_jax.data import packing
     from spectr_jax.data.corpus import open_sentences, sample_sentences
     from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
     from spectr_jax.utils.errors import UserError
@@ -44,21 +49,33 @@ def main():
 
     out = expanded(_OUT.value)
     tokenizer_path = expanded(_TOKENIZER.value) if _TOKENIZER.value else out / "tokenizer.model"
-    if (out / packed.INDEX).exists():
-        raise UserError(f"{str(out)!r} holds a packed corpus already; choose another --out")
-    sentences = open_sentences(_DATA.value, _TFDS.value)
+    finished = (out / packing.INDEX).exists()
+    sentences = open_sentences(_DATA.value, _TFDS.value or None)
     if tokenizer_path.exists():
         tokenizer = Tokenizer(tokenizer_path)
+        if _VOCABULARY.present and tokenizer.vocab_size != _VOCABULARY.value:
+            raise UserError(
+                f"--vocab_size={_VOCABULARY.value}: {str(tokenizer_path)!r} has "
+                f"{tokenizer.vocab_size} pieces; leave it out, or choose another --out"
+            )
+    elif finished:
+        raise UserError(
+            f"{str(out)!r} holds a packed corpus already, and {str(tokenizer_path)!r} does not "
+            "exist; choose another --out"
+        )
     else:
         print(f"training a tokenizer of {_VOCABULARY.value} pieces: {tokenizer_path}", flush=True)
         tokenizer = train_tokenizer(
             sample_sentences(sentences, _SENTENCES.value, seed=0), tokenizer_path, _VOCABULARY.value
         )
-    print(f"packing {len(sentences):,} sentences", flush=True)
-    index = packed.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value)
+    if not finished:
+        print(f"packing {len(sentences):,} sentences", flush=True)
+    workers = _WORKERS.value or os.cpu_count() or 1
+    index = packing.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value, workers)
     rows = sum(index["rows"].values())
     filled = index["tokens"] / (rows * index["length"])
-    print(f"{index['tokens']:,} tokens in {rows:,} rows, {filled:.0%} filled: {out}")
+    already = "is packed already: " if finished else ""
+    print(f"{already}{index['tokens']:,} tokens in {rows:,} rows, {filled:.0%} filled: {out}")
 
 
 if __name__ == "__main__":

@@ -295,7 +295,11 @@ CASES = [
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
     (LADDER, "--only=train_3m", "unknown stage 'train_3m'; did you mean 'train_6m'?"),
-    (LADDER, "--only=pack", "unknown stage 'pack'; known: auto_1"),
+    (
+        LADDER,
+        "--data=packed:spectr_jax/embedded --heldout=README.md --only=pack",
+        "unknown stage 'pack'; known: auto_1",
+    ),
     (
         LADDER,
         "--tfds_dir=/nowhere",
@@ -308,11 +312,14 @@ CASES = [
     ),
     (LADDER, "--data=/nowhere --heldout=README.md", "no text file matches '/nowhere'"),
     (LADDER, "--data=README.md --heldout=/nowhere", "no text file matches '/nowhere'"),
-    (LADDER, "--data=packed:/nowhere --heldout=README.md", "--data=packed:/nowhere: "),
+    (
+        LADDER,
+        "--data=packed:/nowhere --heldout=README.md",
+        "'/nowhere' is not a packed corpus that can be read",
+    ),
     (LADDER, "--stage_flags=--config.steps=9", "--stage_flags='--config.steps=9': "),
     (LADDER, "--stage_flags=tables:--x", "unknown stage 'tables'; did you mean 'table2'?"),
     (LADDER, "--stage_flags=train:'", '--stage_flags="train:\'": No closing quotation'),
-    (LADDER, "--only=latency", "not run: latency;"),
 ]
 
 Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])
@@ -413,6 +420,19 @@ def test_missing_flags_prompts_and_files_are_reported(run):
         run(TRAIN, "--confg=x"),
         "Unknown command line flag 'confg'. Did you mean: config ?; see --help",
     )
+
+
+def test_a_finished_table_is_reported_in_one_line(run, tmp_path):
+    flags = f"{QUALITY} --config.models=('2m',) --config.heldout=spectr_jax/embedded/prompts.txt"
+    flags += " --config.sentences=2 --config.batch_size=2 --config.dtypes=('float32',)"
+    arguments = arguments_of(EVAL, flags, tmp_path)
+    assert run(EVAL, *arguments).status == 0
+    table = tmp_path / "written/quality.json"
+    written = table.read_text()
+    ended = run(EVAL, *arguments)
+    assert ended.status == 0 and ended.stdout.startswith(f"{table} is finished: commit ")
+    assert len(ended.stdout.splitlines()) == 1 and table.read_text() == written
+    assert run(EVAL, *arguments, "--again").status == 0 and table.read_text() != written
 
 
 def test_an_empty_prompt_is_decoded_with_a_note(run):

@@ -4,8 +4,11 @@
     python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m
 
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Estimated, not
-measured: 7.4e16 FLOPs, four minutes on an H100 at a third of its peak. One process needs two hours
-to pack 3.2 billion tokens (450,000 tokens per second per core); hosts share this work.
+measured: 7.4e16 FLOPs, four minutes on an H100 at a third of its peak. This command packs LM1B
+while it trains, and one process needs more than five hours for 3.2 billion tokens (160,000 per
+second and core); hosts share the work. scripts/train_ladder.sh packs LM1B once for all four models:
+a billion tokens take a quarter of an hour, divided by the number of cores (1.3 million tokens per
+second and core). Both rates were measured on other text.
 """
 
 from spectr_jax.training.config import lm1b_config

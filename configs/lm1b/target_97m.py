@@ -6,8 +6,10 @@
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Neither the recipe
 nor LM1B was tried. Estimated time for 3.2 billion tokens: two and a quarter hours at the 390,000
 tokens per second that an H200 was measured to train (22 % of its peak; packed text, Muon, no
-dropout). One process needs two hours to pack them (450,000 tokens per second per core); hosts share
-this work.
+dropout). This command packs LM1B while it trains, and one process needs more than five hours for
+3.2 billion tokens (160,000 per second and core); hosts share the work. scripts/train_ladder.sh
+packs LM1B once for all four models: a billion tokens take a quarter of an hour, divided by the
+number of cores (1.3 million tokens per second and core). Both rates were measured on other text.
 
 A step on 256 rows takes 26 GB of an H100 and 14.6 GB of a TPU v5e, as compiled for them
 (results/compiled). Where that does not fit: --config.accumulate=2 or --config.remat=True.

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # Measures and tests what needs a GPU, in at most nine minutes a call: scripts/dev/gpu.sh [PART...] [--toy]
 #   flags         methods under sets of XLA flags, and with cuDNN's attention
-#   tests         pytest -m gpu
 #   speed         methods and trees for 1, 8, 32 and 250 sequences of the 97M
 #   tables        SpecTr's Tables 1 and 3, then 2 and 4
 #   large         methods on the shapes of an 8B target
-# All parts together take at most $SECONDS_IN_ALL (540). Results are kept in $OUT (runs/gpu): the same command resumes and
-# skips parts that are done. --toy rehearses all parts on a CPU. Needs the packages of requirements.txt; speed and tables
-# also need the weights of `97m` (98 MB). On a borrowed machine run one part a call.
+#   tests         pytest -m gpu
+# All parts together take at most $SECONDS_IN_ALL (540). Results are kept in $OUT (runs/gpu): the same command resumes,
+# measures what is missing and repeats the tests. --toy rehearses all parts on a CPU. Needs the packages of
+# requirements.txt; speed and tables also need the weights of `97m` (98 MB). On a borrowed machine run one part a call.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/gpu} python=${PYTHON:-python3} toy="" parts=()
 for argument; do
   case $argument in
     --toy) toy=--toy ;;
-    flags | tests | speed | tables | large) parts+=("$argument") ;;
-    *) echo "error: part $argument is not known; give some of flags, tests, speed, tables, large" >&2 && exit 2 ;;
+    flags | speed | tables | large | tests) parts+=("$argument") ;;
+    *) echo "error: part $argument is not known; give some of flags, speed, tables, large, tests" >&2 && exit 2 ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(flags tests speed tables large)
+[ ${#parts[@]} -gt 0 ] || parts=(flags speed tables large tests)
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TF_CPP_MIN_LOG_LEVEL=2
 
@@ -27,7 +27,7 @@ limited() {  # SECONDS COMMAND: runs a command for at most these seconds, or tho
   [ -z "$toy" ] || limit=600 left=600
   timeout --kill-after=5 $((left < limit ? (left > 0 ? left : 1) : limit)) "${@:2}" || failed=1
 }
-eval_() {  # SECONDS CONFIG NAME FLAGS...: a table of spectr_jax.eval, which resumes
+eval_() {  # SECONDS CONFIG NAME FLAGS...: a table of spectr_jax.eval
   limited "$1" "$python" -m spectr_jax.eval --config="configs/$2" --workdir="$out/$3" "${@:4}"
 }
 timed() {  # PART SECONDS FLAGS...: rows of gpu.py
@@ -72,11 +72,10 @@ large() { timed large 110 --seconds=80; }
 
 status=0
 for part in "${parts[@]}"; do
-  [ ! -e "$out/$part.done" ] || { echo "$part: done before" && continue; }
   failed="" began=$SECONDS
   $part >"$out/$part.log" 2>&1
   tail -n 40 "$out/$part.log"
-  if [ -z "$failed" ]; then touch "$out/$part.done"; else status=1; fi
+  [ -z "$failed" ] || status=1
   echo "$part: ${failed:+not }done in $((SECONDS - began)) s, $out/$part.log"
 done
 exit $status

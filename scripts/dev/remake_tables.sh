@@ -4,7 +4,7 @@
 #     HELDOUT='corpus/heldout-*.txt.xz' scripts/dev/remake_tables.sh runs/tables [NAME ...]      # demo, ladder/trees, ...
 #
 # NAME is a folder under results/; a suffix after a colon names one of several tables there. Ctrl-C stops the script, or
-# SIGTERM to its process group. The same command resumes and skips what is done, so give other weights another folder.
+# SIGTERM to its process group. The same command resumes and skips finished tables, so give other weights another folder.
 # SmolLM2's tables are made only if they are named, and need its package (docs/models.md). At the end:
 # cp -r runs/tables/. results/, then fix the pages until tests/test_figures_on_pages.py passes. PYTHON names another
 # interpreter. Not made here: results/sample, latency, spec_bench and smollm2/drafts/chats (their pages have the
@@ -16,16 +16,12 @@ out=${out%/} heldout=${HELDOUT:-}
 wanted=" ${*:2} " python=${PYTHON:-.venv/bin/python}
 known=" " checked=""
 
-table() {  # NAME PROGRAM FLAG...
+evaluated() {  # NAME CONFIG FLAG...
   if [[ -z $checked ]]; then known+="$1 "; return; fi
   if [[ $wanted != "  " && $wanted != *" $1 "* ]]; then return; fi
-  local mark="$out.done/${1//\//,}"
-  if [[ -e $mark ]]; then echo "== $1 is done"; return; fi
   echo "== $1"
-  "$python" "${@:2}" --workdir="$out/${1%%:*}"
-  mkdir -p "$out.done" && touch "$mark"
+  "$python" -m spectr_jax.eval --config="configs/$2" --workdir="$out/${1%%:*}" "${@:3}"
 }
-evaluated() { table "$1" -m spectr_jax.eval --config="configs/$2" "${@:3}"; }  # NAME CONFIG FLAG...
 fastest() {  # NAME SEQUENCES FLAG...
   evaluated "$1" auto.py --config.batch_size="$2" --config.max_new_tokens=32 --config.num_drafts='(1,2)' "${@:3}"
 }

@@ -12,11 +12,11 @@ import grain
 import numpy as np
 
 from spectr_jax.data.corpus import Sentences
+from spectr_jax.data.packing import PACKING_BINS
 from spectr_jax.data.shuffled import PackedRows, ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from spectr_jax.utils.errors import UserError
 
-PACKING_BINS = 64
 PREFETCHED_BATCHES = 4
 
 

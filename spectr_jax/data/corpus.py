@@ -1,11 +1,12 @@
 """Sources of sentences: TFDS `lm1b`, or text files with one sentence per line."""
 
+import contextlib
 import glob
 import gzip
 import lzma
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from spectr_jax.utils.files import digest, expanded
 
 TFDS_PREFIX = "tfds:"
 PACKED_PREFIX = "packed:"
+READ_TOGETHER = 1_024
 
 
 class Sentences(Protocol):
@@ -43,6 +45,13 @@ class TextSentences:
     def __getitem__(self, index: int, /) -> str:
         return self._lines[self._starts[index] : self._ends[index]].decode("utf-8")
 
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
+    def part(self, first: int, last: int) -> "TextSentences":
+        """Returns sentences `first` to `last` - 1, with a copy of their text only."""
+        return TextSentences(self._lines[self._starts[first] : self._ends[last - 1]] + b"\n")
+
 
 class TfdsSentences:
     """A TFDS data source of `{"text": bytes}` examples in array_record files, read without
@@ -51,20 +60,46 @@ class TfdsSentences:
     Raises `UserError` on reading a missing, truncated or corrupt file.
     """
 
-    def __init__(self, spec: str, source: Sequence[dict]):
+    def __init__(self, spec: str, source: Any):
         self._spec, self._source = spec, source
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int, /) -> str:
-        try:
+        with self._explained(f"sentence {index}"):
             return self._source[index]["text"].decode("utf-8")
+
+    def read(self, indices: range) -> list[str]:
+        """Returns several sentences, which takes an eighth of the time of one at a time."""
+        with self._explained(f"a sentence of {indices.start}..{indices.stop - 1}"):
+            return [each["text"].decode("utf-8") for each in self._source.__getitems__(indices)]
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """A context that turns errors of reading into `UserError`."""
+        try:
+            yield
         except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"sentence {index} of {self._spec!r} cannot be read ({error}); restore the file, "
-                "or remove the corpus and prepare it again"
+                f"{what} of {self._spec!r} cannot be read ({error}); restore the file, or remove "
+                "the corpus and prepare it again"
             ) from error
+
+    def part(self, first: int, last: int) -> "TfdsPart":
+        """Returns sentences `first` to `last` - 1."""
+        return TfdsPart(self, range(first, last))
+
+
+class TfdsPart:
+    """Iterates over some sentences of a TFDS corpus, which are read when they are needed."""
+
+    def __init__(self, sentences: TfdsSentences, indices: range):
+        self._sentences, self._indices = sentences, indices
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, len(self._indices), READ_TOGETHER):
+            yield from self._sentences.read(self._indices[first : first + READ_TOGETHER])
 
 
 def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
@@ -92,6 +127,14 @@ def open_sentences(spec: str, tfds_dir: str | None = None) -> Sentences:
     if not len(sentences):
         raise UserError(f"the corpus {spec!r} is empty; give text with one sentence per line")
     return sentences
+
+
+def part(sentences: Sentences, first: int, last: int) -> Iterable[str]:
+    """Returns sentences `first` to `last` - 1, to be read once, in order. To send them to another
+    process costs no more than their text; that of TFDS is read there."""
+    if isinstance(sentences, TextSentences | TfdsSentences):
+        return sentences.part(first, last)
+    return [sentences[index] for index in range(first, last)]
 
 
 def corpus_digest(sentences: Sentences) -> str:
@@ -141,7 +184,7 @@ def text_files(spec: str) -> list[pathlib.Path]:
     return files
 
 
-def _tfds_source(spec: str, tfds_dir: str | None) -> Sequence[dict]:
+def _tfds_source(spec: str, tfds_dir: str | None) -> Any:
     name, _, split = spec.removeprefix(TFDS_PREFIX).partition(":")
     if not name or not split or ":" in split:
         raise UserError(f"corpus {spec!r}: must be tfds:DATASET:SPLIT, such as tfds:lm1b:train")

@@ -59,18 +59,21 @@ class Candidate(NamedTuple):
     tokens_per_second: float
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Any]:
     """Predicts all candidates, runs the best, and writes the table and the recommendation to
     `workdir`.
 
     Predictions and candidates depend on these measurements only.
 
     Raises:
+      Finished: unless `again`, if `workdir` holds this table already.
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
-    journal = Journal(workdir, NAME, config, report.weights(target, draft))
+    journal = Journal(workdir, NAME, config, report.weights(target, draft), again)
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance, times = measure_acceptance(bench), measure_times(bench)
     found = candidates(config, acceptance, times)

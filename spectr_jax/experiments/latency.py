@@ -19,9 +19,10 @@ from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import latency_config
-from spectr_jax.experiments.measure import measurement, profile, report
+from spectr_jax.experiments.measure import profile, report
 from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed
+from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
@@ -31,15 +32,18 @@ from spectr_jax.utils.errors import UserError
 NAME = "latency"
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Any]:
     """Times every cell and every phase, and writes the tables, a heat map and a profile to
     `workdir`.
 
     Raises:
+      Finished: unless `again`, if `workdir` holds this table already.
       UserError: the config, models or workdir are invalid, before any measurement.
     """
     check_latency_config(config)
-    measurement.check_table(config, workdir, NAME)
+    check_table(config, workdir, NAME)
     target, *others = config.models
     models = [load_alone(target, config.dtype)]
     models += [load_callable(spec, config.dtype) for spec in others]
@@ -57,7 +61,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 f"context={config.context}: with a call of {max(config.lengths) + 1} tokens it "
                 f"exceeds the context {trained.model.context} of {trained.name!r}; lower it"
             )
-    journal = Journal(workdir, NAME, config, report.weights(*models, draft))
+    journal = Journal(workdir, NAME, config, report.weights(*models, draft), again)
     profiled = _method(config, config.methods[0], config.lengths[-1])
     arguments = profiled, models[0].model, draft.model, config.context
     result = {

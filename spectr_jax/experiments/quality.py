@@ -21,6 +21,7 @@ from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
 from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.loading.pairs import load_alone
@@ -48,10 +49,13 @@ class Contender(NamedTuple):
     weights: str
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Any]:
     """Scores each model in each precision, and writes the table to `workdir` as Markdown and JSON.
 
     Raises:
+      Finished: unless `again`, if `workdir` holds this table already.
       UserError: the config, models, sentences or workdir are invalid, before any long work.
     """
     check_fields(config, quality_config())
@@ -59,11 +63,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     for dtype in config.dtypes:
         check_dtype(dtype)
     measurement.check_batch_size(config)
-    measurement.check_table(config, workdir, NAME)
+    check_table(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     contenders = [_contender(spec) for spec in config.models]
     kept = fitting(sentences, contenders, config.sentences, config.heldout)
-    journal = Journal(workdir, NAME, config, [each.weights for each in contenders])
+    journal = Journal(workdir, NAME, config, [each.weights for each in contenders], again)
 
     tasks = {
         f"{each.spec} in {dtype}": functools.partial(_scores, kept, config.batch_size, each, dtype)

@@ -27,9 +27,10 @@ from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.request import LONG, padded_length
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import spec_bench_config
-from spectr_jax.experiments.measure import measurement, report
+from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.acceptance import observe_positions
 from spectr_jax.experiments.measure.bench import progress
+from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
@@ -61,16 +62,19 @@ class Bench(NamedTuple):
     compiled: set[tuple[str, int]]
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Any]:
     """Measures all questions, and writes the table to `workdir` as Markdown, JSON and PNG.
 
     Raises:
+      Finished: unless `again`, if `workdir` holds this table already.
       UserError: the config, questions, models or workdir are invalid, before any measurement.
     """
     check_spec_bench_config(config)
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
     questions = spread(read_questions(config.questions), config.questions_per_task)
-    measurement.check_table(config, workdir, NAME)
+    check_table(config, workdir, NAME)
     needed = (config.draft,) if any(method.needs_draft for method in methods.values()) else ()
     target, drafts = load_pair(config.target, needed, config.dtype)
     check_room(config, questions, [target, *drafts])
@@ -80,7 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         for label, method in methods.items()
     ]
     bench = Bench(config, target, freeze(target.model), contenders, set())
-    journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
+    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again)
     rows: list[dict[str, Any]] = []
     with progress(len(config.temperatures) * len(questions), "question") as bar:
         for temperature in dict.fromkeys(config.temperatures):

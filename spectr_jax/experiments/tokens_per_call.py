@@ -25,17 +25,20 @@ from spectr_jax.utils.errors import UserError
 NAME = "tokens_per_call"
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Any]:
     """Measures every row of the table, prints it, and writes it to `workdir` as Markdown, JSON and
     PNG.
 
     Raises:
+      Finished: unless `again`, if `workdir` holds this table already.
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_eval_config(config)
     target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))
     baseline, *rows = table_rows(config, drafts)
-    journal = Journal(workdir, NAME, config, report.weights(target, *drafts))
+    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again)
     summaries: list[dict[str, Any]] = []
     # Each draft and L has its own baseline runs, which are close in time to those of its rows.
     groups = [

@@ -53,11 +53,14 @@ class Row(NamedTuple):
     theory: float | None  # Predicted tokens per call (`_theory`).
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Any]:
     """Measures acceptance and every row; writes the table, the figures and the best trees to
     `workdir`.
 
     Raises:
+      Finished: unless `again`, if `workdir` holds this table already.
       UserError: the config, models, prompts or workdir are invalid, before any measurement.
     """
     check_trees_config(config)
@@ -72,7 +75,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             f"sizes={max(config.sizes)}: must not exceed the vocabulary of "
             f"{target.model.vocab_size} tokens; lower it"
         )
-    journal = Journal(workdir, NAME, config, report.weights(target, draft))
+    journal = Journal(workdir, NAME, config, report.weights(target, draft), again)
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
     measured = _measure_rows(bench, table_rows(config, acceptance))

@@ -58,6 +58,8 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     lock. With several processes (`hosts.connect`) each calls this with the same arguments and a
     shared workdir.
 
+    A run that has taken its steps stays as it is.
+
     Raises:
       UserError: the config is invalid, the workdir belongs to another config, the initial
         weights have another shape, the corpus is empty or corrupt, the loss is not finite, or a
@@ -159,7 +161,8 @@ class _Run:
             if writes:
                 write_json(self.workdir / runs.CONFIG, to_json(config))
                 self.log = MetricsLog(self.workdir / "metrics.jsonl", first)
-            bar = tqdm.tqdm(total=config.steps, initial=first, disable=not writes, **BAR)
+            hidden = not writes or first >= config.steps
+            bar = tqdm.tqdm(total=config.steps, initial=first, disable=hidden, **BAR)
             with Window() as window, Interruption() as interruption, bar:
                 for step in range(first + 1, config.steps + 1):
                     with window.waiting_for_data():
@@ -208,7 +211,9 @@ class _Run:
             aside = str(self.workdir / "damaged")
             for step in damaged:
                 tqdm.tqdm.write(f"checkpoint {step} cannot be read and was moved to {aside!r}")
-            tqdm.tqdm.write(f"resuming from step {int(state.step)}")
+            steps, step = self.config.steps, int(state.step)
+            done = step >= steps
+            tqdm.tqdm.write(f"finished: {step} steps" if done else f"resuming from step {step}")
         return state
 
     def _log_steps(self, step: int, window: Window) -> str:

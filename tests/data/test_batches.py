@@ -14,7 +14,8 @@ from spectr_jax.data.batches import (
     positions_of,
     training_batches,
 )
-from spectr_jax.data.packed import open_corpus, pack
+from spectr_jax.data.packed import open_corpus
+from spectr_jax.data.packing import pack
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from spectr_jax.utils.errors import UserError
 

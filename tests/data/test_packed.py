@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, training_batches
-from spectr_jax.data.packed import INDEX, PackedRows, open_corpus, pack
+from spectr_jax.data.corpus import open_sentences
+from spectr_jax.data.packed import PackedRows, open_corpus
+from spectr_jax.data.packing import INDEX, PACKING_BINS, STARTED, first_fit, pack
 from spectr_jax.data.shuffled import ShuffledRows
-from spectr_jax.data.tokenizer import BOS, EOS, train_tokenizer
+from spectr_jax.data.tokenizer import BOS, EOS, PAD, train_tokenizer
 from spectr_jax.utils.errors import UserError
 
 LENGTH = 48
@@ -34,24 +36,71 @@ def corpus(tmp_path_factory):
 @pytest.mark.parametrize("compress", [False, True])
 def test_packed_rows_equal_the_batches_of_the_sentences(corpus, tmp_path, monkeypatch, compress):
     _, lines, tokenizer = corpus
-    monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 50)
+    monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 140)
     index = pack(lines, tokenizer, tmp_path, LENGTH, compress)
     rows = open_corpus(f"packed:{tmp_path}")
-    assert (
-        len(index["rows"]) > 2
-        and len(rows) == sum(index["rows"].values())
-        and rows.length == LENGTH
+    assert len(index["rows"]) == 3 and len(rows) == sum(index["rows"].values())
+    assert rows.length == LENGTH and index["sentences"] == len(lines)
+    taken = []
+    for first in range(0, len(lines), 140):  # 140 sentences fill the bins more than once.
+        part = lines[first : first + 140]
+        (whole,) = evaluation_batches(part, tokenizer, batch=10_000, length=LENGTH)
+        taken.append(whole["targets"])
+    np.testing.assert_array_equal(
+        [rows[index] for index in range(len(rows))], np.concatenate(taken)
     )
-    (whole,) = evaluation_batches(lines, tokenizer, batch=10_000, length=LENGTH)
-    np.testing.assert_array_equal([rows[index] for index in range(len(rows))], whole["targets"])
-    assert index["tokens"] == np.sum(whole["segments"] > 0) and index["sentences"] == len(lines)
+    assert len(taken[0]) > PACKING_BINS and index["tokens"] == np.sum(np.concatenate(taken) != PAD)
+
+
+def test_two_processes_pack_tfds_as_one_packs_text(corpus, tmp_path, monkeypatch, array_records):
+    folder, lines, tokenizer = corpus
+    monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 70)
+    monkeypatch.setattr("spectr_jax.data.corpus.READ_TOGETHER", 32)
+    array_records(tmp_path / "tfds", lines, shards=2)
+    tfds = open_sentences("tfds:lm1b:train", str(tmp_path / "tfds"))
+    text = open_sentences(str(folder / "train.txt"))
+    one = pack(text, tokenizer, tmp_path / "one", LENGTH)
+    two = pack(tfds, tokenizer, tmp_path / "two", LENGTH, processes=2)
+    assert one == two and len(one["rows"]) == 5
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
+        [*one["rows"], INDEX, "tokenizer.model"]
+    )
+    for name in one["rows"]:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_path, monkeypatch):
+    _, lines, tokenizer = corpus
+    monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 70)
+    wanted, calls = pack(lines, tokenizer, tmp_path / "whole", LENGTH), []
+
+    def counted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return first_fit(*args)
+
+    monkeypatch.setattr("spectr_jax.data.packing.first_fit", counted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(lines, tokenizer, tmp_path / "out", LENGTH)
+    assert (tmp_path / "out" / STARTED).exists() and not (tmp_path / "out" / INDEX).exists()
+    with pytest.raises(UserError, match="length=48, not 32"):
+        pack(lines, tokenizer, tmp_path / "out", 32)
+    assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 3
+    assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 3
+    shard = tmp_path / "out" / "part-00001.npy"
+    shard.write_bytes(shard.read_bytes()[:-200])
+    assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 4
+    open_corpus(f"packed:{tmp_path / 'out'}")
+    with pytest.raises(UserError, match="other text or settings"):
+        pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatch, streams):
     """Checks each stream. Its epochs end inside batches."""
     _, lines, tokenizer = corpus
-    monkeypatch.setattr("spectr_jax.data.packed.ROWS_A_SHARD", 10)
+    monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 40)
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
     options = {"batch": 11 * streams, "length": LENGTH, "seed": 1, "streams": streams}
@@ -166,19 +215,22 @@ def test_the_pack_command_writes_a_corpus_only_once(corpus, tmp_path):
     assert "packing 300 sentences" in done.stdout and "% filled" in done.stdout
     assert json.loads((tmp_path / "packed" / INDEX).read_text())["sentences"] == len(lines)
     again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 2 and "holds a packed corpus already" in again.stderr
+    assert (again.returncode, again.stderr) == (0, "") and "already" in again.stdout
+    other = subprocess.run([*command, "--vocab_size=330"], capture_output=True, text=True)
+    assert other.returncode == 2 and "has 320 pieces" in other.stderr
 
 
 def test_missing_or_damaged_corpora_are_refused(corpus, tmp_path):
     _, lines, tokenizer = corpus
     with pytest.raises(UserError, match=r"not a packed corpus that can be read.*spectr_jax\.pack"):
         open_corpus(f"packed:{tmp_path}")
-    for compress, name in ((False, "train-00000.npy"), (True, "train-00000.npy.xz")):
-        pack(lines, tokenizer, tmp_path, LENGTH, compress)
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content[:-200])
+    for compress, name in ((False, "part-00000.npy"), (True, "part-00000.npy.xz")):
+        folder = tmp_path / str(compress)
+        pack(lines, tokenizer, folder, LENGTH, compress)
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-200])
         with pytest.raises(UserError, match="not a packed corpus that can be read"):
-            open_corpus(f"packed:{tmp_path}")
-        (tmp_path / name).unlink()
+            open_corpus(f"packed:{folder}")
+        (folder / name).unlink()
         with pytest.raises(UserError, match="No such file"):
-            open_corpus(f"packed:{tmp_path}")
+            open_corpus(f"packed:{folder}")

@@ -14,7 +14,7 @@ from flax import nnx
 
 from spectr_jax import export
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.packed import pack
+from spectr_jax.data.packing import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.layers.attention import causal
@@ -115,6 +115,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config, losses, tmp_path):
         jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_finished_run_stays_as_it_is(config, tmp_path, capsys):
+    train(config(steps=2, eval_every=2), tmp_path)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert int(train(config(steps=2, eval_every=2), tmp_path).step) == 2
+    out, error = capsys.readouterr()
+    assert (out, error) == ("finished: 2 steps\n", "")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_second_run_in_the_same_workdir_is_refused(config, tmp_path):

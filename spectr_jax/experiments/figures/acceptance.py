@@ -20,11 +20,13 @@ import tqdm
 from spectr_jax import transport
 from spectr_jax.experiments.config import figures_config
 from spectr_jax.experiments.figures.base import Figure, Series, write
+from spectr_jax.experiments.measure import report
+from spectr_jax.experiments.measure.finished import Finished, check_table
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.transport.base import draw
-from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.config import check_fields, check_positive, config_hash, to_json
 from spectr_jax.utils.errors import UserError, unknown
 
 NAME = "figures"
@@ -32,11 +34,15 @@ LARGEST_PROGRAM = 25_000
 """Largest linear program that Figure 5 solves, in flow variables; each takes seconds."""
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Figure]:
-    """Makes the figures of the config and writes each to `workdir` as PNG and JSON.
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, again: bool = False
+) -> dict[str, Figure]:
+    """Makes the figures of the config and writes each to `workdir` as PNG and JSON. Returns those
+    that were made: unless `again`, figures that are there already are skipped.
 
     Raises:
-      UserError: the config is invalid or a model cannot be loaded, before any figure is drawn.
+      UserError: the config is invalid, a model cannot be loaded, or `workdir` holds a figure of
+        another config or other weights, before any figure is drawn.
     """
     check_fields(config, figures_config())
     check_positive(config, "draws", "pairs")
@@ -44,19 +50,42 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, F
     for name in names:
         if name not in FIGURES:
             raise unknown("figure", name, FIGURES)
-    if "spectr_figure_5" in names:
-        load_pair(config.target, (config.draft,), "float32")
+    weights: dict[str, list[str]] = {name: [] for name in names}
+    if (measured := "spectr_figure_5") in names:
+        target, drafts = load_pair(config.target, (config.draft,), "float32")
+        weights[measured] = report.weights(target, *drafts)
+    # Which figures are drawn together does not change them.
+    settings = ml_collections.ConfigDict(
+        {name: config[name] for name in config if name not in ("experiment", "only")}
+    )
+    left = [name for name in names if _is_left(settings, workdir, name, weights[name], again)]
     workdir.mkdir(parents=True, exist_ok=True)
-    settings = {name: config[name] for name in config if name not in ("experiment", "only")}
+    about = {"settings": to_json(settings), "config_hash": config_hash(settings)}
     made = {}
-    for name in (bar := tqdm.tqdm(names, unit="figure", dynamic_ncols=True)):
+    for name in (bar := tqdm.tqdm(left, unit="figure", disable=not left, dynamic_ncols=True)):
         bar.set_description(name)
         started = time.monotonic()
         figure = made[name] = FIGURES[name](config)
         seconds = round(time.monotonic() - started, 1)
-        write(figure, workdir / name, settings=settings, seconds=seconds)
+        write(figure, workdir / name, **about, weights=weights[name], seconds=seconds)
         tqdm.tqdm.write(f"{workdir / name}.png: {figure.title}\n  {figure.caption}")
     return made
+
+
+def _is_left(
+    settings: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+    name: str,
+    weights: list[str],
+    again: bool,
+) -> bool:
+    """Returns whether the figure is to be drawn. If it is finished, prints so."""
+    try:
+        check_table(settings, workdir, name, weights, again)
+    except Finished as finished:
+        print(finished)
+        return False
+    return True
 
 
 def spectr_1(config: ml_collections.ConfigDict) -> Figure:

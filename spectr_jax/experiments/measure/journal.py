@@ -10,6 +10,7 @@ import ml_collections
 import numpy as np
 
 from spectr_jax.experiments.measure import report
+from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.measurement import Measurement
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import config_hash, to_json
@@ -28,9 +29,11 @@ class Journal:
       name: name of the table.
       config: config of the table.
       weights: the weights that are measured (`report.weights`).
+      again: whether to measure a finished table again. The table stays until the new one is whole.
 
     Raises:
-      UserError: the file belongs to another config, other weights or other hardware, whose times
+      Finished: unless `again`, if the table is finished (`check_table`).
+      UserError: the table or the file belongs to another config, other weights or other hardware, whose times
         are not comparable.
     """
 
@@ -40,7 +43,9 @@ class Journal:
         name: str,
         config: ml_collections.ConfigDict,
         weights: Sequence[str],
+        again: bool = False,
     ):
+        check_table(config, workdir, name, weights, again)
         self._workdir, self._name, self._config = workdir, name, config
         self._path = workdir / f"{name}.part.jsonl"
         self._weights, self._values = list(weights), dict[str, Any]()
@@ -49,7 +54,7 @@ class Journal:
         self._started = time.monotonic()
         head = {"config_hash": config_hash(config), "weights": self._weights}
         head["hardware"] = made["hardware"]
-        lines = self._read()
+        lines = [] if self._is_of_the_finished_table() else self._read()
         if lines and lines[0] != head:
             raise UserError(
                 f"{str(self._path)!r}: belongs to a table of another config, other weights, other "
@@ -128,6 +133,14 @@ class Journal:
         if hosts.is_first():
             with self._path.open(mode) as file:
                 file.write(json.dumps(line) + "\n")
+
+    def _is_of_the_finished_table(self) -> bool:
+        """Returns whether the file is left from the table in the workdir: a run was killed after it
+        wrote the table."""
+        table = self._path.with_name(f"{self._name}.json")
+        there = self._path.exists() and table.exists()
+        older = there and self._path.stat().st_mtime < table.stat().st_mtime
+        return hosts.gather(older)[0]
 
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():

@@ -1,7 +1,6 @@
 """What the tables share: checks of their configs, models, prompts, and the totals of a method."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +13,10 @@ from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import PAD, AnyTokenizer
 from spectr_jax.decoding import Method, Policy
 from spectr_jax.decoding.policy import check_policy
+from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.utils.config import check_positive, config_hash
+from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError
 
 
@@ -148,21 +148,3 @@ def open_table(
                 "lower one of them"
             )
     return target, loaded, prompts
-
-
-def check_table(config: ml_collections.ConfigDict, workdir: pathlib.Path, name: str) -> None:
-    """Raises `UserError` if `workdir` holds the table `name` of another config."""
-    path = workdir / f"{name}.json"
-    if not path.exists():
-        return
-    try:
-        theirs = json.loads(path.read_text())["config_hash"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{str(path)!r}: is not a table of spectr_jax; choose a new --workdir"
-        ) from error
-    if theirs != config_hash(config):
-        raise UserError(
-            f"workdir={str(workdir)!r}: holds the table of another config "
-            f"(its hash is {theirs}, not {config_hash(config)}); choose a new --workdir"
-        )

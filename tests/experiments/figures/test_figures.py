@@ -2,12 +2,14 @@
 
 import functools
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
 from spectr_jax.experiments.config import figures_config
 from spectr_jax.experiments.figures.acceptance import FIGURES, run
+from spectr_jax.experiments.figures.base import Figure, Series
 from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("figures")  # The tests share one run of all figures.
@@ -68,6 +70,31 @@ def test_the_linear_program_equals_the_exact_plan(made):
     assert len(program.y) >= 3
     np.testing.assert_allclose(program.y, exact.y[: len(program.y)], atol=1e-8)
     assert exact.y[0] == pytest.approx(series["K-SEQ"].y[0]) and exact.y[1] > series["K-SEQ"].y[1]
+
+
+def test_a_finished_figure_is_drawn_again_only_on_demand(toy, tmp_path, monkeypatch, capsys):
+    names, drawn = ("spectr_figure_1", "spectr_figure_5"), []
+    for name in names:
+        figure = Figure(name, "caption", "x", ("y",), [Series("curve", [1], [1])])
+        monkeypatch.setitem(FIGURES, name, lambda _, f=figure: (drawn.append(f.title), f)[1])
+    pair = {name: str(tmp_path / f"{name}.safetensors") for name in ("target", "draft")}
+    for path in pair.values():
+        pathlib.Path(path).write_bytes((toy.folder / "target.safetensors").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes((toy.folder / "tokenizer.model").read_bytes())
+    folder = tmp_path / "figures"
+    assert [*run(_config(only=names[:1], **pair), folder)] == [*names[:1]]
+    capsys.readouterr()
+    config = _config(only=names, **pair)
+    assert [*run(config, folder)] == [*names[1:]]
+    assert capsys.readouterr().out.startswith(f"{folder / names[0]}.json is finished: commit ")
+    assert not run(config, folder) and drawn == [*names]
+    with pytest.raises(UserError, match="another config"):
+        run(_config(only=names, **pair, seed=1), folder)
+    (tmp_path / "draft.safetensors").write_bytes((toy.folder / "draft.safetensors").read_bytes())
+    with pytest.raises(UserError, match=r"figure_5.*other weights"):
+        run(config, folder)
+    assert drawn == [*names] and [*run(config, folder, again=True)] == [*names]
+    assert not run(config, folder)
 
 
 @pytest.mark.parametrize(

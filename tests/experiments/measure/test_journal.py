@@ -1,6 +1,8 @@
 """Tests that the journal resumes a stopped table, and refuses to mix different runs."""
 
 import functools
+import json
+import os
 import types
 
 import jax
@@ -10,6 +12,7 @@ from flax import nnx
 
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import report
+from spectr_jax.experiments.measure.finished import Finished
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.frozen import digest
 from spectr_jax.utils.errors import UserError
@@ -46,6 +49,32 @@ def test_a_table_names_the_commits_that_measured_it(tmp_path, check_out):
     assert f"commits {'a' * 12}, {'b' * 12}-dirty, jax" in report.made_by(about)
     check_out(first)
     assert opened().about()["commits"] == [first, second]
+
+
+def test_a_finished_table_is_measured_again_only_on_demand(tmp_path):
+    opened = functools.partial(Journal, tmp_path, "table", eval_config())
+    table, journal = tmp_path / "table.json", tmp_path / "table.part.jsonl"
+    first = opened(["draft 0123"])
+    first.value("row", lambda: 1)
+    left = journal.read_text()
+    first.finish({"row": 1}, lambda result: "")
+    written = table.read_text()
+    journal.write_text(left)  # As if the run was killed just after it wrote the table.
+    os.utime(journal, (1, 1))
+    with pytest.raises(Finished, match=r"table.json is finished: commit"):
+        opened(["draft 0123"])
+    with pytest.raises(UserError, match="other weights"):
+        opened(["draft 4567"])
+    assert journal.read_text() == left
+    assert opened(["draft 4567"], again=True).value("row", lambda: 2) == 2
+    second = opened(["draft 4567"], again=True)
+    assert second.value("row", _never) == 2 and table.read_text() == written
+    second.finish({"row": 2}, lambda result: "")
+    assert json.loads(table.read_text())["row"] == 2 and not journal.exists()
+    changed = eval_config()
+    changed.batch_size += 1
+    with pytest.raises(UserError, match="another config"):
+        Journal(tmp_path, "table", changed, ["draft 4567"], again=True)
 
 
 def test_an_incomplete_first_line_is_overwritten(tmp_path):

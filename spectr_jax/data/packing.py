@@ -1,0 +1,222 @@
+"""Packs a corpus: tokenizes it once, and writes shards of uint16 rows that are read many times
+faster than text.
+
+A row holds the targets of several sentences, each ended by EOS, then padding. A cut sentence fills
+a row of its own. The tokens themselves show where each sentence begins.
+"""
+
+import collections
+import contextlib
+import functools
+import io
+import lzma
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from spectr_jax.data.corpus import Sentences, corpus_digest, part
+from spectr_jax.data.tokenizer import EOS, PAD, AnyTokenizer, Tokenizer
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest, read_json, write_json, write_whole
+
+FORMAT = "spectr_jax/packed/1"
+PACKING_BINS = 64
+SENTENCES_A_SHARD = 2**16
+INDEX, STARTED = "packed.json", "packing.json"
+"""The index of a packed corpus, and the settings of one that is not finished."""
+DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError)
+
+
+def pack(
+    sentences: Sentences,
+    tokenizer: Tokenizer,
+    folder: pathlib.Path,
+    length: int,
+    compress: bool = False,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index,
+    which is returned: format, length, digests of the tokenizer and of the corpus, rows of each
+    shard, and the numbers of sentences and tokens.
+
+    Sentences are cut to `length` tokens. With `compress` shards are compressed with xz, for
+    copying; opening them then takes seconds longer. Each shard has the same number of sentences, so
+    the result does not depend on the number of `processes`. The shards of a call that was stopped
+    are kept. If the folder holds the whole corpus already, nothing is written.
+
+    Raises:
+      UserError: the vocabulary is too large for uint16, the folder holds other text or other
+        settings, or a process was killed.
+    """
+    if tokenizer.vocab_size > 2**16:
+        raise UserError(
+            f"{tokenizer.vocab_size} pieces do not fit 16 bits; train a vocabulary of at most 65536"
+        )
+    settings = {
+        "format": FORMAT,
+        "length": length,
+        "sentences": len(sentences),
+        "corpus": corpus_digest(sentences),
+        "tokenizer_sha256": digest(tokenizer.proto),
+        "compress": compress,
+    }
+    if finished := _finished(folder, settings):
+        return finished
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "tokenizer.model", tokenizer.proto)
+    write_json(folder / STARTED, settings)
+    starts = range(0, len(sentences), SENTENCES_A_SHARD)
+    suffix = ".npy" + ".xz" * compress
+    # Those of versions up to 0.3.0, named train-*, had a fixed number of rows and cannot be kept.
+    paths = [folder / f"part-{number:05d}{suffix}" for number in range(len(starts))]
+    tasks = (
+        (part(sentences, first, min(first + SENTENCES_A_SHARD, len(sentences))), path, length)
+        for first, path in zip(starts, paths, strict=True)
+    )
+    counts = _run_all(tasks, len(paths), processes)
+    rows = {path.name: count for path, (count, _) in zip(paths, counts, strict=True)}
+    index = {**settings, "tokens": sum(tokens for _, tokens in counts), "rows": rows}
+    write_json(folder / INDEX, index)
+    (folder / STARTED).unlink()
+    return index
+
+
+def read_shards(folder: pathlib.Path, index: dict[str, Any]) -> list[np.ndarray]:
+    """Returns the rows of each shard, uint16 [R, length]; memory-mapped unless it is compressed.
+
+    Raises an error of `DAMAGE` if a shard is missing or damaged.
+    """
+    shards = [_read(folder / name) for name in index["rows"]]
+    for shard, (name, rows) in zip(shards, index["rows"].items(), strict=True):
+        if shard.shape != (rows, index["length"]):
+            raise ValueError(f"{name} has shape {shard.shape}, not {(rows, index['length'])}")
+    return shards
+
+
+def _read(path: pathlib.Path) -> np.ndarray:
+    compressed = path.suffix == ".xz"
+    file = io.BytesIO(lzma.decompress(path.read_bytes())) if compressed else path
+    rows = np.load(file, mmap_mode=None if compressed else "r")
+    if rows.dtype != np.uint16:
+        raise ValueError(f"{path.name} has {rows.dtype}, not uint16")
+    # Still memory-mapped, without the overhead of NumPy's memmap for each row.
+    return np.asarray(rows)
+
+
+def first_fit(sentences: Iterable[str], tokenizer: AnyTokenizer, length: int) -> np.ndarray:
+    """Returns the packed targets of all sentences, uint16 [R, length].
+
+    The rows are those of `batches.evaluation_batches`: Grain's first-fit packing, which takes
+    several times as long.
+    """
+    packed: list[np.ndarray] = []
+    bins: list[list[int]] = []
+    for sentence in sentences:
+        targets = [*tokenizer.encode(sentence), EOS][:length]
+        room = length - len(targets)
+        for row in bins:
+            if len(row) <= room:
+                row += targets
+                break
+        else:
+            if len(bins) == PACKING_BINS:
+                packed.append(_padded(bins, length))
+                bins = []
+            bins.append(targets)
+    return np.concatenate([*packed, _padded(bins, length)])
+
+
+def _padded(rows: list[list[int]], length: int) -> np.ndarray:
+    return np.array([row + [PAD] * (length - len(row)) for row in rows], np.uint16)
+
+
+def _finished(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the index of the folder if it holds the whole corpus, or None if shards are missing.
+    Raises `UserError` if they are of other settings."""
+    for path in (folder / INDEX, folder / STARTED):
+        if not path.exists():
+            continue
+        found = read_json(path)
+        differs = [
+            f"{field}={found[field]!r}, not {value!r}"
+            for field, value in settings.items()
+            if field in found and found[field] != value  # Older ones have fewer fields.
+        ]
+        if differs:
+            raise UserError(
+                f"{str(folder)!r} holds a packed corpus of other text or settings "
+                f"({'; '.join(differs)}); choose another --out"
+            )
+        if path.name == INDEX:
+            with contextlib.suppress(*DAMAGE):
+                read_shards(folder, found)
+                return found
+    return None
+
+
+def _run_all(tasks: Iterable[tuple], count: int, processes: int) -> list[tuple[int, int]]:
+    """Returns `_shard(*task)` of each of `count` tasks, in order. Few are in memory at a time."""
+    bar = functools.partial(tqdm.tqdm, total=count, unit="shard", dynamic_ncols=True)
+    processes = min(processes, count)
+    if processes <= 1:
+        return [_shard(*task) for task in bar(tasks)]
+    # A forked process could inherit locks that threads of JAX hold.
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(processes, context, initializer=_begin_worker) as pool:
+        try:
+            return list(bar(_results(pool, tasks, 2 * processes)))
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"one of {processes} processes was killed, probably for its memory; give the same "
+                "command with fewer --workers: it resumes"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _results(
+    pool: futures.Executor, tasks: Iterable[tuple], ahead: int
+) -> Iterator[tuple[int, int]]:
+    """Yields the result of each task, in order. At most `ahead` tasks wait or run."""
+    waiting = collections.deque[futures.Future]()
+    for task in tasks:
+        waiting.append(pool.submit(_shard, *task))
+        if len(waiting) == ahead:
+            yield waiting.popleft().result()
+    for future in waiting:
+        yield future.result()
+
+
+def _begin_worker() -> None:
+    """Lets the parent handle Ctrl-C, and ends this process if the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _shard(sentences: Iterable[str], path: pathlib.Path, length: int) -> tuple[int, int]:
+    """Writes a shard, unless it is whole already. Returns its numbers of rows and tokens."""
+    try:
+        rows = _read(path)
+    except DAMAGE:
+        rows = first_fit(sentences, Tokenizer(path.with_name("tokenizer.model")), length)
+        file = io.BytesIO()
+        np.save(file, rows)
+        content = file.getvalue()
+        write_whole(path, lzma.compress(content) if path.suffix == ".xz" else content)
+    return len(rows), int(np.count_nonzero(rows != PAD))

@@ -1,0 +1,65 @@
+"""Whether a workdir holds a finished table or figure, of the same config and the same weights."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import ml_collections
+
+from spectr_jax.utils import hosts
+from spectr_jax.utils.config import config_hash
+from spectr_jax.utils.errors import UserError
+
+
+class Finished(Exception):
+    """The workdir holds the result already, so nothing is measured. The message is one line."""
+
+
+def check_table(
+    config: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+    name: str,
+    weights: Sequence[str] | None = None,
+    again: bool = False,
+) -> None:
+    """Checks whether `workdir` may get the table or figure `name`. Every process must call it.
+
+    Args:
+      config: config of the table.
+      workdir: folder of the table.
+      name: name of the table.
+      weights: the weights that are measured (`report.weights`); None checks the config only, before
+        models are loaded.
+      again: whether to measure a finished table again, also with other weights.
+
+    Raises:
+      Finished: the table is there, of this config and these weights.
+      UserError: the table is of another config or other weights, or damaged.
+    """
+    path = workdir / f"{name}.json"
+    text = hosts.gather(path.read_text() if path.exists() else None)[0]
+    if text is None:
+        return
+    try:
+        made = json.loads(text)
+        theirs = made["config_hash"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{str(path)!r}: is not a table of this version of spectr_jax; choose a new --workdir"
+        ) from error
+    if theirs != config_hash(config):
+        raise UserError(
+            f"workdir={str(workdir)!r}: holds the table of another config "
+            f"(its hash is {theirs}, not {config_hash(config)}); choose a new --workdir"
+        )
+    if weights is None or again:
+        return
+    if made.get("weights") != list(weights):
+        raise UserError(
+            f"{str(path)!r}: is a table of other weights ({made.get('weights')}, this run: "
+            f"{list(weights)}); choose a new --workdir, or replace it with --again"
+        )
+    raise Finished(
+        f"{path} is finished: commit {made.get('commit', 'unknown'):.12}, "
+        f"{made.get('hardware', 'unknown hardware')}; --again measures it again"
+    )
