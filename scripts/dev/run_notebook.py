@@ -83,7 +83,7 @@ def run(notebook: nbformat.NotebookNode, place: pathlib.Path, python: str | None
     if python is not None:
         manager.kernel_spec.argv[0] = f"{place}/venv/bin/python"
     started = time.monotonic()
-    client.on_cell_complete = lambda cell, cell_index: print(
+    client.on_cell_executed = lambda cell, cell_index, execute_reply: print(
         f"{time.monotonic() - started:6.1f} s  cell {cell_index} is done", flush=True
     )
     client.execute(env=environment)

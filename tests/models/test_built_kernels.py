@@ -32,7 +32,6 @@ def clone(monkeypatch, tmp_path):
     (clone / "setup.py").touch()
     (clone / "spectr_jax.egg-info").mkdir()  # pip leaves it there.
     (clone / "spectr_jax.egg-info/PKG-INFO").write_text("Name: spectr_jax\nVersion: 1\n")
-    (clone / "spectr_jax.egg-info/SOURCES.txt").write_text("setup.py\n")
     monkeypatch.setattr(sys, "path", [str(clone)])
     monkeypatch.setenv("CXX", "compiler-of-the-test --with=flags")
     monkeypatch.setattr(shutil, "which", {"compiler-of-the-test": "/bin/it"}.get)
@@ -57,7 +56,7 @@ def test_kernels_next_to_the_code_are_loaded_before_installed_ones(clone, instal
     assert cpu.built() == clone / CODE / NAME
 
 
-@pytest.mark.parametrize("beside", [None, STALE])
+@pytest.mark.parametrize("beside", [None, STALE], ids=["none", "stale"])
 def test_a_clone_uses_installed_kernels_of_its_own_sources(clone, installed, beside):
     installed.write_bytes(FITTING)
     if beside:
