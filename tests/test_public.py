@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -68,6 +69,17 @@ def test_the_first_example_continues_its_prompt(name, capsys):
     out, tokenizer = found["out"], found["tokenizer"]
     new = np.asarray(out.tokens)[0, int(found["lengths"][0]) : int(out.lengths[0])]
     assert 0 < len(new) <= 40 and tokenizer.eos not in new[:-1] and tokenizer.bos not in new
+
+
+def test_the_script_that_follows_readme_finds_its_lines_and_example():
+    blocks = runpy.run_path(str(ROOT / "scripts/dev/follow_readme.py"))["blocks"]
+    lines = [line for kind, text in blocks("Install") for line in text.splitlines()]
+    assert {kind for kind, _ in blocks("Install")} == {"commands"}
+    assert lines[0].startswith("git clone ") and lines[1].startswith("pip install -e ")
+    (first, program), (second, output), *others = blocks("Example")
+    assert (first, second, program) == ("program", "output", PROGRAMS["README"])
+    assert output.startswith("The committee") and output in TEXTS["README"].replace("\n    ", "\n")
+    assert others and all(kind == "commands" for kind, _ in others)
 
 
 def test_a_wheel_has_every_published_model_but_the_97m():
