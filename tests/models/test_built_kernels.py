@@ -93,7 +93,7 @@ def test_the_note_names_a_compiler_only_if_there_is_none(clone, installed, monke
     with pytest.raises(OSError) as error:
         cpu.built()
     assert str(error.value) == (
-        "there is no C++ compiler (compiler-of-the-test); install one, "
+        "they are not built; install a C++ compiler (compiler-of-the-test), "
         f"then run: pip install -e '{clone}'"
     )
 

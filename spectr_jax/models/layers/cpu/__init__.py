@@ -84,12 +84,11 @@ def built() -> pathlib.Path:
     again = "install spectr_jax again"
     if (clone / "setup.py").is_file():
         again = f"run: pip install -e {shlex.quote(str(clone))}"
-    if found:
-        raise OSError(f"{found[0]} was built from other sources; {again}")
     compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
     if shutil.which(compiler) is None:
-        raise OSError(f"there is no C++ compiler ({compiler}); install one, then {again}")
-    raise OSError(f"they are not built; {again}")
+        again = f"install a C++ compiler ({compiler}), then {again}"
+    reason = f"{found[0]} was built from other sources" if found else "they are not built"
+    raise OSError(f"{reason}; {again}")
 
 
 @functools.cache
