@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,9 @@ import pytest
 
 import spectr_jax
 from spectr_jax import decoding
+from spectr_jax.loading.by_name import PUBLISHED
+from spectr_jax.models.layers import cpu
+from spectr_jax.models.weights import weight_files
 from spectr_jax.utils.errors import EXTRAS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -59,15 +63,35 @@ def test_exported_names_exist_and_unknown_names_raise():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_first_example_continues_its_prompt(name, capsys):
-    """The example runs with the 6M target, because it loads faster than the 20M."""
-    program = PROGRAMS[name]
-    assert 'load("20m", dtype="int8")' in program
-    exec(compile(program.replace("20m", "6m"), "program", "exec"), found := {})
+    exec(compile(PROGRAMS[name], "program", "exec"), found := {})
     text = capsys.readouterr().out.splitlines()[0]
     assert text.startswith("The committee will meet again next week to") and len(text) > 60
     out, tokenizer = found["out"], found["tokenizer"]
     new = np.asarray(out.tokens)[0, int(found["lengths"][0]) : int(out.lengths[0])]
     assert 0 < len(new) <= 40 and tokenizer.eos not in new[:-1] and tokenizer.bos not in new
+
+
+def test_the_script_that_follows_readme_finds_its_lines_and_example():
+    blocks = runpy.run_path(str(ROOT / "scripts/dev/follow_readme.py"))["blocks"]
+    lines = [line for kind, text in blocks("Install") for line in text.splitlines()]
+    assert {kind for kind, _ in blocks("Install")} == {"commands"}
+    assert lines[0].startswith("git clone ") and lines[1].startswith("pip install -e ")
+    (first, program), (second, output), *others = blocks("Example")
+    assert (first, second, program) == ("program", "output", PROGRAMS["README"])
+    assert output.startswith("The committee") and output in TEXTS["README"].replace("\n    ", "\n")
+    assert others and all(kind == "commands" for kind, _ in others)
+
+
+def test_a_wheel_has_every_published_model_but_the_97m():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = project["package-data"]["spectr_jax"]
+    packed = {path for pattern in patterns for path in ROOT.glob(f"spectr_jax/{pattern}")}
+    for name, weights in PUBLISHED.items():
+        files = {*weight_files(weights), weights.with_name("tokenizer.model")}
+        assert len(files) > 1 and (files <= packed) == (name != "97m"), name
+    assert not packed & {*weight_files(PUBLISHED["97m"])}
+    assert sum(path.stat().st_size for path in packed) < 70e6
+    assert {ROOT / "spectr_jax/models/layers/cpu" / source for source in cpu.SOURCES} <= packed
 
 
 def test_the_generate_function_does_not_hide_its_module():

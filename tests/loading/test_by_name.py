@@ -106,7 +106,10 @@ def test_the_published_smollm2_draft_fits_its_target():
 def test_published_models_are_found_only_in_a_clone(tmp_path, monkeypatch):
     assert all(weight_files(weights_path(name)) for name in PUBLISHED)
     monkeypatch.setitem(PUBLISHED, "97m", tmp_path / "target_97m")
-    with pytest.raises(UserError, match="'97m' is only in a clone"):
+    with pytest.raises(
+        UserError,
+        match=r"^model '97m' is only in a clone .*; run: git clone .* && pip install -e [^\n]+$",
+    ):
         load("97m")
 
 

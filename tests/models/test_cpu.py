@@ -268,7 +268,9 @@ BUILT = cpu.FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 @pytest.fixture
 def kernel_folder(monkeypatch, tmp_path):
-    """Returns an empty folder, in which the library looks for its kernels during the test."""
+    """Returns a folder without kernels, in which the library looks for them during the test."""
+    for source in cpu.SOURCES:
+        (tmp_path / source).write_bytes((BUILT.parent / source).read_bytes())
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     cpu.library.cache_clear()
     yield tmp_path
@@ -279,7 +281,7 @@ def kernel_folder(monkeypatch, tmp_path):
 def test_kernels_that_cannot_be_loaded_warn_in_one_line(kernel_folder, capsys, found):
     file = kernel_folder / BUILT.name
     if found == "not a library":
-        file.write_bytes(b"not a library")
+        file.write_bytes(b"not a library" + BUILT.read_bytes()[64:])
     if found == "built for another CPU":
         content = bytearray(BUILT.read_bytes())
         content[18:20] = (0xFE).to_bytes(2, "little")  # The CPU field of an ELF header.

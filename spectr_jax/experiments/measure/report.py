@@ -4,6 +4,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -80,9 +81,9 @@ def provenance() -> dict[str, Any]:
     device = jax.devices()[0]
     devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"-m {module.name}" if module else sys.argv[0]
+    program = ["-m", module.name] if module else sys.argv[:1]
     return {
-        "command": " ".join(["python", program, *sys.argv[1:]]),
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
         "hardware": f"{devices}; {_cpu()}, {os.cpu_count()} cores",
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "jax": jax.__version__,

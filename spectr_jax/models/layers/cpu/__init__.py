@@ -2,14 +2,19 @@
 
 Decoding on a CPU is bound by reading the weights. XLA's CPU libraries repack them in every call;
 the kernels of `products.cc` read each weight once, in the layout of the model. They are an optional
-extension that `pip install` builds if there is a C++ compiler (`setup.py`). Without them, or with
-SPECTR_JAX_KERNELS=0 in the environment, XLA multiplies.
+extension that `pip install` builds if there is a C++ compiler (`setup.py`). Only kernels that were
+built from the C++ sources of this package are loaded. Without them, or with SPECTR_JAX_KERNELS=0 in
+the environment, XLA multiplies.
 """
 
 import ctypes
 import functools
+import hashlib
+import importlib.metadata
 import os
 import pathlib
+import shlex
+import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -31,6 +36,7 @@ For float models, XLA is at least as fast beyond a few dozen tokens.
 FLOATS = (jnp.float32, jnp.bfloat16)
 SWITCH = "SPECTR_JAX_KERNELS"
 FOLDER = pathlib.Path(__file__).parent
+SOURCES = ("lanes.h", "products.cc")
 TARGETS = ("int8_rows", "float_rows", "float_columns", "attention", "norm")
 _PREFIX = "spectr_jax_"
 Function = Callable[..., jax.Array]
@@ -54,6 +60,37 @@ def multiplied(*factors: jax.Array) -> bool:
     return all(factor.dtype in FLOATS for factor in factors) and kernels()
 
 
+def built() -> pathlib.Path:
+    """Returns the file of kernels that were built from the sources in `FOLDER`.
+
+    It is next to them, or in the installed package if Python imports the code of a clone instead.
+
+    Raises:
+      OSError: there is none; the message says why, and what to do.
+    """
+    name = f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
+    digest = hashlib.sha256(b"".join((FOLDER / source).read_bytes() for source in SOURCES))
+    installed = [
+        pathlib.Path(str(file.locate()))
+        for distribution in importlib.metadata.distributions(name="spectr_jax")
+        for file in distribution.files or ()
+        if file.name == name
+    ]
+    found = [file for file in (FOLDER / name, *installed) if file.is_file()]
+    for file in found:
+        if digest.hexdigest().encode() in file.read_bytes():
+            return file
+    clone = FOLDER.parents[3]
+    again = "install spectr_jax again"
+    if (clone / "setup.py").is_file():
+        again = f"run: pip install -e {shlex.quote(str(clone))}"
+    compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
+    if shutil.which(compiler) is None:
+        again = f"install a C++ compiler ({compiler}), then {again}"
+    reason = f"{found[0]} was built from other sources" if found else "they are not built"
+    raise OSError(f"{reason}; {again}")
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the kernels, registered with XLA; None if they are off or cannot be loaded.
@@ -62,18 +99,15 @@ def library() -> ctypes.CDLL | None:
     """
     if os.environ.get(SWITCH) == "0":
         return None
-    built = FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"
     try:
-        if not built.is_file():
-            raise OSError("they were not built: install a C++ compiler, then spectr_jax again")
-        loaded = ctypes.CDLL(str(built))
+        loaded = ctypes.CDLL(str(built()))
         for target in TARGETS:
             handler = jax.ffi.pycapsule(getattr(loaded, _PREFIX + target))
             jax.ffi.register_ffi_target(_PREFIX + target, handler, platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         print(
-            f"note: decoding is slower without CPU kernels ({reason}); {SWITCH}=0 hides this note",
+            f"note: decoding is slower without CPU kernels: {reason} ({SWITCH}=0 hides this note)",
             file=sys.stderr,
         )
         return None

@@ -278,6 +278,9 @@ ffi::Error Normalize(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::Buffe
 extern "C" int spectr_jax_levels() { return static_cast<int>(kLevels.size()); }
 extern "C" void spectr_jax_choose_level(int level) { chosen_level = level; }
 
+// The digest of the sources, from setup.py. Python searches the library's bytes for it before it loads the library.
+extern "C" const char* spectr_jax_sources() { return SPECTR_JAX_SOURCES; }
+
 using Matrix = ffi::BufferR2<ffi::F32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
