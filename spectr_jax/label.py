@@ -4,6 +4,9 @@
     python -m spectr_jax.label --text='corpus/train-*' --write=continuations --out=labels/own
     python -m spectr_jax.label --write=chats --temperature=0.7 --count=4096 --out=labels/chats
 
+On two CPU cores SmolLM2 reads some 1,300 tokens per second, and writes and labels some 300: the
+commands above take 8 minutes, CONT2 minutes and CHAT minutes. An accelerator takes a fraction of that.
+
 Then train with configs/distil.py. You can stop it at any time: the same command resumes, and a
 larger --count adds to the labels that are there.
 """
