@@ -5,6 +5,7 @@ The whole search runs at toy size, and predictions are made from given times and
 
 import json
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -193,6 +194,18 @@ def _tried(*speeds):
         {"method": "baseline", "tokens_per_second": predicted, "measured_per_second": measured}
         for predicted, measured in speeds
     ]
+
+
+def test_the_small_search_is_part_of_the_full_one():
+    get_config = runpy.run_path("configs/auto.py")["get_config"]
+    full, small = get_config(), get_config("small")
+    for config in (full, small):
+        auto.check_auto_config(config)
+    for name in ("methods", "num_drafts", "draft_lengths"):
+        assert set(small[name]) < set(full[name])
+    assert small.size < full.size
+    with pytest.raises(UserError, match="unknown size of this search 'x'"):
+        get_config("x")
 
 
 @pytest.mark.parametrize("far", [(2715.0, 810.0), (810.0, 2715.0)])
