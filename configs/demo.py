@@ -3,9 +3,10 @@
     python -m spectr_jax.eval --config=configs/demo.py --workdir=runs/demo
     python -m spectr_jax.eval --config=configs/demo.py:full --workdir=runs/demo_full
 
-`small`, the default, takes one or two minutes on two CPU cores. `full` adds `otm`, L = 8 and alpha*
-and takes 10 to 40 minutes. Both models were trained on the open corpus of results/README.md, and
-the prompts are our own. The paper's column is for its 2M draft and 97M target on LM1B.
+`small`, the default, takes one or two minutes on two CPU cores, most of it to compile 8 programs.
+`full` adds `otm`, L = 8 and alpha*, and takes 10 to 40 minutes, half of it to compile 47 programs.
+Both models were trained on the open corpus of results/README.md, and the prompts are our own. The
+paper's column is for its 2M draft and 97M target on LM1B.
 """
 
 from spectr_jax.experiments.config import eval_config

@@ -6,10 +6,11 @@
 
 Give your own text, one sentence per line. The corpus of the published models (results/README.md)
 is not distributed. The recipe is `open_text_config`, for a fraction of one pass over 86 M tokens.
-On cores with bfloat16 products the 2M and 6M take minutes and the 20M takes 45 minutes. On other
-cores each takes one to four hours. The published weights continued such runs to 63 to 81 M tokens,
-with one cosine schedule per stretch (results/notes/2026-11-embedded.md). The environment variable
-requests huge pages, which saves time on Linux.
+On cores with bfloat16 products the 2M takes 5 minutes, the 6M 15 and the 20M 45: some 10 million
+tokens each. On other cores each takes one to four hours. configs/small.py has smaller models. The
+published weights continued such runs to 63 to 81 M tokens, with one cosine schedule per stretch
+(results/notes/2026-11-embedded.md). The environment variable requests huge pages, which saves time
+on Linux.
 """
 
 from spectr_jax.training.config import open_text_config

@@ -9,6 +9,10 @@ The recipe is `open_text_config` at 10,000 steps of 256 rows of 128 tokens: 317 
 passes over the corpus of results/README.md. It is meant for one data-centre GPU; the 97M trains at
 390,000 tokens per second on an H200. The published 97M took 5,800 such steps; 10,000 were not
 tried.
+
+The number of tokens sets the time. Two CPU cores would train the 2M for 2 to 6 hours, the 6M for 5
+to 17 hours, the 20M for 20 to 70 hours and the 97M for two weeks; they are fastest with bfloat16
+products. configs/embedded.py is made for CPUs, and configs/small.py takes minutes.
 """
 
 from spectr_jax.training.config import open_text_config

@@ -1,6 +1,6 @@
 """Decodes with a model of your own, one layer of attention.
 
-    python examples/own_model.py
+    python examples/own_model.py    # 10 seconds on two CPU cores
 
 The model follows the protocol `spectr_jax.models.base.Model`. It scores any set of new tokens after
 a committed prefix: `visible` says which new tokens see which, as in a tree.

@@ -1,6 +1,6 @@
 """Uses a transport plan alone: k drafts from p go in, one token of distribution q comes out.
 
-    python examples/plan_alone.py
+    python examples/plan_alone.py    # 6 seconds on two CPU cores
 
 Prints how often the token is one of the drafts, compared with the exact probability, and how far
 its frequencies are from q.

@@ -1,6 +1,6 @@
 """Trains a policy by policy gradient: each step samples and updates inside one `jax.jit`.
 
-    python examples/policy_gradient.py
+    python examples/policy_gradient.py    # 10 seconds on two CPU cores
 
 The initial policy is the draft. As training continues, draft and policy agree less, but the samples
 stay exact. The log-probabilities come from the calls that verified the tokens, so the importance

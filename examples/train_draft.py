@@ -1,6 +1,6 @@
 """Trains a small draft for a target, on the target's own samples, and measures tokens per call.
 
-    python examples/train_draft.py
+    python examples/train_draft.py    # 15 seconds on two CPU cores
 
 The loss is KL(q, p) at each place. For real drafts use `label` and `train` (docs/drafts.md): they
 keep labels on disk.

@@ -3,6 +3,8 @@
     scripts/prepare_lm1b.sh                                        # once
     python -m spectr_jax.train --config=configs/lm1b/draft_20m.py --workdir=runs/lm1b/draft_20m
 
+It is made for accelerators: two CPU cores would take a month (1,300 tokens per second).
+
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Estimated, not
 measured: 3.3e17 FLOPs, 16 minutes on an H100 at a third of its peak. This command packs LM1B while
 it trains, and one process needs more than five hours for 3.2 billion tokens (160,000 per second and

@@ -3,6 +3,8 @@
     scripts/prepare_lm1b.sh                                        # once
     python -m spectr_jax.train --config=configs/lm1b/target_97m.py --workdir=runs/lm1b/target_97m
 
+It is made for accelerators: two CPU cores would take five months (250 tokens per second).
+
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Neither the recipe
 nor LM1B was tried. Estimated time for 3.2 billion tokens: two and a quarter hours at the 390,000
 tokens per second that an H200 was measured to train (22 % of its peak; packed text, Muon, no

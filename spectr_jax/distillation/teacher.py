@@ -160,7 +160,7 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
         key = jax.random.key(rng.integers(2**31))
         found: list[Text] = []
         at_once = WRITTEN if cpu.on_cpu() else SHARD
-        for first in range(0, len(prompts), at_once):
+        for first in _progress(range(0, len(prompts), at_once), "writing"):
             part = prompts[first : first + at_once]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
             padding = [tokenizer.bos] * longest
@@ -220,7 +220,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
         return taught(model, batch, layers)
 
     def fill(rows: np.ndarray) -> None:
-        for first in range(0, len(rows), ROWS):
+        for first in _progress(range(0, len(rows), ROWS), "labelling"):
             part = rows[first : first + ROWS]
             padded = np.zeros(ROWS, rows.dtype)
             padded[: len(part)] = part
@@ -271,6 +271,11 @@ def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Arr
         return {"log_probabilities": logits[..., tokens] - normaliser}
     values, top = jax.lax.top_k(logits, min(labels.TOP, logits.shape[-1]))
     return {"top": top, "log_probabilities": values - normaliser}
+
+
+def _progress(batches: range, doing: str) -> tqdm.tqdm:
+    """Returns a bar over the batches of a shard, which takes a CPU up to minutes."""
+    return tqdm.tqdm(batches, doing, unit="batch", leave=False, dynamic_ncols=True)
 
 
 def write_labels(

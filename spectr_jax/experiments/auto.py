@@ -8,6 +8,7 @@ are run and printed next to their predictions.
 import dataclasses
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "auto"
+FAR_APART = 1.75
+"""Ratio of predicted and measured speeds from which the page warns. On an idle machine the median
+ratio of our tables is between 0.8 and 1.5."""
 
 
 class Acceptance(NamedTuple):
@@ -95,8 +99,12 @@ def run(
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
         "answer": answer(tried),
+        "warning": warning(tried),
     }
-    return journal.finish(result, markdown)
+    finished = journal.finish(result, markdown)
+    if finished["warning"]:
+        print(finished["warning"], file=sys.stderr)
+    return finished
 
 
 def check_auto_config(config: ml_collections.ConfigDict) -> None:
@@ -267,6 +275,20 @@ def answer(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def warning(rows: list[dict[str, Any]]) -> str:
+    """Returns a line if the tried candidates are `FAR_APART` from their predictions, else ""."""
+    ratios = [row["tokens_per_second"] / row["measured_per_second"] for row in rows]
+    middle = np.argsort(ratios)[len(ratios) // 2]  # The candidate with the median ratio.
+    if 1 / FAR_APART < ratios[middle] < FAR_APART:
+        return ""
+    row = rows[middle]
+    return (
+        f"warning: predicted and measured speeds are far apart: for {row['method']}, the median "
+        f"case, {row['tokens_per_second']:,.1f} and {row['measured_per_second']:,.1f} tokens/s; "
+        "other programs may have used the machine; close them, and run again with a new --workdir"
+    )
+
+
 def markdown(result: dict[str, Any]) -> str:
     """Returns the answer, the table and its provenance, as Markdown."""
     columns: report.Columns = {
@@ -295,7 +317,8 @@ def markdown(result: dict[str, Any]) -> str:
         "sequences of a batch end at different times.",
         report.made_by(result),
     ]
-    table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
+    told = [result["answer"], result["warning"], report.table(columns, result["rows"])]
+    table = "\n\n".join(part for part in told if part)
     return report.page(result["title"], table, notes)
 
 

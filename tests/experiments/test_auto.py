@@ -5,6 +5,7 @@ The whole search runs at toy size, and predictions are made from given times and
 
 import json
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from spectr_jax.experiments.config import auto_config
 from spectr_jax.experiments.measure import measurement
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Measurement
+from spectr_jax.experiments.measure.measurement import Measurement, Prompts
 from spectr_jax.experiments.planning import tree_search
 from spectr_jax.utils.errors import UserError
 
@@ -185,6 +186,56 @@ def test_the_answer_is_code_that_can_be_pasted():
     assert auto.answer([*rows, {**row, "method": "gsd", "options": "", "speedup": 0.5}]).startswith(
         "Use the baseline"
     )
+
+
+def _tried(*speeds):
+    """Returns rows with the given predicted and measured tokens per second."""
+    return [
+        {"method": "baseline", "tokens_per_second": predicted, "measured_per_second": measured}
+        for predicted, measured in speeds
+    ]
+
+
+def test_the_small_search_is_part_of_the_full_one():
+    get_config = runpy.run_path("configs/auto.py")["get_config"]
+    full, small = get_config(), get_config("small")
+    for config in (full, small):
+        auto.check_auto_config(config)
+    for name in ("methods", "num_drafts", "draft_lengths"):
+        assert set(small[name]) < set(full[name])
+    assert small.size < full.size
+    with pytest.raises(UserError, match="unknown size of this search 'x'"):
+        get_config("x")
+
+
+@pytest.mark.parametrize("far", [(2715.0, 810.0), (810.0, 2715.0)])
+def test_speeds_far_from_their_predictions_are_named_in_a_warning(far):
+    line = auto.warning(_tried((100.0, 90.0), far, far))
+    assert "for baseline, the median case, " + "{:,.1f} and {:,.1f} tokens/s".format(*far) in line
+    assert "\n" not in line and "run again with a new --workdir" in line
+    # One candidate may be wrongly predicted; the published tables are up to 1.5 apart.
+    assert not auto.warning(_tried((100.0, 90.0), far, (150.0, 100.0)))
+    assert not auto.warning(_tried((79.0, 100.0), (150.0, 100.0)))
+
+
+def test_the_warning_is_on_the_page_and_on_standard_error(tmp_path, monkeypatch, capsys):
+    acceptance, times = _given(lambda _: 100.0)
+    table = None, (None,), Prompts(None, None, 1)
+    monkeypatch.setattr(auto, "check_auto_config", lambda _: None)
+    monkeypatch.setattr(measurement, "open_table", lambda *_: table)
+    monkeypatch.setattr(auto.report, "weights", lambda *_: [])
+    monkeypatch.setattr(auto, "measure_acceptance", lambda _: acceptance)
+    monkeypatch.setattr(auto, "measure_times", lambda _: times)
+    # Each candidate decodes a tenth of what is predicted.
+    speeds = {"measured_per_second": 0.001, "measured_per_call": 1.0, "speedup": 1.0, "nodes": 0}
+    monkeypatch.setattr(
+        auto, "try_all", lambda _, chosen: [{**auto._predicted(each), **speeds} for each in chosen]
+    )
+    config = _config(tmp_path, methods=("speculative",), tries=1)
+    result = auto.run(config, tmp_path)
+    printed = capsys.readouterr()
+    assert result["warning"].startswith("warning: ") and result["warning"] in printed.err
+    assert f"\n\n{result['warning']}\n\n|" in (tmp_path / "auto.md").read_text()
 
 
 def test_speedups_compare_runs_on_the_same_seed(tmp_path, monkeypatch):
