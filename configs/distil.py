@@ -16,9 +16,9 @@ Without labels on disk, the teacher labels text while the student (eagle3) learn
         --config.data.train='my_text/train-*' --config.data.heldout="('my_text/heldout-*',)"
 
 The teacher is SmolLM2-135M, unless `label --teacher` names another; labels name their teacher.
-The numbers of tokens set the time. Two CPU cores with bfloat16 products read 1,330 tokens per second
-and train the 6m on 7,200, so the commands above take 8 and 6 minutes; 600 steps are four passes over
-these labels, so label more text before you train longer. Online, two cores train on 480 tokens per
+The numbers of tokens set the time. On two CPU cores with bfloat16 products the commands above take 8
+and 6 minutes; 600 steps are four passes over these labels, so label more text before you train
+longer. Online, two cores train on 480 tokens per
 second: the 4,000 steps take ten hours, and --config.steps=200 takes half an hour.
 """
 

@@ -131,14 +131,17 @@ def stage_flags(given: list[str]) -> Flags:
 def succeeds(stage: str, command: tuple[str, ...]) -> bool:
     """Runs a program and returns whether it succeeded. Ctrl-C and SIGTERM end it with SIGTERM and
     raise `Interrupted`."""
-    process = subprocess.Popen([sys.executable, "-m", *command])
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:  # `cli.run` raises it for SIGTERM too.
-        process.terminate()
-        process.wait()
-        status = cli.INTERRUPTED
-    if status == cli.INTERRUPTED:
+    process, stopped = subprocess.Popen([sys.executable, "-m", *command]), False
+    while True:
+        try:
+            status = process.wait()
+            break
+        except (
+            KeyboardInterrupt
+        ):  # `cli.run` raises it for SIGTERM too. The program saves its work.
+            process.terminate()
+            stopped = True
+    if status == cli.INTERRUPTED or (stopped and status):
         raise Interrupted(f"stopped at stage {stage}; the same command resumes")
     return status == 0
 
@@ -178,7 +181,7 @@ def main():
     # Missing text is reported now, not after hours of training.
     if any(f"={heldout}" in argument for each in stages.values() for argument in sum(each, ())):
         open_sentences(heldout, tfds or None)
-    if data.startswith(PACKED):
+    if data.startswith(PACKED) and stages.keys() & MODELS.keys():
         open_corpus(data)
     elif "pack" in stages and not (data or LM1B).startswith("tfds:"):
         text_files(data)

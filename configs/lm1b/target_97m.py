@@ -8,10 +8,9 @@ It is made for accelerators: two CPU cores would take five months (250 tokens pe
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Neither the recipe
 nor LM1B was tried. Estimated time for 3.2 billion tokens: two and a quarter hours at the 390,000
 tokens per second that an H200 was measured to train (22 % of its peak; packed text, Muon, no
-dropout). This command packs LM1B while it trains, and one process needs more than five hours for
-3.2 billion tokens (160,000 per second and core); hosts share the work. scripts/train_ladder.sh
-packs LM1B once for all four models: a billion tokens take a quarter of an hour, divided by the
-number of cores (1.3 million tokens per second and core). Both rates were measured on other text.
+dropout).
+This command tokenizes LM1B while it trains, in more than five hours of a core;
+scripts/train_ladder.sh does so once for all four models, in a quarter of an hour (docs/training.md).
 
 A step on 256 rows takes 26 GB of an H100 and 14.6 GB of a TPU v5e, as compiled for them
 (results/compiled). Where that does not fit: --config.accumulate=2 or --config.remat=True.

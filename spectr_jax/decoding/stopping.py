@@ -116,7 +116,7 @@ def _automaton(several: tuple[Any, ...], tokenizer: Any, vocab_size: int) -> Sto
     else:
         of_bytes = _transitions(tuple(text.encode() for text in several), 256)
         table = _read(of_bytes, tokenizer.pieces, vocab_size)
-        table[:, _named(several, tokenizer)] = MATCHED
+        table[:, _named(several, tokenizer, vocab_size)] = MATCHED
     padded = np.pad(table, ((0, -len(table) % BUCKET), (0, 0)))
     with jax.ensure_compile_time_eval():  # The cache must not hold a tracer.
         return Stop(jnp.asarray(padded, jnp.int16))
@@ -154,10 +154,10 @@ def _transitions(
     return table
 
 
-def _named(several: tuple[str, ...], tokenizer: Any) -> list[int]:
+def _named(several: tuple[str, ...], tokenizer: Any, vocab_size: int) -> list[int]:
     """Returns the control tokens that stop strings name. They spell nothing."""
     names = getattr(tokenizer, "tokens", None) or []
-    pairs = enumerate(zip(names, tokenizer.pieces, strict=False))
+    pairs = enumerate(zip(names[:vocab_size], tokenizer.pieces, strict=False))
     return [token for token, (name, piece) in pairs if not piece and name in several]
 
 

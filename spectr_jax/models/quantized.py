@@ -17,6 +17,8 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 127
+ROWS = 64
+"""NumPy quantizes this many rows at a time, which fit into a core's cache."""
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
@@ -77,7 +79,11 @@ def quantized(rows: Any) -> tuple[Any, Any]:
 
     `rows` is a float32 array of JAX or of NumPy, and so are the results, with the same bits.
     """
-    xp = rows.__array_namespace__()
+    xp: Any = rows.__array_namespace__()
+    if xp is np and len(rows) > ROWS:
+        parts = [quantized(part) for part in np.split(rows, range(ROWS, len(rows), ROWS))]
+        whole, scale = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return whole, scale
     largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)
     # Products with reciprocals, as XLA computes both divisions. Rows of zeros get a normal scale.
     scale = xp.maximum(largest, LARGEST * np.finfo(np.float32).tiny) * np.float32(1 / LARGEST)
