@@ -6,11 +6,11 @@
 It is made for accelerators: two CPU cores would take a month (1,300 tokens per second).
 
 The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. Estimated, not
-measured: 3.3e17 FLOPs, 16 minutes on an H100 at a third of its peak. This command packs LM1B while
-it trains, and one process needs more than five hours for 3.2 billion tokens (160,000 per second and
-core); hosts share the work. scripts/train_ladder.sh packs LM1B once for all four models: a billion
-tokens take a quarter of an hour, divided by the number of cores (1.3 million tokens per second and
-core). Both rates were measured on other text.
+measured: 3.3e17 FLOPs, 16 minutes on an H100 at a third of its peak.
+
+This command tokenizes LM1B while it trains, in more than five hours of a core.
+scripts/train_ladder.sh does so once for all four models, in a quarter of an hour of a core
+(docs/training.md).
 """
 
 from spectr_jax.training.config import lm1b_config

@@ -9,8 +9,10 @@ The recipe is `lm1b_config`, for a GPU or a TPU slice with any number of hosts. 
 nor LM1B was tried. Estimated time for 3.2 billion tokens: two and a quarter hours at the 390,000
 tokens per second that an H200 was measured to train (22 % of its peak; packed text, Muon, no
 dropout).
-This command tokenizes LM1B while it trains, in more than five hours of a core;
-scripts/train_ladder.sh does so once for all four models, in a quarter of an hour (docs/training.md).
+
+This command tokenizes LM1B while it trains, in more than five hours of a core.
+scripts/train_ladder.sh does so once for all four models, in a quarter of an hour of a core
+(docs/training.md).
 
 A step on 256 rows takes 26 GB of an H100 and 14.6 GB of a TPU v5e, as compiled for them
 (results/compiled). Where that does not fit: --config.accumulate=2 or --config.remat=True.
