@@ -238,9 +238,10 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     vocab_size = config["vocab_size"]
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
     first_added = hugging_face.first_added(read)
-    bos, ends = hugging_face.controls(folder, config, vocab_size, first_added)
-    adds_bos = is_gpt2 or hugging_face.puts_bos(folder, read, bos)
     template, names = hugging_face.read_template(folder), hugging_face.read_names(folder)
+    more = hugging_face.turn_ends(read, template, names)
+    bos, ends = hugging_face.controls(folder, config, vocab_size, first_added, more)
+    adds_bos = is_gpt2 or hugging_face.puts_bos(folder, read, bos)
     tokenizer = hugging_face.HuggingFaceTokenizer(
         read, bos, ends, adds_bos=adds_bos, template=template, names=names
     )
