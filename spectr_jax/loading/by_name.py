@@ -149,6 +149,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 
 def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
+    from spectr_jax.models.weights import check_finite, named_leaves
     from spectr_jax.training.checkpoint import Checkpoints
 
     if not (workdir / "checkpoints").is_dir():
@@ -161,7 +162,10 @@ def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any
         found = checkpoints.best() if best else None
         if best and found is None:
             raise UserError(f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out")
-        return checkpoints.restore_params(like, found[0] if found else None)
+        params = checkpoints.restore_params(like, found[0] if found else None)
+    for name, leaf in named_leaves(params).items():
+        check_finite(str(workdir), name.removesuffix("/value"), leaf)
+    return params
 
 
 def weights_path(spec: str) -> pathlib.Path:
