@@ -143,8 +143,6 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
             f"the parameters in {str(path)!r} do not fit its own model shape {config}; fetch or "
             "export it again"
         )
-    for name, array in arrays.items():
-        check_finite(str(path), name.removesuffix("/value"), array)
     leaves = {
         name: jnp.asarray(arrays[name], dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else None)
         for name, leaf in wanted.items()
@@ -184,10 +182,11 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; export it "
             "again, or fetch all of its parts again"
         )
+    for name, array in arrays.items():  # Before they are dequantized, which makes them larger.
+        check_finite(str(path), name.removesuffix(SCALE).removesuffix("/value"), array)
     for name in [name for name in arrays if name.endswith(SCALE)]:
         scale, kernel = arrays.pop(name), name.removesuffix(SCALE)
-        with np.errstate(invalid="ignore"):  # `check_finite` reports infinite scales.
-            arrays[kernel] = arrays[kernel].astype(np.float32) * scale
+        arrays[kernel] = arrays[kernel].astype(np.float32) * scale
     return metadata, arrays
 
 
