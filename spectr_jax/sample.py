@@ -11,6 +11,9 @@ Accepted drafts are green, corrections red, bonus tokens blue. Speeds are median
 with a line on all of them. The default models are part of the package; nothing is downloaded. With
 --chat an instructed model answers; without --prompt and --file it holds a conversation. With --chat
 and --compare or --html each prompt is a conversation of its own, shown once it is answered.
+
+A line of stdin that is too long for the target's context is reported and skipped. Before a
+conversation outgrows the context its oldest turns are left out, and a line says so.
 """
 
 import dataclasses

@@ -197,10 +197,13 @@ def test_prompts_of_a_file_are_all_checked_before_decoding(toy_session):
     message = r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"
     with pytest.raises(UserError, match=message):
         session.encode_all(toy_session, given)
-    as_they_come = session.encode_all(toy_session, iter(given))
-    assert next(as_they_come) == ("law", session.encode(toy_session, "law"))
-    with pytest.raises(UserError, match=message):
-        next(as_they_come)
+
+
+def test_an_overlong_prompt_of_stdin_is_reported_and_skipped(toy_session, capsys):
+    given = iter(["law", "law " * 30, "draft"])
+    expected = [(prompt, session.encode(toy_session, prompt)) for prompt in ("law", "draft")]
+    assert list(session.encode_all(toy_session, given)) == expected
+    assert re.match(r"^skipped: the prompt 'law .* has \d+ tokens", capsys.readouterr().err)
 
 
 def stdin_of(content, errors="strict"):

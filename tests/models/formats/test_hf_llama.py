@@ -100,9 +100,10 @@ def test_llama3_and_linear_rotary_scaling_are_read(folder):
             "rope_parameters": {**scaling, "rope_theta": 500_000.0},
         },
         {
-            "rope_parameters": dict.fromkeys(
-                ("full_attention", "sliding_attention"), {**scaling, "rope_theta": 500_000.0}
-            )
+            "rope_parameters": {
+                kind: {**scaling, "rope_theta": 500_000.0}
+                for kind in ("full_attention", "sliding_attention")
+            }
         },
     ):
         _change(folder, **fields)
