@@ -93,8 +93,8 @@ def open_session(
       stop: strings before which a continuation ends.
 
     Raises:
-      UserError: a model does not exist or has another vocabulary, or the method needs a draft and
-        there is none.
+      UserError: a model does not exist or has another vocabulary, the method needs a draft and
+        there is none, or it needs none and there is one.
     """
     wanted = method or get_method("block", draft_length=3)
     # These have vocabularies of their own.
@@ -102,6 +102,9 @@ def open_session(
     missing = UserError(
         f"method {wanted.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
     )
+    if draft is not None and not wanted.needs_draft:
+        problem = f"method {wanted.name!r} uses no draft model; leave it out"
+        raise UserError(f"--draft={draft}: {problem}")
     if not wanted.needs_draft:
         loaded, drafts = load_alone(target, dtype), None
     elif draft is not None:
