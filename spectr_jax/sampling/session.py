@@ -204,13 +204,12 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
 def added_texts(
     tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]
 ) -> Iterator[str]:
-    """Yields the text that each new token adds. The last byte of a character adds all of it."""
+    """Yields the text that each new token adds. The last byte of a character adds all of it, and
+    EOS adds none."""
     shown = tokenizer.decode(prompt)
-    for count, token in enumerate(new, start=1):
+    for count in range(1, len(new) + 1):
         text = tokenizer.decode([*prompt, *new[:count]])
-        if tokenizer.ends(token):
-            yield tokenizer.piece(token)
-        elif text.endswith(PARTIAL) and count < len(new):
+        if text.endswith(PARTIAL) and count < len(new):
             yield ""
         else:
             yield text[len(shown) :]
