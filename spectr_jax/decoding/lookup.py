@@ -9,7 +9,7 @@ N + 1.
 """
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ class Lookup:
         T = len(tokens)
         place = jnp.arange(T)
 
-        def compare(back, state):
+        def compare(back: IntScalar, state: tuple[Any, Any, Places]) -> tuple[Any, Any, Places]:
             agree, matched, before = state
             before = jnp.pad(before, (1, 0))[:T]  # The token `back` places before each.
             last = tokens[jnp.maximum(length - back, 0)]
