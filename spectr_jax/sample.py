@@ -11,6 +11,9 @@ Accepted drafts are green, corrections red, bonus tokens blue. Speeds are median
 with a line on all of them. The default models are part of the package; nothing is downloaded. With
 --chat an instructed model answers; without --prompt and --file it holds a conversation. With --chat
 and --compare or --html each prompt is a conversation of its own, shown once it is answered.
+
+A line of stdin that is too long for the target's context is reported and skipped. Before a
+conversation outgrows the context its oldest turns are left out, and a line says so.
 """
 
 import dataclasses
@@ -103,6 +106,7 @@ def main():
     from spectr_jax.loading.by_name import PUBLISHED, SMOLLM2, check_dtype
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
+    from spectr_jax.utils.errors import UserError
 
     chat, html, temperature = _CHAT.value, _HTML.value, _TEMPERATURE.value
     if temperature is None:
@@ -116,6 +120,10 @@ def main():
     if dtype is not None:
         check_dtype(dtype)
     method, prompts = _method(), _prompts()
+    without_model = method is not None and (not method.tree.size or method.drafter)
+    if without_model and _DRAFT_TEMPERATURE.value is not None:
+        problem = f"method {method.name!r} draws no drafts from a model; leave it out"
+        raise UserError(f"--draft_temperature={_DRAFT_TEMPERATURE.value}: {problem}")
     path = None if html is None else checked_path(html)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Replaces characters that the terminal lacks.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax import check_model
+from spectr_jax import check_model, generate, get_method
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -152,6 +152,52 @@ def test_check_model_reports_early_exits_that_erase_other_layers():
     check_model(model)
     with pytest.raises(AssertionError, match="model Spoils: after a call with layers=1"):
         check_model(model, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"vocab_size": None}, "needs a positive integer 'vocab_size', not None; set it"),
+        ({"context": 0}, "needs a positive integer 'context', not 0; set it"),
+        ({"layers": "2"}, "needs a positive integer 'layers', not '2'; set it"),
+        ({"init_cache": None}, "has no method 'init_cache'; add it"),
+        ({"extend": None}, "has no method 'extend'; add it"),
+    ],
+)
+def test_models_without_a_part_of_the_protocol_are_refused(part, message):
+    """`generate` refuses them too."""
+    model = type("Partial", (TableModel,), part)(random_table(0, 5))
+    for name, value in part.items():
+        object.__setattr__(model, name, value)
+    for call in (
+        lambda: check_model(model),
+        lambda: generate(None, get_method("baseline"), model, None, [[1]], [1], 3),
+    ):
+        with pytest.raises(UserError, match=f"^model Partial: {message}"):
+            call()
+
+
+class FewArguments(Transformer):
+    def extend(self, tokens, positions, visible, cache=None):
+        return super().extend(tokens, positions, visible, cache)
+
+
+class NoLayers(Transformer):
+    def extend(self, tokens, positions, visible, cache=None, pending=0):
+        return super().extend(tokens, positions, visible, cache, pending)
+
+
+class NoCapacity(Transformer):
+    def init_cache(self, batch):
+        return super().init_cache(batch, 9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(FewArguments, "extend"), (NoLayers, "extend"), (NoCapacity, "init_cache")]
+)
+def test_check_model_reports_missing_arguments(kind, name):
+    with pytest.raises(AssertionError, match=f"model {kind.__name__}: {name} does not take \\("):
+        check_model(kind(SHAPE, rngs=nnx.Rngs(0)))
 
 
 def test_impossible_tokens_pass_and_short_contexts_are_refused():

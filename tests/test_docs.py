@@ -90,6 +90,21 @@ def test_the_example_plan_runs_and_is_optimal():
     assert plan.pmf(p, q, names["drafts"]).sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_policies_in_examples_name_eos(page):
+    """Without it, a continuation runs past the end of its text."""
+    nodes = [node for code in _code(page) for node in ast.walk(ast.parse(code))]
+    called = [
+        node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    policies = [
+        {given.arg for given in call.keywords} for call in called if call.func.id == "Policy"
+    ]
+    assert all("eos" in given for given in policies)
+    generated = [call for call in called if call.func.id in ("generate", "stream")]
+    assert all("policy" in ast.unparse(call) for call in generated)
+
+
 def test_the_results_index_lists_all_folders_and_notes():
     index = (ROOT / "results/README.md").read_text()
     folders = {path.name for path in ROOT.glob("results/*/")} - {"notes"}

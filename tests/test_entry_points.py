@@ -287,6 +287,14 @@ CASES = [
         "--seed=100000000000000000000",
         "flag --seed=100000000000000000000: 100000000000000000000 is not an integer in",
     ),
+    *(
+        (SAMPLE, f"--method={name} --{flag}", f"--{flag}: method {name!r} {uses}; leave it out")
+        for flag, uses, names in (
+            ("draft=/nowhere", "uses no draft model", ("baseline", "lookup", "self_speculative")),
+            ("draft_temperature=0.5", "draws no drafts from a model", ("baseline", "lookup")),
+        )
+        for name in names
+    ),
     (SAMPLE, "--method=self_speculative --layers=4", "layers=4: must be less"),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),

@@ -6,15 +6,10 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from spectr_jax.data.hugging_face import HuggingFaceTokenizer
+from spectr_jax.data.hugging_face import ENDS, HuggingFaceTokenizer
 from spectr_jax.utils.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
-ENDS = (
-    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"),
-    *("<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
-)
-"""Tokens that end a sequence in every vocabulary, whatever their type, as in llama.cpp."""
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 """Names of Llama 3's pre-tokenizer. BOS is added there unless the file says otherwise."""
 DIGITS = {**dict.fromkeys(LLAMA3, r"\p{N}{1,3}"), "qwen2": r"\p{N}"}

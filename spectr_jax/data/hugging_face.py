@@ -16,6 +16,11 @@ from spectr_jax.utils.files import check_fetched, read_json, write_json, write_w
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
+ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"),
+    *("<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+)
+"""Tokens that end a sequence in every vocabulary, whatever their type, as in llama.cpp."""
 LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """A decoder of these parts spells a token as SentencePiece does."""
 
@@ -238,11 +243,16 @@ def read_names(folder: pathlib.Path) -> dict[str, str | None]:
 
 
 def controls(
-    folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int, first: int | None = None
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    vocab_size: int,
+    first: int | None = None,
+    more: Sequence[int] = (),
 ) -> tuple[int, int | tuple[int, ...]]:
     """Returns BOS and EOS of a model's folder, from generation_config.json or else from `config`.
 
-    If neither has a BOS, it is `first`, the token that the tokenizer puts first, or else EOS.
+    If neither has a BOS, it is `first`, the token that the tokenizer puts first, or else EOS. The
+    tokens `more` are EOS too.
 
     Raises:
       UserError: EOS is missing, or one of them is not a token of the vocabulary.
@@ -261,7 +271,21 @@ def controls(
                 f"{str(folder)!r} has {name}={given[name]}: must be a token of its vocabulary; fix "
                 "its config.json"
             )
+    ends = list(dict.fromkeys([*ends, *more]))
     return bos, ends[0] if len(ends) == 1 else tuple(ends)
+
+
+def turn_ends(
+    tokenizer: tokenizers.Tokenizer, template: str | None, names: Mapping[str, str | None]
+) -> list[int]:
+    """Returns the tokens that end a turn in a chat template: those of `ENDS` that it names, and
+    the `eos_token` of `names` if it uses that. Some models lack them in their EOS."""
+    template = template or ""
+    ends = [end for end in ENDS if end in template]
+    if re.search(r"\beos_token\b", template):
+        ends.append(names.get("eos_token") or "")
+    found = (tokenizer.token_to_id(end) for end in ends)
+    return [token for token in found if token is not None]
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:

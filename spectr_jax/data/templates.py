@@ -30,18 +30,23 @@ def render(
 ) -> str:
     """Returns the text of a conversation, up to where the model's answer begins.
 
-    `messages` have a role and a content each. `names` are other variables, such as `bos_token`.
+    `messages` have a role and a content each, both strings. `names` are other variables, such as `bos_token`.
 
     Raises:
       UserError: `messages` is not a list of messages, or the template fails or rejects them.
     """
-    if isinstance(messages, str | Mapping) or not all(
-        isinstance(each, Mapping) and "role" in each for each in messages
-    ):
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not all(isinstance(each, Mapping) and "role" in each for each in messages):
         raise UserError(
             f"messages are {messages!r:.60}; give a list, such as "
             "[{'role': 'user', 'content': 'Why?'}]"
         )
+    for index, message in enumerate(messages):
+        for field in ("role", "content"):
+            if not isinstance(value := message.get(field), str):  # A template would print its repr.
+                raise UserError(
+                    f"messages[{index}][{field!r}]={value!r:.60}: must be a string; give text"
+                )
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )

@@ -9,8 +9,9 @@ N + 1.
 """
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -21,6 +22,9 @@ from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError
 
 Places: TypeAlias = Int[Array, " time"]
+
+UNROLLED = 8
+"""The largest number of steps of a loop that is compiled as straight code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Lookup:
           tokens: [T] int32; entries at `length` and later are ignored.
           length: [] int32, the number of committed tokens, at least 1.
         """
+        tokens = jnp.asarray(tokens)
         rank = self._ranks(tokens, length)
         starts = jnp.arange(len(tokens))
         agree, by_level = rank[None] > 0, []
@@ -81,12 +86,18 @@ class Lookup:
         """
         T = len(tokens)
         place = jnp.arange(T)
-        agree, matched = (place > 0) & (place < length), jnp.zeros(T, jnp.int32)
-        for back in range(1, self.max_ngram + 1):
+
+        def compare(back: IntScalar, state: tuple[Any, Any, Places]) -> tuple[Any, Any, Places]:
+            agree, matched, before = state
+            before = jnp.pad(before, (1, 0))[:T]  # The token `back` places before each.
             last = tokens[jnp.maximum(length - back, 0)]
-            before = jnp.pad(tokens, (back, 0))[:T]
             agree &= (before == last) & (place >= back)
-            matched += agree
+            return agree, matched + agree, before
+
+        start = (place > 0) & (place < length), jnp.zeros(T, jnp.int32), tokens
+        steps = min(self.max_ngram, T)
+        # A small loop is unrolled, which is faster on a CPU.
+        _, matched, _ = jax.lax.fori_loop(1, steps + 1, compare, start, unroll=min(steps, UNROLLED))
         return jnp.where(matched >= self.min_ngram, matched * T + place, 0)
 
 

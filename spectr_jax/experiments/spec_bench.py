@@ -76,6 +76,8 @@ def run(
     questions = spread(read_questions(config.questions), config.questions_per_task)
     check_table(config, workdir, NAME)
     needed = (config.draft,) if any(method.needs_draft for method in methods.values()) else ()
+    if not needed and config.draft not in ("", spec_bench_config().draft):
+        raise UserError(f"draft={config.draft!r}: none of the methods uses one; leave it out")
     target, drafts = load_pair(config.target, needed, config.dtype)
     check_room(config, questions, [target, *drafts])
     small = freeze(drafts[0].model) if drafts else None
@@ -286,6 +288,8 @@ def markdown(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
         tables += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
     questions = pathlib.PurePath(config["questions"]).name
+    drafted = any(method_of(spec).needs_draft for spec in config["methods"])
+    draft = f"draft `{config['draft']}`, " if drafted else ""
     header = ["Published for Spec-Bench", "Model, hardware", "Speedup", "Source"]
     cited = [
         [name, model, f"{speed:.2f}", source] for name, model, speed, source in paper.SPEC_BENCH
@@ -301,7 +305,7 @@ def markdown(result: dict[str, Any]) -> str:
         "Tokens per call count the accepted drafts and one extra token.",
         "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
         f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
-        f"Target `{config['target']}`, draft `{config['draft']}`, {config['dtype']}.",
+        f"Target `{config['target']}`, {draft}{config['dtype']}.",
         report.made_by(result),
     ]
     return report.page(result["title"], "\n\n".join(tables), notes)

@@ -152,6 +152,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 
 def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
+    from spectr_jax.models.weights import check_finite, named_leaves
     from spectr_jax.training.checkpoint import Checkpoints
 
     if not (workdir / "checkpoints").is_dir():
@@ -164,7 +165,10 @@ def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any
         found = checkpoints.best() if best else None
         if best and found is None:
             raise UserError(f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out")
-        return checkpoints.restore_params(like, found[0] if found else None)
+        params = checkpoints.restore_params(like, found[0] if found else None)
+    for name, leaf in named_leaves(params).items():
+        check_finite(str(workdir), name.removesuffix("/value"), leaf)
+    return params
 
 
 def weights_path(spec: str) -> pathlib.Path:
@@ -241,9 +245,10 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
     vocab_size = config["vocab_size"]
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
     first_added = hugging_face.first_added(read)
-    bos, ends = hugging_face.controls(folder, config, vocab_size, first_added)
-    adds_bos = is_gpt2 or hugging_face.puts_bos(folder, read, bos)
     template, names = hugging_face.read_template(folder), hugging_face.read_names(folder)
+    more = hugging_face.turn_ends(read, template, names)
+    bos, ends = hugging_face.controls(folder, config, vocab_size, first_added, more)
+    adds_bos = is_gpt2 or hugging_face.puts_bos(folder, read, bos)
     tokenizer = hugging_face.HuggingFaceTokenizer(
         read, bos, ends, adds_bos=adds_bos, template=template, names=names
     )

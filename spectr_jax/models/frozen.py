@@ -5,6 +5,7 @@
 
 import dataclasses
 import hashlib
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,8 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
     """Returns a model in its frozen form, which later changes of its weights do not affect.
 
     Raises:
-      UserError: `model` is neither an `nnx.Module` nor an output of `freeze` or `load`.
+      UserError: `model` is neither an `nnx.Module` nor an output of `freeze` or `load`, or lacks a
+        part of `Model`.
     """
     if isinstance(model, Frozen):
         return model
@@ -80,6 +82,7 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
             f"a {type(model).__name__} is not a model; give an nnx.Module, `freeze` of one, or "
             "what `load` returns"
         )
+    _check_protocol(given)
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     return Frozen(
@@ -93,6 +96,21 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
         features_shown(given),
         feature_layers(given),
     )
+
+
+def _check_protocol(model: Any) -> None:
+    """Raises `UserError` for a part of `Model` that is missing or of another kind."""
+    kind = type(model).__name__
+    for name in ("init_cache", "extend"):
+        if not callable(getattr(model, name, None)):
+            raise UserError(
+                f"model {kind}: has no method {name!r}; add it (spectr_jax.models.base)"
+            )
+    for name in ("vocab_size", "context", "layers"):
+        value = getattr(model, name, None)
+        if not isinstance(value, numbers.Integral) or value < 1:
+            wanted = f"needs a positive integer {name!r}, not {value!r:.40}"
+            raise UserError(f"model {kind}: {wanted}; set it (spectr_jax.models.base)")
 
 
 def digest(model: Model | Frozen | Trained) -> str:

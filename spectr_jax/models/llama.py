@@ -99,9 +99,10 @@ class LlamaConfig:
                 f"feature_layers={self.feature_layers}: must be target layers, from 1, of a draft "
                 "with features; set features, or leave feature_layers empty"
             )
-        if self.rope_divisors and len(self.rope_divisors) != self.head_width // 2:
+        pairs, finite = self.head_width // 2, all(0 < d < math.inf for d in self.rope_divisors)
+        if self.rope_divisors and (len(self.rope_divisors) != pairs or not finite):
             raise UserError(
-                f"rope_divisors={self.rope_divisors}: must be {self.head_width // 2} numbers, one "
+                f"rope_divisors={self.rope_divisors}: must be {pairs} positive numbers, one "
                 "for each pair of channels"
             )
 

@@ -121,7 +121,8 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
       The model, and the digest of its tokenizer (of a student: of its vocabulary).
 
     Raises:
-      UserError: a file is missing, truncated, not ours, or from another export than the others.
+      UserError: a file is missing, truncated, not ours, or from another export than the others, or
+        a parameter is not finite.
     """
     try:
         metadata, arrays = _read(path)
@@ -171,17 +172,43 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
                 f"{str(file)!r} is a safetensors file of another program; give one of ours"
             )
         exports.setdefault(metadata.get(EXPORT), file)
-        arrays |= safetensors.numpy.load_file(file)
+        loaded = safetensors.numpy.load_file(file)
+        if twice := sorted(arrays.keys() & loaded.keys()):
+            raise UserError(f"{str(path)!r} has {twice[0]!r} in two parts; export it again")
+        arrays |= loaded
     if len(exports) > 1:
         first, second, *_ = (file.name for file in exports.values())
         raise UserError(
             f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; export it "
             "again, or fetch all of its parts again"
         )
+    for name, array in arrays.items():  # Before they are dequantized, which makes them larger.
+        check_finite(str(path), name.removesuffix(SCALE).removesuffix("/value"), array)
     for name in [name for name in arrays if name.endswith(SCALE)]:
         scale, kernel = arrays.pop(name), name.removesuffix(SCALE)
         arrays[kernel] = arrays[kernel].astype(np.float32) * scale
     return metadata, arrays
+
+
+def check_finite(source: str, name: str, array: np.ndarray | jax.Array) -> None:
+    """Raises `UserError` if an array of a model has a value that is not finite.
+
+    Args:
+      source: the model, named in errors.
+      name: the array, named in errors.
+      array: of any dtype; integers are finite.
+    """
+    array = np.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return
+    # Bits above those of infinity are NaN. NumPy compares integers faster than it tests floats.
+    of_size, infinity = array.dtype.itemsize, np.array([np.inf, -np.inf], array.dtype)
+    for sign, kind in enumerate("iu"):
+        bits = array.view(f"{kind}{of_size}")
+        if bits.max(initial=0) >= infinity.view(f"{kind}{of_size}")[sign]:
+            raise UserError(
+                f"{source!r}: {name} has values that are not finite; fetch or train the model again"
+            )
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -1,14 +1,22 @@
 """A conversation with an instructed model: each answer is shown as it is decoded."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.stopping import before, dropped_space, prepared, settled
-from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all
+from spectr_jax.sampling.session import (
+    PARTIAL,
+    Session,
+    Token,
+    check_room,
+    encode_all,
+    has_room,
+    note,
+)
 from spectr_jax.sampling.trace import read_call, seen
 from spectr_jax.utils.errors import UserError
 
@@ -33,19 +41,35 @@ def check(session: Session) -> None:
 
 
 def encode_message(session: Session, message: str) -> list[int]:
-    """Returns the tokens of a conversation that starts with the user's `message`."""
-    return encode(session, [{"role": "user", "content": message}])
+    """Returns the tokens of a conversation that starts with the user's `message`, up to where the
+    answer begins. Raises `TooLong` if the target's context has no room for an answer."""
+    return encode_next(session, [], message)
 
 
-def encode(session: Session, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Returns the tokens of a conversation (roles and contents), up to where the answer begins.
+def encode_next(session: Session, messages: list[dict[str, str]], message: str) -> list[int]:
+    """Returns the tokens of a conversation (roles and contents) that continues with `message`.
+
+    Appends it to `messages`. If the context has no room for all of them and an answer, the oldest
+    turns are removed, and a line on stderr says so.
 
     Raises:
-      UserError: the context of a model has no room for an answer.
+      TooLong: the message alone has no room; `messages` are as before.
     """
-    prompt = session.target.tokenizer.chat(messages)
-    check_room(session, messages[-1]["content"], prompt)
-    return prompt
+    chat, left = session.target.tokenizer.chat, [*messages, {"role": "user", "content": message}]
+    whole = tokens = chat(left)
+    while len(left) > 2 and not has_room(session, tokens):
+        left = left[2:]  # A question and its answer.
+        tokens = chat(left)
+    check_room(session, message, tokens)
+    if removed := (len(messages) + 1 - len(left)) // 2:
+        note(
+            f"the conversation has {len(whole)} tokens, and max_new_tokens is "
+            f"{session.max_new_tokens}, more than the {session.target.model.context} of "
+            f"{session.target.name!r} together; it continues without the oldest {removed} of its "
+            f"{len(messages) // 2} turns; lower max_new_tokens, or start again"
+        )
+    messages[:] = left
+    return tokens
 
 
 def answers(
@@ -53,19 +77,19 @@ def answers(
 ) -> Iterator[Answer]:
     """Yields the answers to messages, passing each token to `show`; consumes `key`.
 
-    A list has separate conversations; any other iterable is one conversation.
+    A list has separate conversations; any other iterable is one conversation (see `encode_next`),
+    where a message that is too long is reported on stderr and skipped.
 
     Raises:
-      UserError: as `encode`; for a list, before the first answer.
+      TooLong: a message of a list is too long; before the first answer.
     """
     messages: list[dict[str, str]] = []
 
-    def encode_next(session: Session, message: str) -> list[int]:
-        messages.append({"role": "user", "content": message})
-        return encode(session, messages)
+    def encode(session: Session, message: str) -> list[int]:
+        return encode_next(session, messages, message)
 
     alone = isinstance(prompts, list)
-    turns = encode_all(session, prompts, encode_message if alone else encode_next)
+    turns = encode_all(session, prompts, encode_message if alone else encode)
     for number, (_, tokens) in enumerate(turns):
         made = answer(session, tokens, jax.random.fold_in(key, number), show)
         messages.append({"role": "assistant", "content": made.text})

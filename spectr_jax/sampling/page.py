@@ -2,7 +2,7 @@
 
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.figures.drawing import rows_of_paths
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
-from spectr_jax.sampling.trace import Recorded
+from spectr_jax.sampling.trace import ACCEPTED, Recorded
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
@@ -22,6 +22,8 @@ COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
 edge changes rows."""
 LONGEST = 10
 """The longest token in a tree, in characters."""
+SMALLEST = 0.75
+"""The smallest scale of a tree on a narrow screen; wider trees scroll."""
 
 
 class Shown(NamedTuple):
@@ -70,7 +72,10 @@ def page(session: Session, command: str, shown: Sequence[Shown]) -> str:
     models += f", draft {session.draft.name}" if session.draft else ""
     tree, tokenizer = session.method.tree, session.target.tokenizer
     about = f"<p>{escape(models)}; {tree.size} drafted tokens a call.</p><p>{escape(command)}</p>"
-    legend = " ".join(f'<span class="{origin}">{name}</span>' for origin, name in NAMES.items())
+    names = dict(NAMES)
+    if any(len(call.live) > len(call.path) for one in shown for call in one.decoded.calls):
+        names[ACCEPTED] += ", and drafts that repeat it"
+    legend = " ".join(f'<span class="{origin}">{name}</span>' for origin, name in names.items())
     parts = (_prompt(number, one, tree, tokenizer) for number, one in enumerate(shown, start=1))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -85,7 +90,7 @@ def _prompt(number: int, shown: Shown, tree: Tree, tokenizer: AnyTokenizer) -> s
     columns, has_tree = "", tree.size > 0
     for one in filter(None, (shown.baseline, shown.decoded)):
         text = _text(shown.prompt, one, number if one is shown.decoded and has_tree else None)
-        columns += f"<section><h3>{escape(one.method)}</h3>{text}</section>"
+        columns += f"<section><h3>{escape(one.method)}</h3>{text}{_logprobs(one)}</section>"
     lines = speeds(shown.speed, shown.baseline, shown.decoded) if shown.speed else []
     figures = "".join(f"<p>{escape(line)}</p>" for line in lines)
     trees = _calls(number, shown.decoded, tree, tokenizer) if has_tree else ""
@@ -99,7 +104,7 @@ def _calls(number: int, decoded: Decoded, tree: Tree, tokenizer: AnyTokenizer) -
     """Returns a card for each call, as wide as the longest path needs."""
     cards = "".join(
         f'<figure id="{_anchor(number, index)}"><figcaption>{_caption(index, call)}</figcaption>'
-        f'<div class="tree">{_drawn(tree, call, tokenizer)}</div></figure>'
+        f"{_drawn(tree, call, tokenizer)}</figure>"
         for index, call in enumerate(decoded.calls)
     )
     style = f"--width: {COLUMN * (tree.height + 2) + 3 * MARGIN}px"
@@ -120,6 +125,30 @@ def _text(prompt: str, decoded: Decoded, number: int | None) -> str:
         space = token.text[: len(token.text) - len(text)]  # The space is not underlined.
         spans.append(f"{space}<{tag}{link} {about}>{escape(text)}</{tag}>")
     return f'<p class="text">{"".join(spans)}</p>'
+
+
+def _logprobs(decoded: Decoded) -> str:
+    """Returns a table of the tokens, because a phone shows no tooltips; "" if not computed."""
+    rows = [
+        (
+            repr(one.text) if one.text else "no text",
+            _name(one.origin),
+            *map("{:.3f}".format, scores),
+        )
+        for one in decoded.tokens
+        if (scores := one.logprobs) is not None
+    ]
+    header = "Token", "Origin", "Policy", "Model"
+    return _table("Log-probabilities", header, rows) if rows else ""
+
+
+def _table(summary: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table that unfolds below its summary."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    table = f"<table><tr>{head}</tr>{body}</table>"
+    return f'<details><summary>{summary}</summary><div class="wide">{table}</div></details>'
 
 
 def _anchor(number: int, call: int) -> str:
@@ -157,12 +186,17 @@ def _drawn(tree: Tree, call: Recorded, tokenizer: AnyTokenizer) -> str:
     # Emitted edges are drawn last, on top.
     order = sorted(range(1, len(paths)), key=lambda node: kinds[node] != "draft")
     edges = [_edge(places[parents[node]], places[node], kinds[node]) for node in order]
-    pieces = map(tokenizer.piece, tokens)
+    pieces = [*map(tokenizer.piece, tokens)]
     nodes = [_node(*node) for node in zip(places, pieces, kinds, about, strict=True)]
+    width, height = COLUMN * (depths.max() + 1) + MARGIN, 2 * MARGIN + ROW * rows.max()
     size = (
-        f'width="{COLUMN * (depths.max() + 1) + MARGIN}" height="{2 * MARGIN + ROW * rows.max():g}"'
+        f'width="{width}" viewBox="0 0 {width} {height:g}" style="min-width: {SMALLEST * width}px"'
     )
-    return f'<svg {size} role="img">{"".join(edges)}{"".join(nodes)}</svg>'
+    svg = f'<svg {size} role="img">{"".join(edges)}{"".join(nodes)}</svg>'
+    below = sorted(range(1, len(paths)), key=lambda node: paths[node])
+    cells = [("· " * (len(paths[node]) - 1) + repr(pieces[node]), about[node]) for node in below]
+    table = _table("Probabilities", ("Token", "Probability"), cells)
+    return f'<div class="wide" tabindex="0">{svg}</div>{table}'
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
@@ -207,8 +241,16 @@ a { color: inherit; text-decoration: none; border-radius: 3px; } a:hover { backg
 .calls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(var(--width), 100%), 1fr)); gap: .8rem; }
 figure { margin: 0; padding: .6rem .8rem; background: var(--card); border-radius: 8px; min-width: 0; }
 figure:target { outline: 2px solid var(--bonus); }
-.tree { overflow-x: auto; }
-svg { display: block; font: 12px system-ui, sans-serif; }
+.wide { overflow-x: auto; }
+.wide:has(svg) { background-repeat: no-repeat; background-size: 2rem 100%, 2rem 100%, .8rem 100%, .8rem 100%;
+  background-attachment: local, local, scroll, scroll; background-image:
+  linear-gradient(90deg, var(--card) 50%, #0000), linear-gradient(270deg, var(--card) 50%, #0000),
+  linear-gradient(90deg, var(--line), #0000), linear-gradient(270deg, var(--line), #0000);
+  background-position: left, right, left, right; }
+summary { color: var(--faint); font-size: .9rem; cursor: pointer; }
+table { border-collapse: collapse; font-size: .85rem; } th { text-align: left; font-weight: 600; }
+th, td { padding: .1rem .8rem .1rem 0; white-space: nowrap; }
+svg { display: block; max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 .edge { fill: none; stroke: var(--line); stroke-width: 1.2; }
 .edge.accepted { stroke: var(--accepted); stroke-width: 3; }
 .edge.correction { stroke: var(--correction); stroke-dasharray: 4 3; stroke-width: 2; }

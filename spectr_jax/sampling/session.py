@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -66,6 +67,10 @@ class Speed(NamedTuple):
     ratio: float
 
 
+class TooLong(UserError):
+    """A prompt that leaves no room for new tokens in the target's context."""
+
+
 def open_session(
     method: Method | None,
     target: str,
@@ -88,8 +93,8 @@ def open_session(
       stop: strings before which a continuation ends.
 
     Raises:
-      UserError: a model does not exist or has another vocabulary, or the method needs a draft and
-        there is none.
+      UserError: a model does not exist or has another vocabulary, the method needs a draft and
+        there is none, or it needs none and there is one.
     """
     wanted = method or get_method("block", draft_length=3)
     # These have vocabularies of their own.
@@ -97,6 +102,9 @@ def open_session(
     missing = UserError(
         f"method {wanted.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
     )
+    if draft is not None and not wanted.needs_draft:
+        problem = f"method {wanted.name!r} uses no draft model; leave it out"
+        raise UserError(f"--draft={draft}: {problem}")
     if not wanted.needs_draft:
         loaded, drafts = load_alone(target, dtype), None
     elif draft is not None:
@@ -126,28 +134,55 @@ def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
 
 
 def encode(session: Session, prompt: str) -> list[int]:
-    """Returns the tokens of a prompt. Raises `UserError` as `check_room` does."""
+    """Returns the tokens of a prompt. Raises `TooLong` as `check_room` does."""
     tokens = session.target.tokenizer.prompt(prompt)
     check_room(session, prompt, tokens)
     return tokens
 
 
+def has_room(session: Session, tokens: Sequence[int]) -> bool:
+    """Returns whether the target's context has room for the new tokens."""
+    return len(tokens) + session.max_new_tokens <= session.target.model.context
+
+
 def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
-    """Raises `UserError` if the target's context has no room for the new tokens."""
-    context, new = session.target.model.context, session.max_new_tokens
-    if len(tokens) + new > context:
-        raise UserError(
-            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is {new}, "
-            f"more than the {context} of {session.target.name!r} together; shorten one of them"
+    """Raises `TooLong` if the target's context has no room for the new tokens."""
+    if not has_room(session, tokens):
+        raise TooLong(
+            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is "
+            f"{session.max_new_tokens}, more than the {session.target.model.context} of "
+            f"{session.target.name!r} together; shorten one of them"
         )
 
 
 def encode_all(
     session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]] = encode
 ) -> Iterator[tuple[str, list[int]]]:
-    """Yields each prompt with its tokens. The prompts of a list are all checked first."""
-    encoded = ((prompt, encode(session, prompt)) for prompt in prompts)
-    return iter(list(encoded)) if isinstance(prompts, list) else encoded
+    """Yields each prompt with its tokens.
+
+    The prompts of a list are all checked first. A prompt of another iterable that is too long is
+    reported on stderr and skipped, so that the later ones are not lost.
+    """
+    if isinstance(prompts, list):
+        return iter([(prompt, encode(session, prompt)) for prompt in prompts])
+    return _as_they_come(session, prompts, encode)
+
+
+def _as_they_come(
+    session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]]
+) -> Iterator[tuple[str, list[int]]]:
+    for prompt in prompts:
+        try:
+            tokens = encode(session, prompt)
+        except TooLong as error:
+            note(f"skipped: {error}")
+        else:
+            yield prompt, tokens
+
+
+def note(line: str) -> None:
+    """Prints a line on stderr, between what stdout shows."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Array) -> Decoded:
@@ -169,13 +204,12 @@ def decode(session: Session, method: Method, prompt: Sequence[int], key: jax.Arr
 def added_texts(
     tokenizer: AnyTokenizer, prompt: Sequence[int], new: Sequence[int]
 ) -> Iterator[str]:
-    """Yields the text that each new token adds. The last byte of a character adds all of it."""
+    """Yields the text that each new token adds. The last byte of a character adds all of it, and
+    EOS adds none."""
     shown = tokenizer.decode(prompt)
-    for count, token in enumerate(new, start=1):
+    for count in range(1, len(new) + 1):
         text = tokenizer.decode([*prompt, *new[:count]])
-        if tokenizer.ends(token):
-            yield tokenizer.piece(token)
-        elif text.endswith(PARTIAL) and count < len(new):
+        if text.endswith(PARTIAL) and count < len(new):
             yield ""
         else:
             yield text[len(shown) :]

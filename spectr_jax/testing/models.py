@@ -1,6 +1,7 @@
 """Checks of models: one function per property, and `check_model` for all of them."""
 
 import functools
+import inspect
 import numbers
 from typing import Any, NoReturn
 
@@ -51,6 +52,7 @@ def check_model(
         raise UserError(f"tolerance={tolerance!r}: must be a number; give one such as 1e-4")
     if frozen.context < TOKENS:
         raise UserError(f"context={frozen.context}: is too short; give at least {TOKENS}")
+    _check_calls(frozen.merge())
     for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree, _check_exit):
         check(_Checked(frozen, layers, tolerance))
 
@@ -96,6 +98,22 @@ class _Checked:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions, visible, cache):
     return frozen.merge().extend(tokens, positions, visible, cache, pending, layers=layers)
+
+
+def _check_calls(model: Any) -> None:
+    """`init_cache` and `extend` take the arguments of the protocol."""
+    cache, five = ("batch", "capacity"), ("tokens", "positions", "visible", "cache", "pending")
+    for function, given, named in (
+        (model.init_cache, cache, {}),
+        (model.extend, five, {"layers": None}),
+    ):
+        try:
+            inspect.signature(function).bind(*given, **named)
+        except TypeError as error:
+            wanted = ", ".join((*given, *(f"{name}=" for name in named)))
+            raise AssertionError(
+                f"model {type(model).__name__}: {function.__name__} does not take ({wanted}): {error}"
+            ) from error
 
 
 def _check_shapes(model: _Checked) -> None:

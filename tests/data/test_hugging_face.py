@@ -298,7 +298,8 @@ def test_failing_chat_templates_are_refused_with_their_error(template, message):
 
 
 @pytest.mark.parametrize(
-    "messages", ["Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}]]
+    "messages",
+    ["", "Why?", ["Why?"], {"role": "user", "content": "Why?"}, [{"content": "Why?"}], None, 5],
 )
 def test_malformed_messages_are_refused(messages):
     with pytest.raises(
@@ -306,6 +307,25 @@ def test_malformed_messages_are_refused(messages):
         match=r"^messages are .*; give a list, such as \[\{'role': 'user', 'content': 'Why\?'\}\]$",
     ):
         HuggingFaceTokenizer(_special(), 0, 2, template="{{ messages }}").chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"role": "user", "content": None}, r"messages\[1\]\['content'\]=None: must be a string"),
+        ({"role": "user"}, r"messages\[1\]\['content'\]=None: must be a string"),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            r"\['content'\]=\[\{'type': 'text'\}\]: must",
+        ),
+        ({"role": "user", "content": b"Why?"}, r"\['content'\]=b'Why\?': must be a string"),
+        ({"role": None, "content": "Why?"}, r"messages\[1\]\['role'\]=None: must be a string"),
+    ],
+)
+def test_messages_of_anything_but_strings_are_refused_with_their_index(wrong, message):
+    tokenizer = HuggingFaceTokenizer(_special(), 0, 2, template="{{ messages[1].content }}")
+    with pytest.raises(UserError, match=message):
+        tokenizer.chat([{"role": "user", "content": "Why?"}, wrong])
 
 
 def test_stored_truncation_and_padding_are_ignored(tmp_path):

@@ -52,6 +52,8 @@ def _by_hand(lookup, tree, tokens):
         ("3x3", {"max_ngram": 2}),
         ("3,2,1", {}),
         ("2,2", {"max_ngram": 4, "min_ngram": 2}),
+        ("2,1", {"max_ngram": 11}),
+        ("2,1", {"max_ngram": 1000, "min_ngram": 2}),
     ],
 )
 def test_lookup_drafts_the_tokens_after_earlier_occurrences(shape, options):
@@ -65,6 +67,15 @@ def test_lookup_drafts_the_tokens_after_earlier_occurrences(shape, options):
     expected = [_by_hand(lookup, tree, prefix) for prefix in prefixes]
     np.testing.assert_array_equal(drafts, expected)
     assert (np.array(expected) >= 0).any() and (np.array(expected) < 0).any()
+
+
+def test_a_large_max_ngram_does_not_enlarge_the_program():
+    def size(max_ngram):
+        lookup, tree = Lookup(max_ngram), parse("chain:2")
+        traced = jax.make_jaxpr(lambda tokens: lookup(tree, tokens, 9))(np.zeros(2000, np.int32))
+        return len(str(traced))
+
+    assert size(1500) < size(100) + 50
 
 
 def test_lookup_repeats_short_copies_and_drafts_nothing_without_a_match():

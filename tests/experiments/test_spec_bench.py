@@ -200,6 +200,7 @@ def test_benchmark_categories_are_grouped_into_six_tasks(tmp_path):
         ({"methods": ("lookup 2,x",)}, "tree='2,x'"),
         ({"methods": ("block 2,1",)}, "methods='block 2,1': 'block' does not draft the tree '2,1'"),
         ({"methods": ("baseline",)}, "methods='baseline': drafts nothing"),
+        ({"methods": ("lookup",)}, "draft='mine:small': none of the methods uses one"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"questions_per_task": -1}, "questions_per_task=-1"),
         (

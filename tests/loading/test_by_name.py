@@ -277,6 +277,27 @@ def test_eos_or_tokenizers_of_another_model_are_refused(gpt2_pair, toy, tmp_path
         load(f"hf:{folder}")
 
 
+@pytest.mark.parametrize(
+    ("template", "settings", "eos"),
+    [
+        ("{{ messages[0].content }}<|im_end|>", {}, (0, 268)),
+        ("{{ messages[0].content }}{{ eos_token }}", {"eos_token": "<|stop|>"}, (0, 269)),
+        ("{{ messages[0].content }}<|eot_id|>", {"eos_token": "<|stop|>"}, 0),  # Not a token.
+        (None, {"eos_token": "<|im_end|>"}, 0),
+    ],
+)
+def test_tokens_that_end_a_turn_in_the_chat_template_are_eos(
+    gpt2_pair, tmp_path, template, settings, eos
+):
+    """The model's own EOS is 0 everywhere, as in folders whose EOS lists lack the turn's end."""
+    folder = tmp_path / "chat"
+    shutil.copytree(gpt2_pair / "target", folder)
+    added = {"268": {"content": "<|im_end|>"}, "269": {"content": "<|stop|>"}}
+    settings = {"added_tokens_decoder": added, "chat_template": template, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load(f"hf:{folder}", "float32").tokenizer.eos == eos
+
+
 def test_weights_tokenizers_and_templates_are_fetched_from_the_hub(tmp_path, monkeypatch):
     asked = {}
 

@@ -191,7 +191,8 @@ def test_llama3_rotary_frequencies_follow_the_published_rule():
     [
         ({"kv_heads": 4}, "heads=6: must be a multiple of kv_heads=4"),
         ({"head_width": 7}, "head_width=7: must be even"),
-        ({"rope_divisors": (1.0,)}, r"rope_divisors=\(1.0,\): must be 4 numbers"),
+        ({"rope_divisors": (1.0,)}, r"rope_divisors=\(1.0,\): must be 4 positive numbers"),
+        ({"rope_divisors": (1.0, np.inf, 1.0, 1.0)}, r"rope_divisors=\(1.0, inf, .* 4 positive"),
     ],
 )
 def test_inconsistent_shapes_are_refused(change, message):

@@ -151,6 +151,17 @@ def test_mixed_parts_of_two_exports_are_refused(tmp_path):
     load_weights(tmp_path / "0" / "model")
 
 
+def test_a_tensor_in_two_parts_is_refused(tmp_path):
+    model = Transformer(SHAPE, rngs=nnx.Rngs(0))
+    first, second, *_ = save_weights(tmp_path / "model", model, b"", {}, part_bytes=4_000)
+    with safetensors.safe_open(second, framework="numpy") as file:
+        metadata = file.metadata()
+    both = safetensors.numpy.load_file(first) | safetensors.numpy.load_file(second)
+    safetensors.numpy.save_file(both, second, metadata)
+    with pytest.raises(UserError, match=r"model' has '.*/value' in two parts; export it again"):
+        load_weights(tmp_path / "model")
+
+
 def test_an_export_replaces_older_parts(tmp_path):
     """Missing parts, a `part_bytes` that is too small, and an unknown dtype are refused."""
     model = Transformer(SHAPE, rngs=nnx.Rngs(0))

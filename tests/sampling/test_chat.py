@@ -1,5 +1,7 @@
 """Tests conversations: what is shown and counted, and which are refused."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def test_a_chat_answer_equals_the_output_of_generate(session):
     tokenizer = session.target.tokenizer
     for seed in range(4):
         shown: list = []
-        tokens = chat.encode(session, MESSAGES)
+        tokens = chat.encode_message(session, MESSAGES[0]["content"])
         made = chat.answer(session, tokens, jax.random.key(seed), shown.append)
         prompt = np.array([tokens])
         models, lengths = (session.target_model, session.draft_model), [prompt.shape[1]]
@@ -73,9 +75,43 @@ def test_missing_chat_templates_and_overlong_messages_are_refused(session):
     bare = HuggingFaceTokenizer(session.target.tokenizer._tokenizer, 1, 2)
     with pytest.raises(UserError, match=r"--chat .* 'target' has none"):
         chat.check(session._replace(target=session.target._replace(tokenizer=bare)))
-    long = [{"role": "user", "content": "why " * 40}]
     with pytest.raises(UserError, match=r"the prompt 'why why .* more than the 64 of 'target'"):
-        chat.encode(session, long)
+        chat.encode_message(session, "why " * 40)
+
+
+def test_an_overlong_message_of_stdin_is_reported_and_skipped(session, capsys):
+    """The conversation continues without it: the next answer is as if it had not been given."""
+    long = "why " * 40
+
+    def run(*given):
+        return [made.text for made in chat.answers(session, iter(given), jax.random.key(0), len)]
+
+    assert len(run(long, "Why?", long, "Why not?")) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("skipped: the prompt 'why why") for line in lines) == 2
+    assert run(long, "Why?", long, "Why not?") == run("Why?", "Why not?")
+    found = list(encode_all(session, iter([long, "Why?"]), chat.encode_message))
+    assert found == [("Why?", chat.encode_message(session, "Why?"))]
+
+
+@pytest.mark.parametrize(("new", "removed"), [(1, 1), (NEW, 2)])
+def test_the_oldest_turns_of_an_overlong_conversation_are_left_out(session, capsys, new, removed):
+    session, chat_tokens = session._replace(max_new_tokens=new), session.target.tokenizer.chat
+    roles, asked = ("user", "assistant"), {"role": "user", "content": "z"}
+    given = [{"role": roles[index % 2], "content": "abcdef"[index]} for index in range(6)]
+    expected, whole = [*given[2 * removed :], asked], len(chat_tokens([*given, asked]))
+    messages = list(given)
+    assert chat.encode_next(session, messages, "z") == chat_tokens(expected)
+    assert messages == expected
+    line = (
+        rf"^the conversation has {whole} tokens, .* more than the 64 .* oldest {removed} of its 3"
+    )
+    assert re.match(line, capsys.readouterr().err)
+    messages += [{"role": "assistant", "content": "y"}]
+    expected = list(messages)
+    with pytest.raises(UserError, match="the prompt 'why why"):
+        chat.encode_next(session, messages, "why " * 40)
+    assert messages == expected and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["list of prompts", "prompts of stdin"])

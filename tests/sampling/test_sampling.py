@@ -59,14 +59,15 @@ def test_a_target_without_a_matching_draft_uses_the_baseline(toy, monkeypatch):
 def test_pieces_of_new_tokens_join_to_the_decoded_text(tokenizer):
     prompt, new = "The committee", tokenizer.encode("will meet in 日本 again")
     texts = list(session.added_texts(tokenizer, [1, *tokenizer.encode(prompt)], [*new, 2]))
-    assert "".join(texts) == " will meet in 日本 again</s>"
+    assert "".join(texts) == " will meet in 日本 again"  # EOS adds no text.
     # Each of the two characters has three bytes, and the first two add no text.
-    assert texts[0] == " will" and texts.count("") == 4
+    assert texts[0] == " will" and texts[:-1].count("") == 4
 
 
 def test_an_incomplete_last_character_shows_the_replacement_character(tokenizer):
     new = tokenizer.encode("日")[1:-1]
-    assert "".join(session.added_texts(tokenizer, [1], new)).endswith("\ufffd")
+    for end in ([], [2]):
+        assert "".join(session.added_texts(tokenizer, [1], [*new, *end])).endswith("\ufffd")
 
 
 def test_terminal_output_colours_tokens_and_reports_speeds():
@@ -192,15 +193,51 @@ def test_the_page_shows_log_probabilities_in_tooltips(toy_session):
     assert "log-probability -0.250, of the model -1.500" in html
 
 
+def test_the_page_shows_all_tooltips_in_tables_too(toy_session, decoded):
+    """A phone has no pointer to show tooltips."""
+    scored = [Token(" on", ACCEPTED, 0, (-0.25, -1.5)), Token("", BONUS, 0, (-0.5, -0.75))]
+    html = page(toy_session, "", [Shown("", decoded._replace(tokens=scored), None, None)])
+    row = r"<tr><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>"
+    assert re.findall(row, html) == [
+        ("&#x27; on&#x27;", "accepted draft", "-0.250", "-1.500"),
+        ("no text", "bonus token", "-0.500", "-0.750"),
+    ]
+    titles = re.findall(r"<title>([^<]*): ([^<:]*)</title><circle", html)
+    cells = re.findall(r"<tr><td>(?:· )*([^<]*)</td><td>([^<]*)</td></tr>", html)
+    drawn = [title for title in titles if title[1] != "the last token before the call"]
+    assert sorted(cells) == sorted(drawn) and len(cells) >= 3 * len(decoded.calls)
+
+
+def test_a_tree_on_the_page_shrinks_to_a_narrow_screen_or_scrolls(toy_session, decoded):
+    html = page(toy_session, "", [Shown("law", decoded, None, None)])
+    found = re.findall(
+        r'<svg width="(\d+)" viewBox="0 0 (\d+) \d+" style="min-width: ([\d.]+)px"', html
+    )
+    assert len(found) == len(decoded.calls)
+    assert all(width == box and float(least) < int(width) for width, box, least in found)
+    assert "svg { display: block; max-width: 100%; height: auto;" in html
+
+
+def test_the_legend_names_drafts_that_repeat_an_accepted_one(toy_session, decoded):
+    call = decoded.calls[0]._replace(path=(1,), live=(1,))
+    for live, named in (((1,), False), ((1, 2), True)):
+        one = decoded._replace(calls=[call._replace(live=live)])
+        html = page(toy_session, "", [Shown("law", one, None, None)])
+        assert ("drafts that repeat it" in html) == named
+
+
 def test_prompts_of_a_file_are_all_checked_before_decoding(toy_session):
     given = ["law", "law " * 30]
     message = r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"
     with pytest.raises(UserError, match=message):
         session.encode_all(toy_session, given)
-    as_they_come = session.encode_all(toy_session, iter(given))
-    assert next(as_they_come) == ("law", session.encode(toy_session, "law"))
-    with pytest.raises(UserError, match=message):
-        next(as_they_come)
+
+
+def test_an_overlong_prompt_of_stdin_is_reported_and_skipped(toy_session, capsys):
+    given = iter(["law", "law " * 30, "draft"])
+    expected = [(prompt, session.encode(toy_session, prompt)) for prompt in ("law", "draft")]
+    assert list(session.encode_all(toy_session, given)) == expected
+    assert re.match(r"^skipped: the prompt 'law .* has \d+ tokens", capsys.readouterr().err)
 
 
 def stdin_of(content, errors="strict"):

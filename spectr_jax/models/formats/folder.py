@@ -38,12 +38,21 @@ class Folder:
         self.path = path
         self._places: dict[str, Place] = {}
         try:
-            for file in self._files():
-                self._places |= _places(path / file)
+            index = self._index()
+            for file in sorted(set(index.values())) or [WEIGHTS]:
+                found = _places(path / file)
+                # The index decides which of several files has a tensor.
+                here = [name for name in found if index.get(name, file) == file]
+                if twice := sorted(self._places.keys() & here):
+                    raise self._contradicts(f"does not place {twice[0]}, which two files have")
+                self._places |= {name: found[name] for name in here}
         except UserError:
             raise
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise self._damaged(error) from error
+        if lacking := sorted(index.keys() - self._places.keys()):
+            name, file = lacking[0], index[lacking[0]]
+            raise self._contradicts(f"places {name} in {file!r}, which lacks it")
         self._unread = set(self._places)
 
     def check_all_read(self, unused: str) -> None:
@@ -58,9 +67,13 @@ class Folder:
                 f"({len(left)} such tensors); fix config.json, or give another model"
             )
 
-    def _files(self) -> list[str]:
+    def _contradicts(self, problem: str) -> UserError:
+        return UserError(f"{str(self.path / INDEX)!r} {problem}; fetch the model again")
+
+    def _index(self) -> dict[str, str]:
+        """Returns the file of each tensor; empty if `WEIGHTS` has all of them."""
         if (self.path / WEIGHTS).exists():  # As in transformers, even if there is an index.
-            return [WEIGHTS]
+            return {}
         if not (self.path / INDEX).exists():
             raise UserError(
                 f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., "
@@ -71,7 +84,7 @@ class Folder:
             raise UserError(
                 f"{str(self.path / INDEX)!r} has no weight_map of tensors to files; fetch it again"
             )
-        return sorted(set(names.values()))
+        return names
 
     def _damaged(self, error: Exception) -> UserError:
         return UserError(

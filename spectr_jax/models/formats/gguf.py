@@ -96,6 +96,14 @@ class GGUF:
         self.path = path
         try:
             check_fetched(path)
+            with path.open("rb") as file:
+                magic, version = file.read(4), file.read(4)
+            # Numbers in a list of a big-endian file would be read wrong.
+            if magic == b"GGUF" and version[:2] == b"\0\0":
+                raise UserError(
+                    f"{str(path)!r} is a big-endian GGUF file; convert it with: python -m "
+                    "gguf.scripts.gguf_convert_endian FILE little"
+                )
             reader = _Reader(path)
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
             self._fields = reader.fields

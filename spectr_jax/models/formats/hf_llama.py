@@ -201,13 +201,20 @@ def _rotary(
 ) -> tuple[float, tuple[float, ...]]:
     """Returns the base of the rotary positions and their divisors.
 
-    Newer files have both in `rope_parameters`; older ones have the divisors in `rope_scaling`.
+    Newer files have both in `rope_parameters`, which some nest by kind of layer. Older ones have the
+    divisors in `rope_scaling`.
     """
     source = str(folder)
 
     def scaling_of(field):
         if not isinstance(scaling := given.get(field, {}), dict):
             raise refused(source, field, scaling, "an object")
+        kinds = [value for value in scaling.values() if isinstance(value, dict)]
+        if kinds and (len(kinds) < len(scaling) or any(kind != kinds[0] for kind in kinds)):
+            raise refused(
+                source, field, scaling, "one object, or equal objects for all kinds of layer"
+            )
+        scaling = kinds[0] if kinds else scaling
         renamed = {"rope_type": scaling.get("type"), **scaling}
         return {
             name: value for name, value in renamed.items() if name != "type" and value is not None

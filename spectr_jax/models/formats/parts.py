@@ -17,7 +17,7 @@ from spectr_jax.models.base import abstract_module
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import named_leaves, with_leaves
+from spectr_jax.models.weights import check_finite, named_leaves, with_leaves
 from spectr_jax.utils.errors import UserError
 
 
@@ -37,7 +37,7 @@ def fill(
       source: named in errors.
 
     Raises:
-      UserError: the shape of an array is not the config's.
+      UserError: the shape of an array is not the config's, or a value is not finite.
     """
     int8 = dtype == "int8"
     shape = dataclasses.replace(config, dtype="float32" if int8 else dtype)
@@ -52,6 +52,7 @@ def fill(
     for name, array in arrays:
         for leaf, value in _leaves(name, array, wanted):
             _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
+            check_finite(source, name, value)
             made = jnp.asarray(value, wanted[leaf].dtype if int8 else dtype)
             # Otherwise arrays stay in memory until they are copied.
             leaves[leaf] = jax.block_until_ready(made)
@@ -72,7 +73,8 @@ def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, A
     """Yields the leaves of the model for an array: itself, or an int8 kernel and its scales."""
     module = name.rpartition("/")[0]
     if array.ndim == 2 and f"{module}/scale/value" in wanted:
-        whole, scale = quantized(array.astype(np.float32, copy=False))
+        with np.errstate(invalid="ignore"):  # The scale of a row that is not finite is not either.
+            whole, scale = quantized(array.astype(np.float32, copy=False))
         yield f"{module}/kernel/value", whole
         yield f"{module}/scale/value", scale[:, 0]
     else:

@@ -37,7 +37,12 @@ def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
     return made._tokenizer
 
 
-def write(path, model: Llama, kind: str, quantization=None, more=None, **changes) -> None:
+LITTLE, BIG = gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG
+
+
+def write(
+    path, model: Llama, kind: str, quantization=None, more=None, order=LITTLE, **changes
+) -> None:
     """Writes a GGUF file as llama.cpp's converter does, with adjacent rotary pairs for `llama`.
 
     `more` are additional tensors, and `changes` overwrite the metadata.
@@ -64,7 +69,7 @@ def write(path, model: Llama, kind: str, quantization=None, more=None, **changes
         "tokenizer.ggml.eos_token_id": 2,
     }
     values = {name: value for name, value in {**values, **changes}.items() if value is not None}
-    writer = gguf.GGUFWriter(path, changes.get("arch", arch))
+    writer = gguf.GGUFWriter(path, changes.get("arch", arch), endianess=order)
     for name, value in values.items():
         if isinstance(value, list):
             writer.add_array(name, value)
@@ -263,10 +268,24 @@ def test_damaged_or_missing_gguf_files_are_refused(llamas, tmp_path):
     path.write_bytes(b"{}" * 1000)
     with pytest.raises(UserError, match=r"is not a GGUF file that can be read"):
         GGUF(path)
+    write(path, llamas["llama"], "llama", order=BIG)
+    with pytest.raises(UserError, match=r"'.*model\.gguf' is a big-endian GGUF file; convert it"):
+        load(f"gguf:{path}")
     with pytest.raises(
         UserError, match=r"no file '.*nothing.gguf'; give gguf: and the path of a GGUF file"
     ):
         load(f"gguf:{tmp_path / 'nothing.gguf'}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_gguf_files_with_weights_that_are_not_finite_are_refused(llamas, dtype, tmp_path):
+    model = nnx.clone(llamas["llama"])
+    for value in (np.inf, np.nan):
+        kernel = model.blocks[1].down.kernel
+        kernel[...] = kernel[...].at[3, 5].set(value)
+        write(tmp_path / "model.gguf", model, "llama")
+        with pytest.raises(UserError, match=r"blocks/1/down/kernel has values that are not finite"):
+            load_gguf(GGUF(tmp_path / "model.gguf"), dtype)
 
 
 def test_metadata_are_those_that_the_library_reads(tmp_path):

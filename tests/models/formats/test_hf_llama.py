@@ -99,6 +99,12 @@ def test_llama3_and_linear_rotary_scaling_are_read(folder):
             "rope_scaling": None,
             "rope_parameters": {**scaling, "rope_theta": 500_000.0},
         },
+        {
+            "rope_parameters": {
+                kind: {**scaling, "rope_theta": 500_000.0}
+                for kind in ("full_attention", "sliding_attention")
+            }
+        },
     ):
         _change(folder, **fields)
         read = hf_llama.llama_config(folder)
@@ -180,6 +186,14 @@ def test_absent_config_fields_have_defaults(folder):
             {"rope_scaling": {**dict.fromkeys(LLAMA3_SCALING, 4.0), "rope_type": "llama3"}},
             "has low_freq_factor=4.0: must be below high_freq_factor=4.0",
         ),
+        (
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 5.0}}},
+            "has rope_parameters={'full_attention': {}, 'sliding_attention': {'rope_theta': 5: must be one object, or equal",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "rope_theta": 4.0}},
+            "must be one object, or equal objects for all kinds of layer",
+        ),
         ({"rope_scaling": "linear"}, "has rope_scaling='linear': must be an object; give"),
         ({"rope_theta": "x"}, "has rope_theta='x': must be a positive number"),
         (
@@ -255,6 +269,30 @@ def test_a_single_weight_file_is_preferred_to_an_index(llamas, folder):
         UserError, match=r"weights that cannot be read \(.*model-00001-of-00002\.safetensors"
     ):
         hf_llama.load_llama(folder)
+
+
+def test_the_index_decides_which_file_has_a_tensor(llamas, folder):
+    """Another file may have another tensor of the same name, which is not read."""
+    tensors, name = safetensors.numpy.load_file(folder / WEIGHTS), "model.norm.weight"
+    (folder / WEIGHTS).unlink()
+    first = {name: tensors.pop(name), "x.rotary_emb.inv_freq": np.ones(3)}
+    safetensors.numpy.save_file(first, folder / "a.safetensors")
+    for other in ({}, {name: np.zeros(32, np.float32)}):
+        safetensors.numpy.save_file(tensors | other, folder / "b.safetensors")
+        places = {name: "a.safetensors", **dict.fromkeys(tensors, "b.safetensors")}
+        (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+        read = hf_llama.load_llama(folder)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(llamas["llama"]))
+    embed = "model.embed_tokens.weight"
+    for changed, message in (
+        ({embed: "a.safetensors"}, f"places {embed} in 'a.safetensors', which lacks it"),
+        ({name: None}, f"does not place {name}, which two files have"),
+    ):
+        found = {place: file for place, file in (places | changed).items() if file}
+        found |= {"x.rotary_emb.inv_freq": "a.safetensors"}
+        (folder / INDEX).write_text(json.dumps({"weight_map": found}))
+        with pytest.raises(UserError, match=rf"index\.json' {message}"):
+            hf_llama.load_llama(folder)
 
 
 def test_floats_of_any_dtype_load_and_integers_are_refused(llamas, folder):
