@@ -51,7 +51,7 @@ class Lessons:
         self.length = config.data.length
         self._tokenizer, self._data = teacher.tokenizer, config.data
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
-        names = [name.strip() for name in config.data.train.split(",")]
+        names = self._names = [name.strip() for name in config.data.train.split(",")]
         self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
         self._counts = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
@@ -74,13 +74,17 @@ class Lessons:
         `data.batches.training_batches`.
 
         Raises:
-          UserError: a source has fewer sentences, or rows, than there are streams.
+          UserError: a source has fewer sentences, or rows, than there are streams, or a stream has
+            no sentence to learn from.
         """
         if min(self.counts) < streams:
             raise UserError(
                 f"data.streams={streams}: must be at most the {min(self.counts)} rows of the "
                 "smallest source; lower it, or give more text"
             )
+        for name, source in zip(self._names, self._sources, strict=True):
+            if not isinstance(source, LabelledRows):
+                self._check_streams(name, source, streams)
 
         def stream_of(source: Source, rows: int) -> Callable[[int], grain.IterDataset]:
             count = rows // streams
@@ -107,6 +111,11 @@ class Lessons:
                 enough = min(len(source), -(-count * self.length // 8))
                 texts = teaching.read_texts(source, self._tokenizer)(0, enough)
                 rows = teaching.pack_rows(texts, self._row_type)[:count]
+                if not len(rows):
+                    raise UserError(
+                        f"data.heldout={name!r}: its first {enough} sentences have one token each; "
+                        "give longer ones"
+                    )
             found[short_name(name)] = PackedRows([rows], self.vocabulary)
         return found
 
@@ -134,6 +143,16 @@ class Lessons:
                     "set data.length"
                 )
         return rows
+
+    def _check_streams(self, name: str, source: Sentences, streams: int) -> None:
+        """Raises `UserError` if a stream has only sentences of one token, which are dropped."""
+        for stream in range(streams):
+            indices = range(stream, len(source), streams)
+            if all(len(self._tokenizer.prompt(source[index])) < 2 for index in indices):
+                raise UserError(
+                    f"data.train={name!r}: stream {stream} of data.streams={streams} has only "
+                    "sentences of one token; give longer ones, or lower data.streams"
+                )
 
     def _encoded(self, sentence: str) -> teaching.Text:
         return teaching.Text(self._tokenizer.prompt(sentence))

@@ -102,6 +102,11 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
         *("data.streams", "data.heldout_rows", "data.length", "data.shares"),
         *("model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"),
     )
+    if config.data.length < 2:
+        raise UserError(
+            f"data.length={config.data.length}: must be at least 2, because a token is learnt from "
+            "those before it"
+        )
     if config.loss not in losses.LOSSES:
         raise unknown("loss", config.loss, losses.LOSSES)
     model = config.model

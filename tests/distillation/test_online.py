@@ -275,6 +275,29 @@ def test_invalid_online_configs_are_refused(config, tmp_path):
             training.distil(config(**changes), tmp_path / "refused")
 
 
+@pytest.mark.parametrize(
+    ("changes", "lines", "message"),
+    [
+        ({"data.length": 1}, {}, "data.length=1: "),
+        ({}, {"train": ["of"] * 40}, r"data.train='.*train.txt': stream 0 of data.streams=4"),
+        ({}, {"train": ["a draft", "of", "of", "of"] * 9}, "stream 1 of data.streams=4"),
+        ({}, {"heldout": ["of"] * 9}, r"data.heldout='.*heldout.txt': its first 9 sentences"),
+    ],
+    ids=["length 1", "one-token text", "one-token stream", "one-token held-out text"],
+)
+def test_text_without_anything_to_learn_is_refused(
+    config, teacher, tmp_path, monkeypatch, changes, lines, message
+):
+    """Such text made the pipeline search for a sequence forever."""
+    prompt = teacher.tokenizer.prompt
+    monkeypatch.setattr(teacher.tokenizer, "prompt", lambda text: prompt(text)[: 1 + (text != "of")])
+    for name, sentences in lines.items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(sentences))
+    with pytest.raises(UserError, match=message):
+        training.distil(config(**changes), tmp_path / "refused")
+    assert not (tmp_path / "refused" / runs.CONFIG).exists()
+
+
 def test_a_constant_learning_rate_decays_at_the_end():
     """A lower `steps` moves the decay and changes nothing else."""
     options = online_config().optimizer
