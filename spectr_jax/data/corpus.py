@@ -1,5 +1,6 @@
 """Sources of sentences: TFDS `lm1b`, or text files with one sentence per line."""
 
+import codecs
 import contextlib
 import glob
 import gzip
@@ -151,12 +152,12 @@ def sample_sentences(sentences: Sentences, count: int, seed: int) -> Iterator[st
 
 
 def read_text(path: pathlib.Path) -> bytes:
-    """Returns the UTF-8 text of a file, unpacking .gz and .xz. Raises `UserError` if it is
-    corrupt."""
+    """Returns the UTF-8 text of a file without a byte-order mark, unpacking .gz and .xz. Raises
+    `UserError` if it is corrupt."""
     openers: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
-            text = file.read()
+            text = file.read().removeprefix(codecs.BOM_UTF8)
         text.decode("utf-8")
     except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
         raise UserError(f"{str(path)!r} is corrupt ({error}); restore or remove it") from error

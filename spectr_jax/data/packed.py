@@ -1,12 +1,10 @@
 """Opens a corpus to train on: text, or the shards that `packing.pack` wrote."""
 
-import json
-
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
 from spectr_jax.data.packing import DAMAGE, FORMAT, INDEX, read_shards
 from spectr_jax.data.shuffled import PackedRows
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded
+from spectr_jax.utils.files import expanded, parse_json, read_text
 
 
 def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRows:
@@ -20,7 +18,7 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
         return open_sentences(spec, tfds_dir)
     folder = expanded(spec.removeprefix(PACKED_PREFIX))
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = parse_json(read_text(folder / INDEX))
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}")
         return PackedRows(read_shards(folder, index), index["tokenizer_sha256"])

@@ -7,7 +7,6 @@ teacher's last hidden state. A folder has shards of rows, each written atomicall
 names the teacher.
 """
 
-import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded, write_json
+from spectr_jax.utils.files import expanded, parse_json, read_text, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
@@ -237,7 +236,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
 def _index(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        index = {**OLDER, **json.loads((folder / INDEX).read_text())}
+        index = {**OLDER, **parse_json(read_text(folder / INDEX))}
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
         if missing := [field for field in FIELDS if field not in index]:

@@ -18,7 +18,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from spectr_jax.data.questions import Question, read_questions, spread
+from spectr_jax.data.questions import OVERALL, Question, read_questions, spread
 from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.generate import generate, lower
@@ -38,7 +38,7 @@ from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
-NAME, BASELINE, OVERALL = "spec_bench", "baseline", "overall"
+NAME, BASELINE = "spec_bench", "baseline"
 PARTS = 8
 """Number of parts of an answer in which acceptance is counted."""
 

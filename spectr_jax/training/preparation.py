@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import pathlib
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from spectr_jax.training.runs import CONFIG, TOKENIZER
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive, to_json
 from spectr_jax.utils.errors import UserError, unknown
-from spectr_jax.utils.files import digest, expanded, write_whole
+from spectr_jax.utils.files import digest, expanded, read_json, write_whole
 
 # Fields that may change between two starts of a run. Any other change makes it another run.
 FREE_FIELDS = (
@@ -137,12 +136,7 @@ def claim_workdir(
     """
     path = workdir / CONFIG
     if path.exists():
-        try:
-            stored = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(
-                f"workdir={str(workdir)!r}: its {CONFIG} is not JSON ({error}); choose a new one"
-            ) from error
+        stored = read_json(path)
         # A field newer than the run had its default.
         defaults = flatten_dict(to_json(known or train_config()), sep=".")
         theirs = {**defaults, **flatten_dict(stored, sep=".")}

@@ -1,4 +1,5 @@
-"""Atomic writes of files, digests of their content, and expansion of user-given paths."""
+"""Reading of text, atomic writes of files, digests of their content, and expansion of user-given
+paths."""
 
 import contextlib
 import hashlib
@@ -11,6 +12,28 @@ from typing import Any
 from spectr_jax.utils.errors import UserError
 
 LFS_POINTER = b"version https://git-lfs"
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Returns the text of a UTF-8 file, without a byte-order mark. Raises OSError or ValueError."""
+    return path.read_bytes().decode("utf-8-sig")
+
+
+def lines_of(text: str) -> list[str]:
+    r"""Returns the lines of a text. Only \n and \r\n end a line.
+
+    `str.splitlines` also splits at form feeds, U+0085 and U+2028, which sentences and JSON strings
+    may contain.
+    """
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
+def parse_json(text: str) -> Any:
+    """Returns a JSON value. Raises ValueError, also if it is nested too deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
@@ -57,7 +80,7 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises `UserError` if it is missing or damaged."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(

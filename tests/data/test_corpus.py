@@ -60,6 +60,17 @@ def test_blank_lines_and_carriage_returns_are_dropped(tmp_path, suffix, opener):
         open_sentences(str(folder / f"2{suffix}"))
 
 
+@pytest.mark.parametrize(
+    ("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open)]
+)
+def test_only_newlines_end_a_line_and_byte_order_marks_are_dropped(tmp_path, suffix, opener):
+    odd = "form\x0cfeed \x0b \x85 \u2028"
+    for name in "ab":
+        with opener(tmp_path / f"{name}{suffix}", "wb") as file:
+            file.write(f"\ufeff{name}\r\n{odd}\n".encode())
+    assert list(open_sentences(str(tmp_path))) == ["a", odd, "b", odd]
+
+
 def test_samples_are_seeded_and_without_repeats(tmp_path):
     sentences = open_sentences(_write(tmp_path / "c.txt", [f"line {index}" for index in range(50)]))
     drawn = list(sample_sentences(sentences, 20, seed=1))

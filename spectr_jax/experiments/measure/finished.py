@@ -1,6 +1,5 @@
 """Whether a workdir holds a finished table or figure, of the same config and the same weights."""
 
-import json
 import pathlib
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ import ml_collections
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import parse_json, read_text
 
 
 class Finished(Exception):
@@ -37,11 +37,11 @@ def check_table(
       UserError: the table is of another config or other weights, or damaged.
     """
     path = workdir / f"{name}.json"
-    text = hosts.gather(path.read_text() if path.exists() else None)[0]
-    if text is None:
-        return
     try:
-        made = json.loads(text)
+        text = hosts.gather(read_text(path) if path.exists() else None)[0]
+        if text is None:
+            return
+        made = parse_json(text)
         theirs = made["config_hash"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -15,7 +15,7 @@ from spectr_jax.experiments.measure.measurement import Measurement
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import config_hash, to_json
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import write_whole
+from spectr_jax.utils.files import lines_of, parse_json, read_text, write_whole
 
 
 class Journal:
@@ -145,9 +145,9 @@ class Journal:
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        whole, _, _ = self._path.read_text().rpartition("\n")
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
+            whole, _, _ = read_text(self._path).rpartition("\n")
+            lines = [parse_json(line) for line in lines_of(whole)] if whole else []
         except ValueError as error:
             raise UserError(
                 f"{str(self._path)!r}: is damaged ({error}); remove it to start again"
