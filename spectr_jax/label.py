@@ -97,7 +97,7 @@ def main():
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
     """Returns what identifies these labels, for the index of their folder."""
-    from spectr_jax.data.corpus import corpus_digest
+    from spectr_jax.data.corpus import content_digest, corpus_digest
     from spectr_jax.models.frozen import digest
 
     writes = _WRITE.value != "nothing"
@@ -114,6 +114,7 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
         "text": _TEXT.value,
         "sentences": 0 if sentences is None else len(sentences),
         "corpus": "" if sentences is None else corpus_digest(sentences),
+        "content": "" if sentences is None else content_digest(sentences),
         "first": _FIRST.value,
         "write": _WRITE.value,
         **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),

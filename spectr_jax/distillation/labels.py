@@ -7,6 +7,7 @@ teacher's last hidden state. A folder has shards of rows, each written atomicall
 names the teacher.
 """
 
+import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """Fields that every index has. Folders used together must agree in them."""
 OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True}
-OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus"), "")
+OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus", "content"), "")
 """Values of fields that older indices lack."""
-DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
+DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
 """Digests that older indices lack, and the fields that identify the content instead."""
 TOP = 64
 """Labels per place. On plain sentences, 64 tokens hold about 0.85 of SmolLM2-135M's probability."""
@@ -76,8 +77,14 @@ class LabelledRows(PackedRows):
       counts: number of rows of each folder.
     """
 
-    def __init__(self, shards: list[np.ndarray], index: dict[str, Any], counts: tuple[int, ...]):
-        super().__init__(shards, tokenizer_digest=index["vocabulary"])
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        index: dict[str, Any],
+        counts: tuple[int, ...],
+        identity: str = "",
+    ):
+        super().__init__(shards, index["vocabulary"], identity)
         self.teacher, self.counts = teacher_of(index), counts
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
         self.context, self.features = index["context"], index["features"]
@@ -181,7 +188,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
         for shard in own:
             shards.append(shard[:need])
             need -= len(shards[-1])
-    return LabelledRows(shards, first, taken)
+    return LabelledRows(shards, first, taken, json.dumps(indices))
 
 
 def teacher_of(index: dict[str, Any]) -> Teacher:

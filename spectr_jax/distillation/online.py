@@ -9,6 +9,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 import grain
 import ml_collections
@@ -16,14 +17,14 @@ import numpy as np
 
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import Sentences, open_sentences
-from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.packed import PackedRows, digest_of
 from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.labels import LabelledRows
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.base import features_shown
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, digest, freeze
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
@@ -61,6 +62,13 @@ class Lessons:
                     f"data.train={name!r}: has {there} sentences, and had {before} before; restore "
                     "the corpus"
                 )
+
+    def digests(self) -> dict[str, Any]:
+        """Returns digests of the sources and of the teacher, by the fields that name them."""
+        return {
+            "data.train": [digest_of(source) for source in self._sources],
+            "teacher": digest(self.model),
+        }
 
     def streams(self, streams: int) -> int:
         """Returns the largest number of streams, at most `streams`, that divides the rows of each

@@ -9,6 +9,7 @@ turns.
 """
 
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest, write_figure
 
 NAME, BASELINE = "spec_bench", "baseline"
 PARTS = 8
@@ -84,7 +86,8 @@ def run(
         for label, method in methods.items()
     ]
     bench = Bench(config, target, freeze(target.model), contenders, set())
-    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again)
+    inputs = digest(json.dumps(questions).encode())[:16]
+    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again, inputs)
     rows: list[dict[str, Any]] = []
     with progress(len(config.temperatures) * len(questions), "question") as bar:
         for temperature in dict.fromkeys(config.temperatures):
@@ -366,4 +369,4 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     figure.legend(
         *grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
     )
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spectr_jax.utils.files import lines_of, naming, parse_json, read_text, write_whole
+from spectr_jax.utils.files import lines_of, parse_json, read_text, write_figure, write_whole
 
 
 class MetricsLog:
@@ -148,5 +148,4 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> No
     axes.set(xlabel="step", ylabel=curves.label)
     axes.grid(alpha=0.3)
     axes.legend()
-    with naming(path):
-        figure.savefig(path, dpi=120)
+    write_figure(path, figure)

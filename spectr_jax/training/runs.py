@@ -16,6 +16,8 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import parse_json, read_text, write_json
 
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
+INPUTS = "inputs.json"
+"""Digests of the data that a run reads."""
 BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
 """Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
 the first held-out labels."""

@@ -2,10 +2,13 @@
 paths."""
 
 import contextlib
+import fcntl
 import hashlib
+import io
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +52,27 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 
 @contextlib.contextmanager
+def exclusive(path: pathlib.Path) -> Iterator[None]:
+    """A context that one process at a time can be in, to make `path`; the others wait. It leaves a
+    hidden empty file next to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that makes {path}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_figure(path: pathlib.Path, figure: Any) -> None:
+    """Writes a figure of matplotlib as PNG, atomically."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    write_whole(path, content.getvalue())
+
+
+@contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
     """A context that adds `path` to an `OSError` without a file name, as of a full disk."""
     try:
@@ -59,7 +83,15 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def expanded(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns a user-given path with `~` expanded. Raises `UserError` if there is no such user."""
+    """Returns a user-given path with `~` expanded.
+
+    Raises:
+      UserError: there is no such user, or it is a URL, which would become a local folder.
+    """
+    if re.match(r"\w[\w+.-]*://", str(name)):
+        raise UserError(
+            f"{str(name)!r} is a URL; give a local path, for example of a mounted bucket"
+        )
     try:
         return pathlib.Path(name).expanduser()
     except RuntimeError as error:

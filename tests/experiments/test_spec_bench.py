@@ -4,6 +4,7 @@ The tests cover the arithmetic of the protocol, resumption, and bad configs.
 """
 
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -140,6 +141,34 @@ def test_a_stopped_run_resumes_and_matches_separate_conversations(
         4
     ].strip()
     assert cell == f"{rows[0.0, 'overall', 'lookup chain:3']['tokens_per_call']:.2f}"
+
+
+def test_edited_questions_are_not_mixed_with_older_answers(config, tmp_path, monkeypatch):
+    calls = []
+
+    def answered(bench, question, number, temperature):
+        calls.append(question)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        positions = {name: [1] for name in ("calls", "chosen_at", "accepted_at")}
+        positions |= {"reached": [1], "accepted": [1]}
+        one = {"runs": [{"tokens": 1, "calls": 1, "seconds": 1.0}], "positions": positions}
+        return {contender.label: one for contender in bench.contenders}
+
+    monkeypatch.setattr(spec_bench, "measure_question", answered)
+    path = pathlib.Path(config.questions)
+    before = path.read_text()
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run")
+    path.write_text(before.replace('"writing"', '"coding"').replace("Why?", "How?"))
+    with pytest.raises(UserError, match="other inputs"):
+        run(config, tmp_path / "run")
+    path.write_text(before)
+    run(config, tmp_path / "run")
+    path.write_text(before.replace("Why?", "How?"))
+    with pytest.raises(UserError, match="is a table of other prompts, questions"):
+        run(config, tmp_path / "run")
+    assert run(config, tmp_path / "run", again=True)["questions"] == 3
 
 
 def _greedy(target, turns):

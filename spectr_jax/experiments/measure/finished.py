@@ -1,4 +1,4 @@
-"""Whether a workdir holds a finished table or figure, of the same config and the same weights."""
+"""Whether a workdir holds a finished table or figure, of the same config, weights and inputs."""
 
 import pathlib
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ def check_table(
     name: str,
     weights: Sequence[str] | None = None,
     again: bool = False,
+    inputs: str = "",
 ) -> None:
     """Checks whether `workdir` may get the table or figure `name`. Every process must call it.
 
@@ -30,11 +31,12 @@ def check_table(
       name: name of the table.
       weights: the weights that are measured (`report.weights`); None checks the config only, before
         models are loaded.
-      again: whether to measure a finished table again, also with other weights.
+      again: whether to measure a finished table again, also with other weights or inputs.
+      inputs: as in `Journal`. Tables of versions up to 0.3.0 have none and pass.
 
     Raises:
-      Finished: the table is there, of this config and these weights.
-      UserError: the table is of another config or other weights, or damaged.
+      Finished: the table is there, of this config, these weights and these inputs.
+      UserError: the table is of another config, other weights or other inputs, or damaged.
     """
     path = workdir / f"{name}.json"
     try:
@@ -58,6 +60,11 @@ def check_table(
         raise UserError(
             f"{str(path)!r}: is a table of other weights ({made.get('weights')}, this run: "
             f"{list(weights)}); choose a new --workdir, or replace it with --again"
+        )
+    if made.get("inputs", inputs) != inputs:
+        raise UserError(
+            f"{str(path)!r}: is a table of other prompts, questions or sentences than those that "
+            "the config names now; choose a new --workdir, or replace it with --again"
         )
     raise Finished(
         f"{path} is finished: commit {made.get('commit', 'unknown'):.12}, "
