@@ -22,6 +22,7 @@ INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """Fields that every index has. Folders used together must agree in them."""
 OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True}
+OLDER |= {"shard": 512}
 OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus", "content"), "")
 """Values of fields that older indices lack."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
@@ -101,10 +102,12 @@ def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
     return folder / f"labels-{number:05d}.npy"
 
 
-def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
-    """Creates a folder of labels with its index, or checks that an existing index agrees.
+def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Creates a folder of labels with its index, or checks that an existing index agrees. Returns
+    the index.
 
-    If there are no shards, an existing index is replaced.
+    If there are no shards, an existing index is replaced. An existing number of sequences per shard
+    is kept.
 
     Args:
       folder: the folder.
@@ -116,8 +119,9 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     """
     wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
     if any(folder.glob("labels-*.npy")):
-        _check_same(folder, _index(folder), wanted)
-        return
+        there = _index(folder)
+        _check_same(folder, there, {**wanted, "shard": there["shard"]})
+        return there
     folder.mkdir(parents=True, exist_ok=True)
     ours = ("labels", ".")  # The index, partial shards of a killed command, and hidden files.
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
@@ -126,6 +130,7 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
             f"--out={folder}: has other files, such as {others[0]!r}; give a folder of its own"
         )
     write_json(folder / INDEX, wanted)
+    return wanted
 
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:

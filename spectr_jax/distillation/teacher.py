@@ -29,9 +29,11 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
 
 SHARD = 512
-"""Sequences per shard. A stopped command loses at most one shard; shards are always complete."""
+"""The largest number of sequences per shard. A stopped command loses at most one shard; shards are
+always complete."""
 WRITTEN = 64
-"""Sequences that the teacher writes at once on a CPU. An accelerator writes a whole shard."""
+"""Sequences that the teacher writes at once on a CPU, and the largest number of written ones per
+shard there, which takes minutes. An accelerator writes `SHARD`."""
 ROWS = 4
 """Rows that the teacher labels at once."""
 LONGEST_BEGINNING = 12
@@ -273,26 +275,43 @@ def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Arr
     return {"top": top, "log_probabilities": values - normaliser}
 
 
+def shard_size(count: int, writes: bool) -> int:
+    """Returns the number of sequences per shard of a new folder of `count` sequences, which the
+    teacher reads or `writes`. Shards are equal, so that few sequences are added to `count`."""
+    largest = WRITTEN if writes and cpu.on_cpu() else SHARD
+    return -(-count // -(-count // largest))
+
+
 def write_labels(
     folder: pathlib.Path,
     texts: Texts,
     count: int,
     fill: Callable[[np.ndarray], None],
     row_type: np.dtype,
+    shard: int | None = None,
 ) -> int:
-    """Labels at least `count` sequences in whole shards, skipping shards that exist. Returns the
-    number of tokens labelled."""
-    tokens = 0
-    bar = tqdm.tqdm(range(0, count, SHARD), unit="shard", dynamic_ncols=True)
-    for number, first in enumerate(bar):
-        path = labels.shard_path(folder, number)
-        if path.exists():
-            continue
-        rows = pack_rows(texts(first, first + SHARD), row_type)
-        fill(rows)
-        file = io.BytesIO()
-        np.save(file, rows)
-        write_whole(path, file.getvalue())
-        tokens += int((rows["segments"] > 0).sum())
-        bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+    """Labels at least `count` sequences in whole shards of `shard` (default `SHARD`), skipping
+    shards that exist. Returns the number of tokens labelled."""
+    shard = shard or SHARD
+    tokens, total = 0, -(-count // shard) * shard
+    try:
+        with tqdm.tqdm(total=total, unit="sequence", dynamic_ncols=True) as bar:
+            for number, first in enumerate(range(0, count, shard)):
+                path = labels.shard_path(folder, number)
+                if not path.exists():
+                    rows = pack_rows(texts(first, first + shard), row_type)
+                    for start in range(0, len(rows), ROWS):
+                        part = rows[start : start + ROWS]
+                        fill(part)
+                        bar.update(int(part["segments"].max(axis=1).sum()))
+                    file = io.BytesIO()
+                    np.save(file, rows)
+                    write_whole(path, file.getvalue())
+                    tokens += int((rows["segments"] > 0).sum())
+                    bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+                bar.update(first + shard - bar.n)  # Some sequences were skipped or dropped.
+    except KeyboardInterrupt:
+        stored = shard * sum(1 for _ in folder.glob("labels-*.npy"))
+        print(f"{stored:,} of {total:,} sequences are stored; those of the current shard are lost")
+        raise
     return tokens

@@ -3,6 +3,7 @@ r"""Prompts from the command line, a file or stdin. Blank lines are skipped.
 As in a corpus, only \n and \r\n end a line, and a byte-order mark at the start is dropped.
 """
 
+import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from typing import TextIO
@@ -59,7 +60,8 @@ def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
     found = False
     try:
         if isinstance(stdin, io.TextIOWrapper):
-            stdin.reconfigure(newline="\n")  # By default \r alone ends a line too.
+            with contextlib.suppress(io.UnsupportedOperation):  # Something has been read already.
+                stdin.reconfigure(newline="\n")  # By default \r alone ends a line too.
         for number, line in enumerate(stdin):
             line.encode()  # In the C locale surrogates are kept here too.
             text = line if number else line.removeprefix("\ufeff")

@@ -53,16 +53,20 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: pathlib.Path) -> Iterator[None]:
-    """A context that one process at a time can be in, to make `path`; the others wait. It leaves a
-    hidden empty file next to `path`."""
+    """A context that one process at a time can be in, to make `path`; the others wait, and should
+    then look whether it is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as file:
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"waiting for another process that makes {path}", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def write_figure(path: pathlib.Path, figure: Any) -> None:
