@@ -510,7 +510,7 @@ def test_verbose_shows_the_traceback(run, tmp_path):
 
 PROGRAM = '''"""A program."""
 import os, signal, sys
-from absl import flags as absl_flags
+from absl import flags
 from spectr_jax.utils import cli
 from spectr_jax.utils.errors import Interrupted, UserError
 OUT = flags.DEFINE_string("out", "out", "Where.")

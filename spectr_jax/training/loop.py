@@ -54,9 +54,9 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     """Trains until `config.steps`, from the newest checkpoint in `workdir`, or else from
     `config.init`.
 
-    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file,
-    lock. With several processes (`hosts.connect`) each calls this with the same arguments and a
-    shared workdir.
+    Writes config.json, inputs.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an
+    empty file, lock. With several processes (`hosts.connect`) each calls this with the same
+    arguments and a shared workdir.
 
     A run that has taken its steps stays as it is.
 

@@ -51,6 +51,7 @@ def test_a_run_lowers_the_loss_and_writes_its_files(config, losses, tmp_path):
     assert evaluated[1]["eval_bits_per_character"] < evaluated[0]["eval_bits_per_character"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.json",
+        "inputs.json",
         "tokenizer.model",
         "metrics.jsonl",
         "loss.png",
