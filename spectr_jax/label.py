@@ -34,8 +34,8 @@ _OUT = flags.DEFINE_string("out", None, "The folder of the labels.", required=Tr
 _COUNT = flags.DEFINE_integer(
     "count",
     10_000,
-    "Number of sentences to label, or of sequences to write, rounded up to a multiple of 512. A "
-    "corpus to label must have this number before rounding.",
+    "Number of sentences to label, or of sequences to write, rounded up to whole shards, which the "
+    "first command of a folder chooses. A corpus must have this number before rounding.",
     lower_bound=1,
 )
 _FIRST = flags.DEFINE_integer("first", 0, "First sentence of the corpus to take.", lower_bound=0)
@@ -89,19 +89,22 @@ def main():
             f"--features: {_TEACHER.value!r} does not show its last hidden state; leave it out"
         )
     texts = teaching.starting_at(_texts(teacher, sentences, length), _FIRST.value)
-    labels.claim_folder(out, _about(teacher, sentences, features))
+    shard = labels.claim_folder(out, _about(teacher, sentences, features))["shard"]
+    if 4 * shard < teaching.shard_size(_COUNT.value, _WRITE.value != "nothing"):
+        print(f"{out} has shards of only {shard} sequences, which is slow; a new --out is faster")
     if labels.shard_path(out, 0).exists():
         labels.open_labels(str(out))  # Reports a damaged shard now.
     fill = teaching.labeller(teacher) if _LABELS.value else lambda rows: None
     row_type = labels.row_type(vocab_size, length, features, labelled=_LABELS.value)
-    tokens = teaching.write_labels(out, texts, _COUNT.value, fill, row_type)
+    tokens = teaching.write_labels(out, texts, _COUNT.value, fill, row_type, shard)
     rows = labels.open_labels(str(out))
     print(f"{tokens:,} tokens written now; {len(rows):,} rows of {length} in {out}")
 
 
 def _about(teacher, sentences, features: int) -> dict[str, Any]:
     """Returns what identifies these labels, for the index of their folder."""
-    from spectr_jax.data.corpus import corpus_digest
+    from spectr_jax.data.corpus import content_digest, corpus_digest
+    from spectr_jax.distillation.teacher import shard_size
     from spectr_jax.models.frozen import digest
 
     writes = _WRITE.value != "nothing"
@@ -118,6 +121,8 @@ def _about(teacher, sentences, features: int) -> dict[str, Any]:
         "text": _TEXT.value,
         "sentences": 0 if sentences is None else len(sentences),
         "corpus": "" if sentences is None else corpus_digest(sentences),
+        "content": "" if sentences is None else content_digest(sentences),
+        "shard": shard_size(_COUNT.value, writes),
         "first": _FIRST.value,
         "write": _WRITE.value,
         **({"temperature": _TEMPERATURE.value, "seed": _SEED.value} if writes else {}),
@@ -160,12 +165,23 @@ def _sentences():
 
 
 def _texts(teacher, sentences, length: int):
-    """Returns the texts to label: read from the corpus, or written by the teacher."""
+    """Returns the texts to label: read from the corpus, or written by the teacher.
+
+    Raises:
+      UserError: the corpus has only sentences of one token.
+    """
     from spectr_jax.decoding import Policy
     from spectr_jax.distillation import teacher as teaching
     from spectr_jax.loading.by_name import load
+    from spectr_jax.utils.errors import UserError
 
     if _WRITE.value == "nothing":
+        taken = range(_FIRST.value, _FIRST.value + _COUNT.value)
+        if all(len(teacher.tokenizer.prompt(sentences[index])) < 2 for index in taken):
+            raise UserError(
+                f"--text={_TEXT.value}: each of the {_COUNT.value} sentences has one token, and "
+                "nothing can be learnt from one; give longer ones"
+            )
         return teaching.read_texts(sentences, teacher.tokenizer)
     writer = teacher if _write_dtype() == _DTYPE.value else load(_TEACHER.value, _write_dtype())
     policy = Policy(temperature=_TEMPERATURE.value, eos=teacher.tokenizer.eos)

@@ -45,7 +45,7 @@ def main():
     from spectr_jax.data.corpus import open_sentences, sample_sentences
     from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
     from spectr_jax.utils.errors import UserError
-    from spectr_jax.utils.files import expanded
+    from spectr_jax.utils.files import exclusive, expanded
 
     out = expanded(_OUT.value)
     tokenizer_path = expanded(_TOKENIZER.value) if _TOKENIZER.value else out / "tokenizer.model"
@@ -64,10 +64,13 @@ def main():
             "exist; choose another --out"
         )
     else:
-        print(f"training a tokenizer of {_VOCABULARY.value} pieces: {tokenizer_path}", flush=True)
-        tokenizer = train_tokenizer(
-            sample_sentences(sentences, _SENTENCES.value, seed=0), tokenizer_path, _VOCABULARY.value
-        )
+        with exclusive(tokenizer_path):  # Commands that share it may start together.
+            if not tokenizer_path.exists():
+                wanted = _VOCABULARY.value
+                print(f"training a tokenizer of {wanted} pieces: {tokenizer_path}", flush=True)
+                sample = sample_sentences(sentences, _SENTENCES.value, seed=0)
+                train_tokenizer(sample, tokenizer_path, wanted)
+        tokenizer = Tokenizer(tokenizer_path)
     if not finished:
         print(f"packing {len(sentences):,} sentences", flush=True)
     workers = _WORKERS.value or os.cpu_count() or 1

@@ -14,7 +14,9 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags as absl_flags
 
+from spectr_jax.utils import cli
 from spectr_jax.utils.errors import UserError, explain
 
 pytestmark = pytest.mark.xdist_group("entry_points")  # All tests share one server.
@@ -59,6 +61,24 @@ TREES, LATENCY, QUALITY, AUTO, DISTIL, FIGURES = (
 CASES = [
     (TRAIN, "--config.learning_rat=1", "unknown config field 'learning_rat'"),
     (TRAIN, "--config.steps=many", "flag --config.steps=many"),
+    (TRAIN, "--workdir=gs://bucket/run", "'gs://bucket/run' is a URL; give a local path"),
+    (TRAIN, "--config.data.train=gs://bucket/*", "'gs://bucket/*' is a URL"),
+    (
+        TRAIN,
+        "--config.data.train=README.md --config.data.heldout=s3://bucket/a",
+        "'s3://bucket/a' is a URL",
+    ),
+    (TRAIN, "--config.init=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (EVAL, "--workdir=gs://bucket/run", "'gs://bucket/run' is a URL"),
+    (EVAL, "--config.target=gs://bucket/run", "'gs://bucket/run'"),
+    (EVAL, "--config.prompts=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (PACK, "--out=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (PACK, "--tokenizer=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (LABEL, "--out=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (EXPORT, "--out=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (EXPORT, "--model=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (SAMPLE, "--html=gs://bucket/a.html", "'gs://bucket/a.html' is a URL"),
+    (SAMPLE, "--target=https://host/model", "'https://host/model'"),
     (TRAIN, "--config.model=3", "Failed to parse '3' as a ConfigDict"),
     (TRAIN, "--config.data.train=/nowhere/*.xz", "no text file matches '/nowhere/*.xz'"),
     (TRAIN, "--config.data.train=", "no text file matches ''; give a file, a folder"),
@@ -424,10 +444,34 @@ def test_missing_flags_prompts_and_files_are_reported(run):
     check_one_line(run(PACK, "--data=x"), "--out is missing; see --help")
     check_one_line(run(SAMPLE), "no prompt on stdin; give --prompt=TEXT or --file=FILE")
     check_one_line(run(SAMPLE, "--file=/nowhere"), "--file=/nowhere: cannot be read")
+    check_one_line(run(SAMPLE, "--file=gs://bucket/a"), "'gs://bucket/a' is a URL")
     check_one_line(
         run(TRAIN, "--confg=x"),
         "Unknown command line flag 'confg'. Did you mean: config ?; see --help",
     )
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_config_files_and_modules_that_exit_are_reported(run, tmp_path, monkeypatch, status):
+    (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({status})\n")
+    ended = run(TRAIN, *arguments_of(TRAIN, f"--config={tmp_path}/leaves.py", tmp_path))
+    check_one_line(ended, "the config file calls sys.exit")
+    given = absl_flags.FlagValues()
+    absl_flags.DEFINE_multi_string("import", ["leaves"], "", flag_values=given)
+    given.mark_as_parsed()
+    monkeypatch.setattr(cli.flags, "FLAGS", given)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"--import=leaves fails \(SystemExit"):
+        cli._import_modules()
+
+
+def test_sentences_of_one_token_are_not_labelled(run, tmp_path):
+    """The tokenizer drops a zero-width space, so the prompt is BOS alone."""
+    (tmp_path / "text").write_text("\u200b\n" * 3)
+    flags = f"--text={tmp_path}/text --count=3"
+    ended = run(LABEL, *arguments_of(LABEL, flags, tmp_path))
+    check_one_line(ended, f"--text={tmp_path}/text: each of the 3 sentences has one token")
+    assert nothing_written(tmp_path)
 
 
 def test_a_finished_table_is_reported_in_one_line(run, tmp_path):

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers, processors
 
 from spectr_jax.data.tokenizer import NO_PIECE, SPACE, AnyTokenizer, checked_text, vocabulary_digest
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import check_fetched, read_json, write_json, write_whole
+from spectr_jax.utils.files import check_fetched, read_json, read_text, write_json, write_whole
 
 FILE, OLD_FILES = "tokenizer.json", ("vocab.json", "merges.txt")
 SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
@@ -219,7 +219,7 @@ def read_template(folder: pathlib.Path) -> str | None:
     path = folder / TEMPLATE
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} cannot be read ({error}); fetch it again") from error
     given = _object(folder / SETTINGS).get("chat_template")

@@ -2,11 +2,11 @@
 
 import json
 
-from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
+from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, content_digest, open_sentences
 from spectr_jax.data.packing import DAMAGE, FORMAT, INDEX, read_shards
 from spectr_jax.data.shuffled import PackedRows
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded
+from spectr_jax.utils.files import expanded, parse_json, read_text
 
 
 def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRows:
@@ -20,12 +20,18 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
         return open_sentences(spec, tfds_dir)
     folder = expanded(spec.removeprefix(PACKED_PREFIX))
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = parse_json(read_text(folder / INDEX))
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}")
-        return PackedRows(read_shards(folder, index), index["tokenizer_sha256"])
+        return PackedRows(read_shards(folder, index), index["tokenizer_sha256"], json.dumps(index))
     except DAMAGE as error:
         raise UserError(
             f"{str(folder)!r} is not a packed corpus that can be read ({error}); pack it again: "
             "python -m spectr_jax.pack"
         ) from error
+
+
+def digest_of(corpus: Sentences | PackedRows) -> str:
+    """Returns a digest of the content of a training corpus, wherever it lies. That of packed rows
+    relies on their index, which has a digest of the text."""
+    return corpus.digest() if isinstance(corpus, PackedRows) else content_digest(corpus)

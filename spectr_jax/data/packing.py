@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tqdm
 
-from spectr_jax.data.corpus import Sentences, corpus_digest, part
+from spectr_jax.data.corpus import Sentences, content_digest, corpus_digest, part
 from spectr_jax.data.tokenizer import EOS, PAD, AnyTokenizer, Tokenizer
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, read_json, write_json, write_whole
@@ -66,6 +66,7 @@ def pack(
         "length": length,
         "sentences": len(sentences),
         "corpus": corpus_digest(sentences),
+        "content": content_digest(sentences),  # Versions up to 0.3.0 know `corpus` only.
         "tokenizer_sha256": digest(tokenizer.proto),
         "compress": compress,
     }

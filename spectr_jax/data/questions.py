@@ -1,12 +1,11 @@
 """Questions of benchmarks in Spec-Bench's format: JSON lines with question_id, category and turns,
 the user's messages."""
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded
+from spectr_jax.utils.files import expanded, lines_of, parse_json, read_text
 
 CONVERSATION = "multi-turn conversation"
 TASKS = {
@@ -19,6 +18,8 @@ TASKS = {
     "rag": "retrieval-augmented generation",
 }
 """The task of each category. Any other category is its own task."""
+OVERALL = "overall"
+"""The name that tables give to all tasks together."""
 
 
 class Question(NamedTuple):
@@ -36,7 +37,7 @@ def read_questions(path: str) -> list[Question]:
       UserError: it cannot be read, or a line is not a question.
     """
     try:
-        lines = expanded(path).read_text(encoding="utf-8").splitlines()
+        lines = lines_of(read_text(expanded(path)))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"questions={path!r}: cannot be read ({error}); give Spec-Bench's question.jsonl"
@@ -57,7 +58,7 @@ def read_questions(path: str) -> list[Question]:
 
 def _question(line: str, place: str) -> Question:
     try:
-        given = json.loads(line)
+        given = parse_json(line)
         identity, category, turns = given["question_id"], given["category"], given["turns"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -66,7 +67,11 @@ def _question(line: str, place: str) -> Question:
     strings = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
     if not strings or not turns or not all(map(str.strip, turns)):
         raise UserError(f"{place} has turns {turns!r:.60}; give a list of messages")
-    return Question(str(identity), TASKS.get(category, str(category)), tuple(turns))
+    if not isinstance(category, str) or not category.strip() or category == OVERALL:
+        raise UserError(
+            f"{place} has category {category!r:.60}; give a name other than {OVERALL!r}"
+        )
+    return Question(str(identity), TASKS.get(category, category), tuple(turns))
 
 
 def spread(questions: Sequence[Question], per_task: int) -> list[Question]:

@@ -10,15 +10,17 @@ from typing import Any
 import grain
 import numpy as np
 
+from spectr_jax.utils.files import digest
+
 
 class PackedRows:
     """Random access to rows, uint16 [length], of shards that are memory-mapped or in memory.
 
-    `tokenizer_digest` identifies the tokenizer that made them.
+    `tokenizer_digest` identifies the tokenizer that made them, `identity` what they were made from.
     """
 
-    def __init__(self, shards: list[np.ndarray], tokenizer_digest: str):
-        self._shards = shards
+    def __init__(self, shards: list[np.ndarray], tokenizer_digest: str, identity: str = ""):
+        self._shards, self._identity = shards, identity
         self._ends = np.cumsum([len(shard) for shard in shards])
         self.tokenizer_digest = tokenizer_digest
 
@@ -32,6 +34,13 @@ class PackedRows:
 
     def __getitem__(self, index: int, /) -> np.ndarray:
         return self.take(np.array([index]))[0]
+
+    def digest(self) -> str:
+        """Returns a digest of what the rows were made from, of their number, and of 256 evenly
+        spaced rows."""
+        picked = np.unique(np.linspace(0, len(self) - 1, 256).astype(int))
+        about = f"{self._identity} {self.tokenizer_digest} {len(self)} "
+        return digest(about.encode() + self.take(picked).tobytes())[:16]
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Returns the rows at `indices`, uint16 [count, length]."""

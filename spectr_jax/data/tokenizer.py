@@ -5,7 +5,7 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -177,10 +177,18 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, refused = io.BytesIO(), list[UserError]()
+
+    def read() -> Iterator[str]:
+        try:
+            yield from sentences
+        except UserError as error:  # SentencePiece would raise another error.
+            refused.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences),
+            sentence_iterator=read(),
             model_writer=model,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -194,6 +202,8 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
+        if refused:
+            raise refused[0] from error
         reason = str(error).strip().splitlines()[-1]
         small = "smaller than required_chars" in reason
         remedy = "a larger vocabulary" if small else "more text or a smaller vocabulary"

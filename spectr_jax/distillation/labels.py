@@ -15,16 +15,17 @@ import numpy as np
 
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded, write_json
+from spectr_jax.utils.files import expanded, parse_json, read_text, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """Fields that every index has. Folders used together must agree in them."""
 OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True}
-OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus"), "")
+OLDER |= {"shard": 512}
+OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus", "content"), "")
 """Values of fields that older indices lack."""
-DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences")}
+DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
 """Digests that older indices lack, and the fields that identify the content instead."""
 TOP = 64
 """Labels per place. On plain sentences, 64 tokens hold about 0.85 of SmolLM2-135M's probability."""
@@ -77,8 +78,14 @@ class LabelledRows(PackedRows):
       counts: number of rows of each folder.
     """
 
-    def __init__(self, shards: list[np.ndarray], index: dict[str, Any], counts: tuple[int, ...]):
-        super().__init__(shards, tokenizer_digest=index["vocabulary"])
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        index: dict[str, Any],
+        counts: tuple[int, ...],
+        identity: str = "",
+    ):
+        super().__init__(shards, index["vocabulary"], identity)
         self.teacher, self.counts = teacher_of(index), counts
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
         self.context, self.features = index["context"], index["features"]
@@ -95,10 +102,12 @@ def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
     return folder / f"labels-{number:05d}.npy"
 
 
-def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
-    """Creates a folder of labels with its index, or checks that an existing index agrees.
+def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Creates a folder of labels with its index, or checks that an existing index agrees. Returns
+    the index.
 
-    If there are no shards, an existing index is replaced.
+    If there are no shards, an existing index is replaced. An existing number of sequences per shard
+    is kept.
 
     Args:
       folder: the folder.
@@ -110,8 +119,9 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
     """
     wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
     if any(folder.glob("labels-*.npy")):
-        _check_same(folder, _index(folder), wanted)
-        return
+        there = _index(folder)
+        _check_same(folder, there, {**wanted, "shard": there["shard"]})
+        return there
     folder.mkdir(parents=True, exist_ok=True)
     ours = ("labels", ".")  # The index, partial shards of a killed command, and hidden files.
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours))
@@ -120,6 +130,7 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> None:
             f"--out={folder}: has other files, such as {others[0]!r}; give a folder of its own"
         )
     write_json(folder / INDEX, wanted)
+    return wanted
 
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -182,7 +193,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
         for shard in own:
             shards.append(shard[:need])
             need -= len(shards[-1])
-    return LabelledRows(shards, first, taken)
+    return LabelledRows(shards, first, taken, json.dumps(indices))
 
 
 def teacher_of(index: dict[str, Any]) -> Teacher:
@@ -237,7 +248,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
 def _index(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        index = {**OLDER, **json.loads((folder / INDEX).read_text())}
+        index = {**OLDER, **parse_json(read_text(folder / INDEX))}
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
         if missing := [field for field in FIELDS if field not in index]:

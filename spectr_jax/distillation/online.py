@@ -9,6 +9,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 import grain
 import ml_collections
@@ -16,14 +17,14 @@ import numpy as np
 
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import Sentences, open_sentences
-from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.packed import PackedRows, digest_of
 from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.labels import LabelledRows
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.base import features_shown
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, digest, freeze
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
 
@@ -51,7 +52,7 @@ class Lessons:
         self.length = config.data.length
         self._tokenizer, self._data = teacher.tokenizer, config.data
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
-        names = [name.strip() for name in config.data.train.split(",")]
+        names = self._names = [name.strip() for name in config.data.train.split(",")]
         self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
         self._counts = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
@@ -61,6 +62,13 @@ class Lessons:
                     f"data.train={name!r}: has {there} sentences, and had {before} before; restore "
                     "the corpus"
                 )
+
+    def digests(self) -> dict[str, Any]:
+        """Returns digests of the sources and of the teacher, by the fields that name them."""
+        return {
+            "data.train": [digest_of(source) for source in self._sources],
+            "teacher": digest(self.model),
+        }
 
     def streams(self, streams: int) -> int:
         """Returns the largest number of streams, at most `streams`, that divides the rows of each
@@ -74,13 +82,17 @@ class Lessons:
         `data.batches.training_batches`.
 
         Raises:
-          UserError: a source has fewer sentences, or rows, than there are streams.
+          UserError: a source has fewer sentences, or rows, than there are streams, or a stream has
+            no sentence to learn from.
         """
         if min(self.counts) < streams:
             raise UserError(
                 f"data.streams={streams}: must be at most the {min(self.counts)} rows of the "
                 "smallest source; lower it, or give more text"
             )
+        for name, source in zip(self._names, self._sources, strict=True):
+            if not isinstance(source, LabelledRows):
+                self._check_streams(name, source, streams)
 
         def stream_of(source: Source, rows: int) -> Callable[[int], grain.IterDataset]:
             count = rows // streams
@@ -107,6 +119,11 @@ class Lessons:
                 enough = min(len(source), -(-count * self.length // 8))
                 texts = teaching.read_texts(source, self._tokenizer)(0, enough)
                 rows = teaching.pack_rows(texts, self._row_type)[:count]
+                if not len(rows):
+                    raise UserError(
+                        f"data.heldout={name!r}: its first {enough} sentences have one token each; "
+                        "give longer ones"
+                    )
             found[short_name(name)] = PackedRows([rows], self.vocabulary)
         return found
 
@@ -134,6 +151,16 @@ class Lessons:
                     "set data.length"
                 )
         return rows
+
+    def _check_streams(self, name: str, source: Sentences, streams: int) -> None:
+        """Raises `UserError` if a stream has only sentences of one token, which are dropped."""
+        for stream in range(streams):
+            indices = range(stream, len(source), streams)
+            if all(len(self._tokenizer.prompt(source[index])) < 2 for index in indices):
+                raise UserError(
+                    f"data.train={name!r}: stream {stream} of data.streams={streams} has only "
+                    "sentences of one token; give longer ones, or lower data.streams"
+                )
 
     def _encoded(self, sentence: str) -> teaching.Text:
         return teaching.Text(self._tokenizer.prompt(sentence))

@@ -29,9 +29,11 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
 
 SHARD = 512
-"""Sequences per shard. A stopped command loses at most one shard; shards are always complete."""
+"""The largest number of sequences per shard. A stopped command loses at most one shard; shards are
+always complete."""
 WRITTEN = 64
-"""Sequences that the teacher writes at once on a CPU. An accelerator writes a whole shard."""
+"""Sequences that the teacher writes at once on a CPU, and the largest number of written ones per
+shard there, which takes minutes. An accelerator writes `SHARD`."""
 ROWS = 4
 """Rows that the teacher labels at once."""
 LONGEST_BEGINNING = 12
@@ -160,7 +162,7 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
         key = jax.random.key(rng.integers(2**31))
         found: list[Text] = []
         at_once = WRITTEN if cpu.on_cpu() else SHARD
-        for first in _progress(range(0, len(prompts), at_once), "writing"):
+        for first in range(0, len(prompts), at_once):
             part = prompts[first : first + at_once]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
             padding = [tokenizer.bos] * longest
@@ -220,7 +222,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
         return taught(model, batch, layers)
 
     def fill(rows: np.ndarray) -> None:
-        for first in _progress(range(0, len(rows), ROWS), "labelling"):
+        for first in range(0, len(rows), ROWS):
             part = rows[first : first + ROWS]
             padded = np.zeros(ROWS, rows.dtype)
             padded[: len(part)] = part
@@ -273,9 +275,11 @@ def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Arr
     return {"top": top, "log_probabilities": values - normaliser}
 
 
-def _progress(batches: range, doing: str) -> tqdm.tqdm:
-    """Returns a bar over the batches of a shard, which takes a CPU up to minutes."""
-    return tqdm.tqdm(batches, doing, unit="batch", leave=False, dynamic_ncols=True)
+def shard_size(count: int, writes: bool) -> int:
+    """Returns the number of sequences per shard of a new folder of `count` sequences, which the
+    teacher reads or `writes`. Shards are equal, so that few sequences are added to `count`."""
+    largest = WRITTEN if writes and cpu.on_cpu() else SHARD
+    return -(-count // -(-count // largest))
 
 
 def write_labels(
@@ -284,20 +288,30 @@ def write_labels(
     count: int,
     fill: Callable[[np.ndarray], None],
     row_type: np.dtype,
+    shard: int | None = None,
 ) -> int:
-    """Labels at least `count` sequences in whole shards, skipping shards that exist. Returns the
-    number of tokens labelled."""
-    tokens = 0
-    bar = tqdm.tqdm(range(0, count, SHARD), unit="shard", dynamic_ncols=True)
-    for number, first in enumerate(bar):
-        path = labels.shard_path(folder, number)
-        if path.exists():
-            continue
-        rows = pack_rows(texts(first, first + SHARD), row_type)
-        fill(rows)
-        file = io.BytesIO()
-        np.save(file, rows)
-        write_whole(path, file.getvalue())
-        tokens += int((rows["segments"] > 0).sum())
-        bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+    """Labels at least `count` sequences in whole shards of `shard` (default `SHARD`), skipping
+    shards that exist. Returns the number of tokens labelled."""
+    shard = shard or SHARD
+    tokens, total = 0, -(-count // shard) * shard
+    try:
+        with tqdm.tqdm(total=total, unit="sequence", dynamic_ncols=True) as bar:
+            for number, first in enumerate(range(0, count, shard)):
+                path = labels.shard_path(folder, number)
+                if not path.exists():
+                    rows = pack_rows(texts(first, first + shard), row_type)
+                    for start in range(0, len(rows), ROWS):
+                        part = rows[start : start + ROWS]
+                        fill(part)
+                        bar.update(int(part["segments"].max(axis=1).sum()))
+                    file = io.BytesIO()
+                    np.save(file, rows)
+                    write_whole(path, file.getvalue())
+                    tokens += int((rows["segments"] > 0).sum())
+                    bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+                bar.update(first + shard - bar.n)  # Some sequences were skipped or dropped.
+    except KeyboardInterrupt:
+        stored = shard * sum(1 for _ in folder.glob("labels-*.npy"))
+        print(f"{stored:,} of {total:,} sequences are stored; those of the current shard are lost")
+        raise
     return tokens

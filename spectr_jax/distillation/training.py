@@ -38,6 +38,7 @@ from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.files import digest
 
 
 def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
@@ -64,7 +65,9 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for "
             f"{streams} streams; label more, or lower data.streams"
         )
+    read = {**_digests(rows), "data.heldout": _heldout_digests(heldout, config.data.heldout_rows)}
     with explained(workdir), preparation.locked(workdir):
+        preparation.check_inputs(config, workdir, read)
         student = _student(config, workdir, rows)
         shape, tokens = student.shape, student.head_tokens
         teacher = rows.model if isinstance(rows, Lessons) else None
@@ -102,6 +105,11 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
         *("data.streams", "data.heldout_rows", "data.length", "data.shares"),
         *("model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"),
     )
+    if config.data.length < 2:
+        raise UserError(
+            f"data.length={config.data.length}: must be at least 2, because a token is learnt from "
+            "those before it"
+        )
     if config.loss not in losses.LOSSES:
         raise unknown("loss", config.loss, losses.LOSSES)
     model = config.model
@@ -201,6 +209,16 @@ def _heldout(
                 f"per token; {fix}"
             )
     return heldout
+
+
+def _digests(rows: LabelledRows | Lessons) -> dict[str, Any]:
+    return rows.digests() if isinstance(rows, Lessons) else {"data.train": rows.digest()}
+
+
+def _heldout_digests(heldout: Mapping[str, PackedRows], count: int) -> list[str]:
+    """Returns digests of the first `count` rows of each set, which are scored."""
+    scored = (rows.take(np.arange(min(count, len(rows)))) for rows in heldout.values())
+    return [digest(rows.tobytes())[:16] for rows in scored]
 
 
 def _scores(

@@ -77,7 +77,7 @@ def run(
     """
     check_auto_config(config)
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
-    journal = Journal(workdir, NAME, config, report.weights(target, draft), again)
+    journal = Journal(workdir, NAME, config, report.weights(target, draft), again, prompts.digest())
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance, times = measure_acceptance(bench), measure_times(bench)
     found = candidates(config, acceptance, times)

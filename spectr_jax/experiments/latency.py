@@ -28,6 +28,7 @@ from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import write_figure
 
 NAME = "latency"
 
@@ -261,4 +262,4 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     axes[-1].tick_params(axis="y", labelsize=7)
     axes[-1].legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[-1].set(xlabel="share of a call", title="phases")
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)

@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from spectr_jax.data.corpus import Sentences, open_sentences
+from spectr_jax.data.corpus import Sentences, content_digest, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
@@ -67,7 +67,8 @@ def run(
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
     contenders = [_contender(spec) for spec in config.models]
     kept = fitting(sentences, contenders, config.sentences, config.heldout)
-    journal = Journal(workdir, NAME, config, [each.weights for each in contenders], again)
+    weights = [each.weights for each in contenders]
+    journal = Journal(workdir, NAME, config, weights, again, content_digest(kept))
 
     tasks = {
         f"{each.spec} in {dtype}": functools.partial(_scores, kept, config.batch_size, each, dtype)

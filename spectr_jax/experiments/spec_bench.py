@@ -9,6 +9,7 @@ turns.
 """
 
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from spectr_jax.data.questions import Question, read_questions, spread
+from spectr_jax.data.questions import OVERALL, Question, read_questions, spread
 from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.generate import generate, lower
@@ -37,8 +38,9 @@ from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest, write_figure
 
-NAME, BASELINE, OVERALL = "spec_bench", "baseline", "overall"
+NAME, BASELINE = "spec_bench", "baseline"
 PARTS = 8
 """Number of parts of an answer in which acceptance is counted."""
 
@@ -86,7 +88,8 @@ def run(
         for label, method in methods.items()
     ]
     bench = Bench(config, target, freeze(target.model), contenders, set())
-    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again)
+    inputs = digest(json.dumps(questions).encode())[:16]
+    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again, inputs)
     rows: list[dict[str, Any]] = []
     with progress(len(config.temperatures) * len(questions), "question") as bar:
         for temperature in dict.fromkeys(config.temperatures):
@@ -370,4 +373,4 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     figure.legend(
         *grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
     )
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)

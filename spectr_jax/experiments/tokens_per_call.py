@@ -21,6 +21,7 @@ from spectr_jax.experiments.measure.measurement import Measurement, Program
 from spectr_jax.loading.by_name import Trained, shape_name
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import write_figure
 
 NAME = "tokens_per_call"
 
@@ -38,7 +39,9 @@ def run(
     check_eval_config(config)
     target, drafts, prompts = measurement.open_table(config, workdir, NAME, tuple(config.drafts))
     baseline, *rows = table_rows(config, drafts)
-    journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again)
+    journal = Journal(
+        workdir, NAME, config, report.weights(target, *drafts), again, prompts.digest()
+    )
     summaries: list[dict[str, Any]] = []
     # Each draft and L has its own baseline runs, which are close in time to those of its rows.
     groups = [
@@ -163,7 +166,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     axes.set_xticks(places, [_tick(row) for row in rows], fontsize=7)
     axes.set(ylabel="tokens per serial call", title=result["title"])
     axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)
 
 
 def _summary(

@@ -75,7 +75,7 @@ def run(
             f"sizes={max(config.sizes)}: must not exceed the vocabulary of "
             f"{target.model.vocab_size} tokens; lower it"
         )
-    journal = Journal(workdir, NAME, config, report.weights(target, draft), again)
+    journal = Journal(workdir, NAME, config, report.weights(target, draft), again, prompts.digest())
     bench = Bench(config, target, [draft], prompts, journal)
     acceptance = measure_acceptance(bench)
     measured = _measure_rows(bench, table_rows(config, acceptance))

@@ -1,11 +1,16 @@
-"""Prompts from the command line, a file or stdin. Blank lines are skipped."""
+r"""Prompts from the command line, a file or stdin. Blank lines are skipped.
 
+As in a corpus, only \n and \r\n end a line, and a byte-order mark at the start is dropped.
+"""
+
+import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from spectr_jax.sampling.session import shortened
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded
+from spectr_jax.utils.files import expanded, lines_of, read_text
 
 
 def from_flags(texts: Sequence[str]) -> list[str]:
@@ -28,7 +33,7 @@ def from_file(path: str) -> list[str]:
       UserError: the file cannot be read, is not UTF-8, or has no prompt.
     """
     try:
-        lines = expanded(path).read_text(encoding="utf-8").splitlines()
+        lines = lines_of(read_text(expanded(path)))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--file={path}: cannot be read ({error}); give a text file with one prompt per line"
@@ -54,11 +59,15 @@ def from_stdin(stdin: TextIO | None) -> Iterator[str]:
 def _lines(stdin: TextIO, nothing: UserError) -> Iterator[str]:
     found = False
     try:
-        for line in stdin:
+        if isinstance(stdin, io.TextIOWrapper):
+            with contextlib.suppress(io.UnsupportedOperation):  # Something has been read already.
+                stdin.reconfigure(newline="\n")  # By default \r alone ends a line too.
+        for number, line in enumerate(stdin):
             line.encode()  # In the C locale surrogates are kept here too.
-            if line.strip():
+            text = line if number else line.removeprefix("\ufeff")
+            if text.strip():
                 found = True
-                yield line.rstrip("\n")
+                yield text.removesuffix("\n").removesuffix("\r")
     except UnicodeError as error:
         raise UserError(
             f"stdin cannot be read ({error}); give text with one prompt per line"

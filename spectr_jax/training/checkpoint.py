@@ -104,16 +104,17 @@ class Checkpoints:
         """
         rest = _rest(like)
         wanted = {"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None}
-        steps = self.steps()
+        # All hosts must take the same step, so a step that one of them cannot read is damaged.
+        steps = sorted(set.intersection(*map(set, hosts.gather(self.steps()))))
         damaged: list[int] = []
         for step in reversed(steps):
-            try:
-                loaded = self._load(step, wanted)
+            loaded, reason = self._try(step, wanted)
+            reasons = [each for each in hosts.gather(reason) if each]
+            if not reasons:
                 break
-            except UserError:
-                if step == steps[0]:
-                    raise
-                damaged.append(step)
+            if step == steps[0]:
+                raise UserError(reasons[0])
+            damaged.append(step)
         else:
             raise self._none()
         self._set_aside(damaged)
@@ -146,6 +147,13 @@ class Checkpoints:
                 f"checkpoint {step} in {str(self.directory)!r} is damaged or of another model "
                 f"({first_line(error)}); remove that step to use an earlier one, or fix the path"
             ) from error
+
+    def _try(self, step: int, wanted: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Returns what `_load` does, or no values and the message of its error."""
+        try:
+            return self._load(step, wanted), ""
+        except UserError as error:
+            return {}, str(error)
 
     def _set_aside(self, steps: list[int]) -> None:
         if not steps:

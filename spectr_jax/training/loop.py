@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from spectr_jax.data import batches
-from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.packed import open_corpus
+from spectr_jax.data.corpus import content_digest, open_sentences
+from spectr_jax.data.packed import digest_of, open_corpus
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.training import preparation, runs, throughput
 from spectr_jax.training.checkpoint import Checkpoints
@@ -31,7 +31,7 @@ from spectr_jax.training.programs import Programs, make_programs
 from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.config import to_json
-from spectr_jax.utils.errors import Interrupted, UserError, first_line
+from spectr_jax.utils.errors import FULL, Interrupted, UserError, first_line
 from spectr_jax.utils.files import write_json
 
 SECONDS_BETWEEN_PLOTS = 10
@@ -54,9 +54,9 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     """Trains until `config.steps`, from the newest checkpoint in `workdir`, or else from
     `config.init`.
 
-    Writes config.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an empty file,
-    lock. With several processes (`hosts.connect`) each calls this with the same arguments and a
-    shared workdir.
+    Writes config.json, inputs.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an
+    empty file, lock. With several processes (`hosts.connect`) each calls this with the same
+    arguments and a shared workdir.
 
     A run that has taken its steps stays as it is.
 
@@ -73,7 +73,13 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     tfds_dir = config.data.tfds_dir or None
     corpus = open_corpus(config.data.train, tfds_dir)
     heldout_sentences = open_sentences(config.data.heldout, tfds_dir)
+    scored = range(min(config.data.heldout_sentences, len(heldout_sentences)))
+    read = {
+        "data.train": digest_of(corpus),
+        "data.heldout": content_digest([heldout_sentences[index] for index in scored]),
+    }
     with explained(workdir), preparation.locked(workdir):
+        preparation.check_inputs(config, workdir, read)
         tokenizer = preparation.open_tokenizer(config, workdir, corpus)
         heldout = pack_heldout(
             heldout_sentences,
@@ -112,8 +118,10 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not (error.errno in FULL or workdir in pathlib.Path(str(error.filename or "")).parents):
+            raise
         raise UserError(
-            f"{str(workdir)!r} cannot be written ({error.strerror or error}); make room, and give "
+            f"{str(error.filename or workdir)!r} cannot be written ({error.strerror or error}); make room, and give "
             "the same command again: it resumes from the newest checkpoint"
         ) from error
     except jax.errors.JaxRuntimeError as error:
@@ -159,7 +167,8 @@ class _Run:
             state = self._start()
             first = int(state.step)
             if writes:
-                write_json(self.workdir / runs.CONFIG, to_json(config))
+                if first < config.steps:  # Else nothing is learnt with this config.
+                    write_json(self.workdir / runs.CONFIG, to_json(config))
                 self.log = MetricsLog(self.workdir / "metrics.jsonl", first)
             hidden = not writes or first >= config.steps
             bar = tqdm.tqdm(total=config.steps, initial=first, disable=hidden, **BAR)

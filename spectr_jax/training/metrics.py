@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spectr_jax.utils.files import naming, write_whole
+from spectr_jax.utils.files import lines_of, parse_json, read_text, write_figure, write_whole
 
 
 class MetricsLog:
@@ -117,9 +117,9 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the records of a metrics.jsonl, without a last line that a crash truncated; none if
     there is no file."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in lines_of(read_text(path)) if path.exists() else ():
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line))
         except ValueError:
             break
     return records
@@ -148,5 +148,4 @@ def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> No
     axes.set(xlabel="step", ylabel=curves.label)
     axes.grid(alpha=0.3)
     axes.legend()
-    with naming(path):
-        figure.savefig(path, dpi=120)
+    write_figure(path, figure)

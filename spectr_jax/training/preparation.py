@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import ml_collections
 from flax import nnx
@@ -18,13 +18,14 @@ from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.config import train_config
 from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
-from spectr_jax.training.runs import CONFIG, TOKENIZER
+from spectr_jax.training.runs import CONFIG, INPUTS, TOKENIZER
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive, to_json
 from spectr_jax.utils.errors import UserError, unknown
-from spectr_jax.utils.files import digest, expanded, write_whole
+from spectr_jax.utils.files import digest, exclusive, expanded, read_json, write_json, write_whole
 
-# Fields that may change between two starts of a run. Any other change makes it another run.
+# Fields that may change between two starts of a run. Any other change makes it another run. Paths of
+# data may change too, because the digests in INPUTS decide; older runs have none.
 FREE_FIELDS = (
     *("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("mesh.fsdp", "accumulate", "remat"),
@@ -137,18 +138,19 @@ def claim_workdir(
     """
     path = workdir / CONFIG
     if path.exists():
-        try:
-            stored = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(
-                f"workdir={str(workdir)!r}: its {CONFIG} is not JSON ({error}); choose a new one"
-            ) from error
+        stored = read_json(path)
+        _check_steps(config, workdir, stored)
+        free = [*FREE_FIELDS, *_inputs(workdir)]
+        if "data.train" in free:
+            free.append("data.tfds_dir")
+        if (workdir / TOKENIZER).exists():  # `open_tokenizer` compares the content.
+            free.append("data.tokenizer")
         # A field newer than the run had its default.
         defaults = flatten_dict(to_json(known or train_config()), sep=".")
         theirs = {**defaults, **flatten_dict(stored, sep=".")}
         ours = flatten_dict(to_json(config), sep=".")
         for name in sorted(ours.keys() | theirs.keys()):
-            if name not in FREE_FIELDS and ours.get(name) != theirs.get(name):
+            if name not in free and ours.get(name) != theirs.get(name):
                 raise UserError(
                     f"{name}={ours.get(name)!r}: the run in {str(workdir)!r} has "
                     f"{theirs.get(name)!r}; choose a new --workdir, or restore the field"
@@ -159,6 +161,56 @@ def claim_workdir(
         raise UserError(
             f"workdir={str(workdir)!r}: cannot be created ({error.strerror}); choose another"
         ) from error
+
+
+def _check_steps(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, stored: dict[str, Any]
+) -> None:
+    """Raises `UserError` if another number of steps would make the learning rate jump at the newest
+    checkpoint."""
+    before = stored.get("steps", config.steps)
+    folders = [path.name for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
+    taken = max(map(int, folders), default=0)
+    if before == config.steps or not 0 < taken < config.steps:
+        return
+    old, new = (
+        float(learning_rate(config.optimizer, each)(taken)) for each in (before, config.steps)
+    )
+    if not math.isclose(old, new, rel_tol=1e-6):
+        raise UserError(
+            f"steps={config.steps}: the learning rate of the run in {str(workdir)!r} would jump "
+            f"from {old:.3g} to {new:.3g}, because schedule={config.optimizer.schedule!r} ends at "
+            f"steps={before}; restore that, or export the model and give it as init in a new "
+            "--workdir"
+        )
+
+
+def _inputs(workdir: pathlib.Path) -> dict[str, Any]:
+    path = workdir / INPUTS
+    return read_json(path) if path.exists() else {}
+
+
+def check_inputs(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, found: dict[str, Any]
+) -> None:
+    """Stores in a claimed workdir the digests of what a run reads, by the fields that name it.
+
+    Those of an earlier start must be equal. A run of an older version has none and gets them.
+
+    Raises:
+      UserError: the content of an input has changed since the run began.
+    """
+    # A start that stopped before the run wrote its config may read other text.
+    known = _inputs(workdir) if (workdir / CONFIG).exists() else {}
+    given = flatten_dict(to_json(config), sep=".")
+    for name, digests in found.items():
+        if known.get(name, digests) != digests:
+            raise UserError(
+                f"{name}={given[name]!r}: its content has changed since the run in "
+                f"{str(workdir)!r} began; restore it, or choose a new --workdir"
+            )
+    if hosts.is_first() and known != found:
+        write_json(workdir / INPUTS, found)
 
 
 @contextlib.contextmanager
@@ -205,14 +257,19 @@ def open_tokenizer(
             f"init={config.init!r}: there is no tokenizer at {str(shared)!r}; copy that of the "
             "weights there"
         )
+    if own.exists() and not shared.exists():  # Its folder has moved since the run began.
+        shared = own
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
-    elif hosts.is_first() and not shared.exists():
-        print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
-        sample = sample_sentences(corpus, config.data.tokenizer_sentences, config.seed)
-        train_tokenizer(sample, shared, config.model.vocab_size)
-    elif hosts.is_first() and not own.exists():
-        print(f"using the tokenizer that is there: {shared}")
+    elif hosts.is_first():
+        # Runs that share a tokenizer may start together.
+        with contextlib.nullcontext() if shared.exists() else exclusive(shared):
+            if not shared.exists():
+                print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
+                sample = sample_sentences(corpus, config.data.tokenizer_sentences, config.seed)
+                train_tokenizer(sample, shared, config.model.vocab_size)
+            elif not own.exists():
+                print(f"using the tokenizer that is there: {shared}")
     hosts.wait_for_all("the tokenizer is there")
     tokenizer = Tokenizer(shared)
     if tokenizer.vocab_size != config.model.vocab_size:

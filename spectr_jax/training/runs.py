@@ -4,7 +4,6 @@ Reading them needs neither Orbax nor the training code.
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -14,9 +13,11 @@ from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import write_json
+from spectr_jax.utils.files import parse_json, read_text, write_json
 
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
+INPUTS = "inputs.json"
+"""Digests of the data that a run reads."""
 BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
 """Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
 the first held-out labels."""
@@ -48,7 +49,7 @@ def open_run(workdir: pathlib.Path) -> Run:
       UserError: `workdir` is not a training workdir, or a file in it is damaged.
     """
     try:
-        config = json.loads((workdir / CONFIG).read_text())
+        config = parse_json(read_text(workdir / CONFIG))
         model = None if "teacher" in config else {**config["model"], "dropout": 0.0}
         shape = TransformerConfig(**model) if model else None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -70,7 +71,7 @@ def read_student(workdir: pathlib.Path) -> Student:
     """
     path = workdir / STUDENT
     try:
-        about = json.loads(path.read_text())
+        about = parse_json(read_text(path))
         tokens = np.array(about["head_tokens"], np.int32)
         rows = tuple(about.get("rows", ()))
         return Student(LlamaConfig(**about["model"]), tokens, about["vocabulary"], rows)

@@ -88,7 +88,7 @@ def _import_modules() -> None:
         try:
             if name.strip():
                 importlib.import_module(name.strip())
-        except Exception as error:  # User code may raise anything.
+        except (Exception, SystemExit) as error:  # User code may raise anything.
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
                 f"--import={name.strip()} fails ({reason}); fix it, or name a module that is "
@@ -133,7 +133,7 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
             exit_with(f"interrupted{resumes}", error, status)
         except Exception as error:
-            line = explain(error, None if output is None else str(expanded(output.value)))
+            line = explain(error, None if output is None else os.path.expanduser(output.value))
             if line is None:
                 raise
             exit_with(f"error: {line}", error)
@@ -223,11 +223,19 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
     except SystemExit as error:
         if error.code == CLOSED_PIPE:
             raise
+        if _raised_in(error) != "absl.app":
+            _exit("error: the config file calls sys.exit; let it return a config", error)
         with _quiet_end():  # absl exits with 1 after --help.
             pass
         sys.exit(0)
     except Exception as error:  # A config file may raise anything.
         _exit(f"error: {_reason(error)}", error)
+
+
+def _raised_in(error: BaseException) -> str:
+    """Returns the name of the module that raised `error`."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "")
 
 
 def _extend_help(writes: bool) -> None:

@@ -5,7 +5,7 @@ import errno
 import pathlib
 from collections.abc import Iterable
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _REFUSED = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP),
@@ -65,7 +65,7 @@ def explain(error: BaseException, output: str | None = None) -> str | None:
     if not isinstance(error, OSError):
         return None
     path = f"{str(error.filename or 'a file')!r}"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return f"{path} cannot be written ({error.strerror}); free some space and run it again"
     parents = pathlib.Path(str(error.filename or "")).parents
     gone = error.errno == errno.ENOENT and output is not None and pathlib.Path(output) in parents

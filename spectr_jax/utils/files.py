@@ -1,16 +1,42 @@
-"""Atomic writes of files, digests of their content, and expansion of user-given paths."""
+"""Reading of text, atomic writes of files, digests of their content, and expansion of user-given
+paths."""
 
 import contextlib
+import fcntl
 import hashlib
+import io
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from spectr_jax.utils.errors import UserError
 
 LFS_POINTER = b"version https://git-lfs"
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Returns the text of a UTF-8 file, without a byte-order mark. Raises OSError or ValueError."""
+    return path.read_bytes().decode("utf-8-sig")
+
+
+def lines_of(text: str) -> list[str]:
+    r"""Returns the lines of a text. Only \n and \r\n end a line.
+
+    `str.splitlines` also splits at form feeds, U+0085 and U+2028, which sentences and JSON strings
+    may contain.
+    """
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
+def parse_json(text: str) -> Any:
+    """Returns a JSON value. Raises ValueError, also if it is nested too deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
@@ -26,6 +52,31 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 
 @contextlib.contextmanager
+def exclusive(path: pathlib.Path) -> Iterator[None]:
+    """A context that one process at a time can be in, to make `path`; the others wait, and should
+    then look whether it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that makes {path}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def write_figure(path: pathlib.Path, figure: Any) -> None:
+    """Writes a figure of matplotlib as PNG, atomically."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    write_whole(path, content.getvalue())
+
+
+@contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
     """A context that adds `path` to an `OSError` without a file name, as of a full disk."""
     try:
@@ -36,7 +87,15 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def expanded(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns a user-given path with `~` expanded. Raises `UserError` if there is no such user."""
+    """Returns a user-given path with `~` expanded.
+
+    Raises:
+      UserError: there is no such user, or it is a URL, which would become a local folder.
+    """
+    if re.match(r"\w[\w+.-]*://", str(name)):
+        raise UserError(
+            f"{str(name)!r} is a URL; give a local path, for example of a mounted bucket"
+        )
     try:
         return pathlib.Path(name).expanduser()
     except RuntimeError as error:
@@ -57,7 +116,7 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises `UserError` if it is missing or damaged."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from spectr_jax.data.corpus import corpus_digest, open_sentences, sample_sentences
+from spectr_jax.data.corpus import content_digest, corpus_digest, open_sentences, sample_sentences
 from spectr_jax.utils.errors import UserError
 
 LINES = ["A first line.", "Zwei Wörter", "three"]
@@ -60,6 +60,17 @@ def test_blank_lines_and_carriage_returns_are_dropped(tmp_path, suffix, opener):
         open_sentences(str(folder / f"2{suffix}"))
 
 
+@pytest.mark.parametrize(
+    ("suffix", "opener"), [(".txt", open), (".gz", gzip.open), (".xz", lzma.open)]
+)
+def test_only_newlines_end_a_line_and_byte_order_marks_are_dropped(tmp_path, suffix, opener):
+    odd = "form\x0cfeed \x0b \x85 \u2028"
+    for name in "ab":
+        with opener(tmp_path / f"{name}{suffix}", "wb") as file:
+            file.write(f"\ufeff{name}\r\n{odd}\n".encode())
+    assert list(open_sentences(str(tmp_path))) == ["a", odd, "b", odd]
+
+
 def test_samples_are_seeded_and_without_repeats(tmp_path):
     sentences = open_sentences(_write(tmp_path / "c.txt", [f"line {index}" for index in range(50)]))
     drawn = list(sample_sentences(sentences, 20, seed=1))
@@ -81,6 +92,35 @@ def test_corpus_digests_depend_only_on_the_text(tmp_path):
     found = {name: corpus_digest(open_sentences(str(tmp_path / name))) for name in texts}
     assert found["one"] == found["same"] and len(set(found.values())) == 3
     assert corpus_digest(["alone"]) != corpus_digest(["other"])
+
+
+def test_content_digests_see_every_sentence(tmp_path, array_records):
+    sentences = [f"sentence {number}" for number in range(2_000)]
+    edited = [*sentences[:5], "edited", *sentences[6:]]
+    for name, lines in (("one", sentences), ("two", sentences), ("edited", edited)):
+        _write(tmp_path / name, lines)
+        array_records(tmp_path / f"tfds_{name}", lines)
+    texts = [content_digest(open_sentences(str(tmp_path / name))) for name in ("one", "two")]
+    assert texts[0] == texts[1] != content_digest(open_sentences(str(tmp_path / "edited")))
+    records = [
+        content_digest(open_sentences("tfds:lm1b:train", str(tmp_path / f"tfds_{name}")))
+        for name in ("one", "two", "edited")
+    ]
+    assert records[0] == records[1] != records[2]
+    assert content_digest(sentences) != content_digest(edited)
+
+
+def test_a_tfds_corpus_without_text_is_refused(tmp_path, array_records):
+    array_records(tmp_path, LINES)
+    place = (tmp_path / "lm1b").rename(tmp_path / "mine") / "1.1.0"
+    for file in place.iterdir():
+        if file.suffix == ".json":
+            text = file.read_text().replace('"text": {', '"line": {', 1).replace("lm1b", "mine")
+            file.write_text(text)
+        else:
+            file.rename(place / file.name.replace("lm1b", "mine"))
+    with pytest.raises(UserError, match=r"'tfds:mine:train' has no feature 'text', only line"):
+        open_sentences("tfds:mine:train", str(tmp_path))
 
 
 def test_tfds_lm1b_is_read_without_tensorflow(tmp_path, array_records):

@@ -71,6 +71,42 @@ def test_positions_and_targets_restart_at_each_packed_sequence(teacher, sentence
     assert (batch["positions"][batch["segments"] == 0] == 0).all()
 
 
+def test_small_counts_make_small_shards(teacher, sentences, tmp_path, monkeypatch):
+    """A shard that the teacher writes on a CPU is small, because it takes long."""
+    monkeypatch.setattr(teaching, "SHARD", 512)
+    sizes = [teaching.shard_size(count, False) for count in (8, 512, 513, 20_000)]
+    assert sizes == [8, 512, 257, 500] and teaching.shard_size(512, True) == 64
+    folder, texts = tmp_path / "labels", teaching.read_texts(sentences, teacher.tokenizer)
+    row_type, stored = labels.row_type(teacher.model.vocab_size, LENGTH), []
+    for count in (8, 20):  # The second command keeps the size of the first.
+        claimed = labels.claim_folder(
+            folder, about(teacher, shard=teaching.shard_size(count, False))
+        )
+        fill = teaching.labeller(teacher)
+        teaching.write_labels(folder, texts, count, fill, row_type, claimed["shard"])
+        stored.append(sorted(path.name for path in folder.glob("*.npy")))
+    assert [len(names) for names in stored] == [1, 3]
+    seen = [tokens for tokens, *_ in sequences(labels.open_labels(str(folder)).take(np.arange(3)))]
+    assert seen and all(len(tokens) > 1 for tokens in seen)
+
+
+def test_an_interrupted_command_says_what_is_stored(teacher, sentences, tmp_path, capsys):
+    texts, calls = teaching.read_texts(sentences, teacher.tokenizer), []
+
+    def fill(rows):
+        calls.append(len(rows))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    labels.claim_folder(tmp_path, about(teacher))
+    row_type = labels.row_type(teacher.model.vocab_size, LENGTH)
+    with pytest.raises(KeyboardInterrupt):
+        teaching.write_labels(tmp_path, texts, 25, fill, row_type)
+    shown = capsys.readouterr()
+    assert "10 of 30 sequences are stored" in shown.out
+    assert "/30 [" in shown.err and "sequence" in shown.err
+
+
 def test_labelling_resumes_and_reports_damaged_or_mismatched_folders(teacher, sentences, tmp_path):
     texts, folder = teaching.read_texts(sentences, teacher.tokenizer), tmp_path / "labels"
     label(folder, teacher, texts, 11)  # The second shard is completed too.

@@ -4,6 +4,7 @@ The labels must equal those that `label` stores, and a stopped run must resume b
 """
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +274,57 @@ def test_invalid_online_configs_are_refused(config, tmp_path):
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), tmp_path / "refused")
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines", "message"),
+    [
+        ({"data.length": 1}, {}, "data.length=1: "),
+        ({}, {"train": ["of"] * 40}, r"data.train='.*train.txt': stream 0 of data.streams=4"),
+        ({}, {"train": ["a draft", "of", "of", "of"] * 9}, "stream 1 of data.streams=4"),
+        ({}, {"heldout": ["of"] * 9}, r"data.heldout='.*heldout.txt': its first 9 sentences"),
+    ],
+    ids=["length 1", "one-token text", "one-token stream", "one-token held-out text"],
+)
+def test_text_without_anything_to_learn_is_refused(
+    config, teacher, tmp_path, monkeypatch, changes, lines, message
+):
+    """Such text made the pipeline search for a sequence forever."""
+    prompt = teacher.tokenizer.prompt
+    monkeypatch.setattr(
+        teacher.tokenizer, "prompt", lambda text: prompt(text)[: 1 + (text != "of")]
+    )
+    for name, sentences in lines.items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(sentences))
+    with pytest.raises(UserError, match=message):
+        training.distil(config(**changes), tmp_path / "refused")
+    assert not (tmp_path / "refused" / runs.CONFIG).exists()
+
+
+def test_the_content_of_sources_decides_whether_a_run_resumes(
+    config, teacher, tmp_path, monkeypatch
+):
+    """Another corpus with the same number of sentences, and another teacher, are refused."""
+    monkeypatch.setattr(training, "run", lambda *_: None)
+    monkeypatch.setattr(training, "make_programs", lambda *_: types.SimpleNamespace(evaluate=None))
+    folder = tmp_path / "run"
+    training.distil(config(), folder)
+    (folder / runs.CONFIG).write_text(config().to_json())
+    training.distil(config(), folder)
+    heldout = tmp_path / "heldout.txt"
+    heldout.rename(tmp_path / "moved.txt")
+    moved = {"data.heldout": (str(tmp_path / "moved.txt"), str(tmp_path / "chats"))}
+    training.distil(config(**moved), folder)
+    for name in ("train.txt", "moved.txt"):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(before.replace(before.splitlines()[3], "emits a prefix"))
+        with pytest.raises(UserError, match=f"{name}.*: its content has changed"):
+            training.distil(config(**moved), folder)
+        (tmp_path / name).write_text(before)
+    teacher.model.head.kernel[...] *= 2
+    with pytest.raises(UserError, match="teacher='school:teacher': its content has changed"):
+        training.distil(config(**moved), folder)
+    teacher.model.head.kernel[...] /= 2
 
 
 def test_a_constant_learning_rate_decays_at_the_end():

@@ -4,6 +4,7 @@ The tests cover the arithmetic of the protocol, resumption, and bad configs.
 """
 
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.experiments import spec_bench
 from spectr_jax.experiments.config import spec_bench_config
+from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.spec_bench import run
 from spectr_jax.loading import by_name
 from spectr_jax.loading.by_name import Trained
@@ -141,6 +143,34 @@ def test_a_stopped_run_resumes_and_matches_separate_conversations(
     assert cell == f"{rows[0.0, 'overall', 'lookup chain:3']['tokens_per_call']:.2f}"
 
 
+def test_edited_questions_are_not_mixed_with_older_answers(config, tmp_path, monkeypatch):
+    calls = []
+
+    def answered(bench, question, number, temperature):
+        calls.append(question)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        positions = {name: [1] for name in ("calls", "chosen_at", "accepted_at")}
+        positions |= {"reached": [1], "accepted": [1]}
+        one = {"runs": [{"tokens": 1, "calls": 1, "seconds": 1.0}], "positions": positions}
+        return {contender.label: one for contender in bench.contenders}
+
+    monkeypatch.setattr(spec_bench, "measure_question", answered)
+    path = pathlib.Path(config.questions)
+    before = path.read_text()
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run")
+    path.write_text(before.replace('"writing"', '"coding"').replace("Why?", "How?"))
+    with pytest.raises(UserError, match="other inputs"):
+        run(config, tmp_path / "run")
+    path.write_text(before)
+    run(config, tmp_path / "run")
+    path.write_text(before.replace("Why?", "How?"))
+    with pytest.raises(UserError, match="is a table of other prompts, questions"):
+        run(config, tmp_path / "run")
+    assert run(config, tmp_path / "run", again=True)["questions"] == 3
+
+
 def _greedy(target, turns):
     """Returns the tokens of the greedy answers, each decoded after the conversation so far."""
     messages, answers = [], []
@@ -227,14 +257,36 @@ def test_bad_configs_are_refused_before_any_work(config, tmp_path, changes, mess
             "line 2 repeats question_id 1",
         ),
         ("\n", "has no questions"),
+        ("[" * 100_000, "line 1 lacks question_id"),
+        ('{"question_id": 1, "category": ["qa"], "turns": ["?"]}', "line 1 has category"),
+        ('{"question_id": 1, "category": "overall", "turns": ["?"]}', "line 1 has category"),
     ],
-    ids=["invalid JSON", "no turns", "empty turns", "a repeated question_id", "an empty file"],
+    ids=[
+        *("invalid JSON", "no turns", "empty turns", "a repeated question_id", "an empty file"),
+        *("a deep nesting", "a list as category", "the name of all tasks"),
+    ],
 )
 def test_bad_question_files_are_refused(tmp_path, line, message):
     path = tmp_path / "questions.jsonl"
     path.write_text(line)
     with pytest.raises(UserError, match=message):
         read_questions(str(path))
+
+
+def test_questions_may_contain_unusual_line_ends(tmp_path):
+    """A JSON string may hold U+2028 and U+0085. Windows adds a byte-order mark."""
+    path = tmp_path / "questions.jsonl"
+    lines = [
+        {"question_id": number, "category": "a|b\nc", "turns": [f"one{end}two"]}
+        for number, end in enumerate("\u2028\u0085\x0b")
+    ]
+    path.write_bytes(
+        "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode("utf-8-sig")
+    )
+    found = read_questions(str(path))
+    assert [question.turns for question in found] == [tuple(line["turns"]) for line in lines]
+    table = report.markdown_table(["Task", "Questions"], [[found[0].task, 3]])
+    assert r"a\|b c" in table and len(table.splitlines()) == 3
 
 
 def test_a_target_without_a_chat_template_is_refused(config, models, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Tests that each fault of a run gives a clear message and keeps the last good checkpoint."""
 
+import errno
 import json
 import os
 import resource
@@ -12,9 +13,11 @@ import pytest
 
 from spectr_jax.loading.by_name import load
 from spectr_jax.training import loop
+from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.sharding import make_mesh
 
 
 def _saved(workdir):
@@ -122,6 +125,33 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_hosts_restore_the_same_step(config, tmp_path, monkeypatch):
+    """Another host, which is simulated, cannot read the newest checkpoint."""
+    train(config(), tmp_path)
+    given = []
+
+    def gather(value):
+        given.append(value)
+        return [value, "cannot be read" if value == "" and given.count("") == 1 else value]
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    monkeypatch.setattr("spectr_jax.training.checkpoint.hosts.gather", gather)
+    state, _, damaged = checkpoints.restore(loop.make_programs(config(), make_mesh(1)).like)
+    checkpoints.close()
+    assert (int(state.step), damaged, _saved(tmp_path)) == (8, [12], [6, 8])
+
+
+def test_only_errors_of_writing_are_reported_as_such(tmp_path):
+    for error, expected in (
+        (OSError(errno.ENOSPC, "No space left on device"), UserError),
+        (PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "a/b")), UserError),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/nowhere"), FileNotFoundError),
+        (ConnectionError("the coordinator does not answer"), ConnectionError),
+    ):
+        with pytest.raises(expected), loop.explained(tmp_path):
+            raise error
+
+
 @pytest.mark.parametrize("damage", ["missing file", "truncated file", "other model shape"])
 def test_an_unreadable_only_checkpoint_is_reported_and_kept(config, tmp_path, damage):
     """The checkpoint stays where it is: only checkpoints after a readable one are moved."""
@@ -196,8 +226,8 @@ def test_an_out_of_memory_error_names_settings_that_help(config, tmp_path, monke
 
 
 def test_missing_and_truncated_data_files_are_reported(config, corpus, tmp_path, array_records):
-    """A missing file is reported before training starts. A truncated file stops the run at a
-    sentence that the error names, and the last checkpoint is kept."""
+    """A missing file is reported before training starts. A truncated file stops a new run at
+    a sentence that the error names, and a resumed one at once. The last checkpoint is kept."""
     files = array_records(tmp_path, (corpus / "train.txt").read_text().splitlines(), shards=2)
     changes = {
         "data.train": "tfds:lm1b:train",
@@ -217,6 +247,8 @@ def test_missing_and_truncated_data_files_are_reported(config, corpus, tmp_path,
         UserError,
         match=r"sentence \d+ of 'tfds:lm1b:train' cannot be read .* restore the file, or remove",
     ):
+        train(config(**changes, steps=400), tmp_path / "new")
+    with pytest.raises(UserError, match=r"data.train='tfds:lm1b:train': its content has changed"):
         train(config(**changes, steps=400), tmp_path / "run")
     assert _saved(tmp_path / "run")[-1] >= 8
     files[-1].write_bytes(content)

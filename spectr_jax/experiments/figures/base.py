@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spectr_jax.experiments.measure import report
-from spectr_jax.utils.files import naming, write_json
+from spectr_jax.utils.files import write_figure, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ def write(figure: Figure, path: pathlib.Path, **about: Any) -> None:
     shown = dataclasses.asdict(figure)
     for series in shown["series"]:
         series["x"] = list(series["x"])
+    plot(figure, path.with_name(f"{path.name}.png"))  # First: the JSON says that it is finished.
     write_json(path.with_name(f"{path.name}.json"), {**shown, **about, **report.provenance()})
-    plot(figure, path.with_name(f"{path.name}.png"))
 
 
 def plot(figure: Figure, path: pathlib.Path) -> None:
@@ -75,5 +75,4 @@ def plot(figure: Figure, path: pathlib.Path) -> None:
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
     canvas.suptitle(f"{figure.title}. {figure.caption}", fontsize=8, wrap=True)
-    with naming(path):
-        canvas.savefig(path, dpi=120)
+    write_figure(path, canvas)

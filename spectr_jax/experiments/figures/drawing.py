@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.utils.files import naming
+from spectr_jax.utils.files import write_figure
 
 
 def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -48,5 +48,4 @@ def png(tree: Tree, path: pathlib.Path, accepted: Sequence[float], title: str) -
     axes.set_xticks(range(tree.height + 1))
     axes.set_yticks([])
     axes.set(xlabel="depth", title=title, xlim=(-0.3, tree.height + 0.5))
-    with naming(path):
-        figure.savefig(path, dpi=120)
+    write_figure(path, figure)

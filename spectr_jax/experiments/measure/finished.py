@@ -1,6 +1,5 @@
-"""Whether a workdir holds a finished table or figure, of the same config and the same weights."""
+"""Whether a workdir holds a finished table or figure, of the same config, weights and inputs."""
 
-import json
 import pathlib
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ import ml_collections
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import parse_json, read_text
 
 
 class Finished(Exception):
@@ -21,6 +21,7 @@ def check_table(
     name: str,
     weights: Sequence[str] | None = None,
     again: bool = False,
+    inputs: str = "",
 ) -> None:
     """Checks whether `workdir` may get the table or figure `name`. Every process must call it.
 
@@ -30,18 +31,19 @@ def check_table(
       name: name of the table.
       weights: the weights that are measured (`report.weights`); None checks the config only, before
         models are loaded.
-      again: whether to measure a finished table again, also with other weights.
+      again: whether to measure a finished table again, also with other weights or inputs.
+      inputs: as in `Journal`. Tables of versions up to 0.3.0 have none and pass.
 
     Raises:
-      Finished: the table is there, of this config and these weights.
-      UserError: the table is of another config or other weights, or damaged.
+      Finished: the table is there, of this config, these weights and these inputs.
+      UserError: the table is of another config, other weights or other inputs, or damaged.
     """
     path = workdir / f"{name}.json"
-    text = hosts.gather(path.read_text() if path.exists() else None)[0]
-    if text is None:
-        return
     try:
-        made = json.loads(text)
+        text = hosts.gather(read_text(path) if path.exists() else None)[0]
+        if text is None:
+            return
+        made = parse_json(text)
         theirs = made["config_hash"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -58,6 +60,11 @@ def check_table(
         raise UserError(
             f"{str(path)!r}: is a table of other weights ({made.get('weights')}, this run: "
             f"{list(weights)}); choose a new --workdir, or replace it with --again"
+        )
+    if made.get("inputs", inputs) != inputs:
+        raise UserError(
+            f"{str(path)!r}: is a table of other prompts, questions or sentences than those that "
+            "the config names now; choose a new --workdir, or replace it with --again"
         )
     raise Finished(
         f"{path} is finished: commit {made.get('commit', 'unknown'):.12}, "

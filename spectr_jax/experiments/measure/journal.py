@@ -15,7 +15,7 @@ from spectr_jax.experiments.measure.measurement import Measurement
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import config_hash, to_json
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import write_whole
+from spectr_jax.utils.files import lines_of, parse_json, read_text, write_whole
 
 
 class Journal:
@@ -29,12 +29,13 @@ class Journal:
       name: name of the table.
       config: config of the table.
       weights: the weights that are measured (`report.weights`).
+      inputs: a digest of the prompts, questions or sentences; "" if there are none.
       again: whether to measure a finished table again. The table stays until the new one is whole.
 
     Raises:
       Finished: unless `again`, if the table is finished (`check_table`).
-      UserError: the table or the file belongs to another config, other weights or other hardware, whose times
-        are not comparable.
+      UserError: the table or the file belongs to another config, other weights, other inputs, or
+        other hardware, whose times are not comparable.
     """
 
     def __init__(
@@ -44,21 +45,23 @@ class Journal:
         config: ml_collections.ConfigDict,
         weights: Sequence[str],
         again: bool = False,
+        inputs: str = "",
     ):
-        check_table(config, workdir, name, weights, again)
+        check_table(config, workdir, name, weights, again, inputs)
         self._workdir, self._name, self._config = workdir, name, config
         self._path = workdir / f"{name}.part.jsonl"
         self._weights, self._values = list(weights), dict[str, Any]()
+        self._inputs = {"inputs": inputs} if inputs else {}
         made = report.provenance()
         self._commit, self._commits = made["commit"], list[str]()
         self._started = time.monotonic()
         head = {"config_hash": config_hash(config), "weights": self._weights}
-        head["hardware"] = made["hardware"]
+        head |= {"hardware": made["hardware"], **self._inputs}
         lines = [] if self._is_of_the_finished_table() else self._read()
         if lines and lines[0] != head:
             raise UserError(
                 f"{str(self._path)!r}: belongs to a table of another config, other weights, other "
-                f"hardware or an older version ({lines[0]}, this run: {head}); finish that table, "
+                f"inputs, other hardware or an older version ({lines[0]}, this run: {head}); finish that table, "
                 "choose a new --workdir, or remove the file"
             )
         for line in lines[1:]:
@@ -87,6 +90,7 @@ class Journal:
             "commit": self._commit,
             "commits": self._commits,
             "weights": self._weights,
+            **self._inputs,
         }
 
     def __contains__(self, name: str) -> bool:
@@ -123,9 +127,9 @@ class Journal:
         with the fields of `about`."""
         result = {**result, **self.about()}
         if hosts.is_first():
-            report.write(self._workdir, self._name, result, markdown(result))
-            if plot is not None:
+            if plot is not None:  # First, because the JSON says that the table is finished.
                 plot(result, self._workdir / f"{self._name}.png")
+            report.write(self._workdir, self._name, result, markdown(result))
             self._path.unlink(missing_ok=True)
         return result
 
@@ -145,9 +149,9 @@ class Journal:
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        whole, _, _ = self._path.read_text().rpartition("\n")
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
+            whole, _, _ = read_text(self._path).rpartition("\n")
+            lines = [parse_json(line) for line in lines_of(whole)] if whole else []
         except ValueError as error:
             raise UserError(
                 f"{str(self._path)!r}: is damaged ({error}); remove it to start again"

@@ -18,6 +18,7 @@ from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest
 
 
 class Prompts(NamedTuple):
@@ -26,6 +27,10 @@ class Prompts(NamedTuple):
     tokens: np.ndarray  # [batches, B, T] int32
     lengths: np.ndarray  # [batches, B] int32
     real: int  # Number of prompts that count.
+
+    def digest(self) -> str:
+        """Returns a digest of the prompts."""
+        return digest(self.tokens.tobytes() + self.lengths.tobytes())[:16]
 
 
 class Program(NamedTuple):

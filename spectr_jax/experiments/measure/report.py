@@ -106,9 +106,13 @@ def number(value: float | None, form: str) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns an aligned Markdown table; all columns but the first are right-aligned."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    columns = zip(header, *texts, strict=True)
+    """Returns an aligned Markdown table; all columns but the first are right-aligned. Bars and line
+    breaks in cells are escaped."""
+    titles, *texts = [
+        [" ".join(str(cell).replace("|", r"\|").splitlines()) for cell in row]
+        for row in (header, *rows)
+    ]
+    columns = zip(titles, *texts, strict=True)
     widths = [max(3, *map(len, column)) for column in columns]
 
     def line(cells):
@@ -116,7 +120,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
         return "| " + " | ".join([cells[0].ljust(widths[0]), *numbers]) + " |"
 
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    return "\n".join([line(header), line(rule), *map(line, texts)])
+    return "\n".join([line(titles), line(rule), *map(line, texts)])
 
 
 def _cpu() -> str:

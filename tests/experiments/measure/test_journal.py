@@ -77,6 +77,24 @@ def test_a_finished_table_is_measured_again_only_on_demand(tmp_path):
         Journal(tmp_path, "table", changed, ["draft 4567"], again=True)
 
 
+def test_inputs_are_known_by_their_digest(tmp_path):
+    opened = functools.partial(Journal, tmp_path, "table", eval_config(), ["draft 0123"])
+    first = opened(inputs="0123")
+    first.value("row", lambda: 1)
+    assert opened(inputs="0123").value("row", _never) == 1
+    with pytest.raises(UserError, match="other inputs"):
+        opened(inputs="4567")
+    assert first.finish({"row": 1}, lambda result: "")["inputs"] == "0123"
+    with pytest.raises(UserError, match="is a table of other prompts"):
+        opened(inputs="4567")
+    assert "row" not in opened(inputs="4567", again=True)
+    table = tmp_path / "table.json"
+    made = json.loads(table.read_text())
+    table.write_text(json.dumps({name: made[name] for name in made if name != "inputs"}))
+    with pytest.raises(Finished):  # Tables of older versions do not name their inputs.
+        opened(inputs="4567")
+
+
 def test_an_incomplete_first_line_is_overwritten(tmp_path):
     opened = functools.partial(Journal, tmp_path, "table", eval_config(), [])
     (tmp_path / "table.part.jsonl").write_text('{"config_ha')
