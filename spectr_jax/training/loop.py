@@ -207,7 +207,7 @@ class _Run:
     def _start(self) -> TrainState:
         """Returns the state of the newest checkpoint, after moving the data there, or a new one."""
         self.checkpoints.clean()
-        if self.checkpoints.latest_step() is None:
+        if not any(hosts.gather(self.checkpoints.steps())):
             given = self.task.given()
             state = self.task.programs.init(jax.random.key(self.config.seed))
             if given is None:
