@@ -73,11 +73,9 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     tfds_dir = config.data.tfds_dir or None
     corpus = open_corpus(config.data.train, tfds_dir)
     heldout_sentences = open_sentences(config.data.heldout, tfds_dir)
-    scored = range(min(config.data.heldout_sentences, len(heldout_sentences)))
-    read = {
-        "data.train": digest_of(corpus),
-        "data.heldout": content_digest([heldout_sentences[index] for index in scored]),
-    }
+    first = min(config.data.heldout_sentences, len(heldout_sentences))
+    scored = [heldout_sentences[index] for index in range(first)]
+    read = {"data.train": digest_of(corpus), "data.heldout": content_digest(scored)}
     with explained(workdir), preparation.locked(workdir):
         preparation.check_inputs(config, workdir, read)
         tokenizer = preparation.open_tokenizer(config, workdir, corpus)
@@ -207,7 +205,7 @@ class _Run:
     def _start(self) -> TrainState:
         """Returns the state of the newest checkpoint, after moving the data there, or a new one."""
         self.checkpoints.clean()
-        if self.checkpoints.latest_step() is None:
+        if not any(hosts.gather(self.checkpoints.steps())):
             given = self.task.given()
             state = self.task.programs.init(jax.random.key(self.config.seed))
             if given is None:

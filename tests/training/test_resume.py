@@ -1,0 +1,85 @@
+"""Tests which runs may resume in a workdir, and runs that share a tokenizer."""
+
+import contextlib
+import functools
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spectr_jax.data.corpus import open_sentences
+from spectr_jax.training import preparation
+from spectr_jax.training.loop import train
+from spectr_jax.training.preparation import open_tokenizer
+from spectr_jax.utils.errors import UserError
+
+
+def test_the_content_of_data_decides_whether_a_run_resumes(config, corpus, tmp_path):
+    """Files may move, and may not change. A run of an older version knows paths only."""
+    old, new = (
+        {"data.train": f"{tmp_path}/{name}/a.txt", "data.heldout": f"{tmp_path}/{name}/b.txt"}
+        for name in ("old", "new")
+    )
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/a.txt").write_text((corpus / "train.txt").read_text())
+    (tmp_path / "old/b.txt").write_text((corpus / "heldout.txt").read_text())
+    train(config(steps=2, **old), tmp_path / "run")
+    (tmp_path / "old").rename(tmp_path / "new")
+    train(config(steps=3, **new), tmp_path / "run")
+    for name, field in (("a.txt", "data.train"), ("b.txt", "data.heldout")):
+        file, before = tmp_path / "new" / name, (tmp_path / "new" / name).read_text()
+        file.write_text(before.replace(before.splitlines()[7], "an edited sentence"))
+        with pytest.raises(UserError, match=f"{field}='{file}': its content has changed"):
+            train(config(steps=4, **new), tmp_path / "run")
+        file.write_text(before)
+    (tmp_path / "run/inputs.json").unlink()
+    with pytest.raises(UserError, match=r"data.heldout='.*': the run in .* has"):
+        train(config(steps=4, **old), tmp_path / "run")
+    assert int(train(config(steps=4, **new), tmp_path / "run").step) == 4
+    assert set(json.loads((tmp_path / "run/inputs.json").read_text())) == set(new)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "taken", "steps", "jumps"),
+    [
+        ("cosine", 50, 200, True),
+        ("cosine", 50, 80, True),
+        ("cosine", 3, 200, False),  # In the warm-up.
+        ("cosine", 0, 200, False),
+        ("constant", 50, 200, False),
+        ("constant", 50, 63, False),  # `decay` of scripts/dev/gpu_draft.sh.
+        ("constant", 90, 200, True),  # The rate has begun to fall.
+        ("rsqrt", 50, 200, False),
+    ],
+)
+def test_more_steps_must_not_make_the_learning_rate_jump(
+    config, tmp_path, schedule, taken, steps, jumps
+):
+    made = config(steps=100, **{"optimizer.schedule": schedule})
+    (tmp_path / "config.json").write_text(made.to_json())
+    (tmp_path / "checkpoints" / str(taken)).mkdir(parents=True)
+    made.steps = steps
+    with pytest.raises(UserError, match=f"steps={steps}: ") if jumps else contextlib.nullcontext():
+        preparation.claim_workdir(made, tmp_path)
+
+
+def test_runs_that_start_together_train_one_tokenizer(config, corpus, tmp_path, monkeypatch):
+    trained, make = [], preparation.train_tokenizer
+
+    def slow(*arguments):
+        trained.append(arguments)
+        time.sleep(0.3)
+        return make(*arguments)
+
+    monkeypatch.setattr(preparation, "train_tokenizer", slow)
+    sentences = open_sentences(str(corpus / "train.txt"))
+    shared = config(**{"data.tokenizer": str(tmp_path / "tokenizer.model")})
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with ThreadPoolExecutor() as pool:
+        open_one = functools.partial(open_tokenizer, shared, corpus=sentences)
+        first, second = pool.map(open_one, (tmp_path / "one", tmp_path / "two"))
+    assert len(trained) == 1 and first.proto == second.proto
+    (tmp_path / "tokenizer.model").unlink()  # Its folder moved; the run has a copy.
+    assert open_one(tmp_path / "one").proto == first.proto and len(trained) == 1
