@@ -73,7 +73,7 @@ def main():
         tokenizer = Tokenizer(tokenizer_path)
     if not finished:
         print(f"packing {len(sentences):,} sentences", flush=True)
-    workers = _WORKERS.value or os.cpu_count() or 1
+    workers = _WORKERS.value or len(os.sched_getaffinity(0))
     index = packing.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value, workers)
     rows = sum(index["rows"].values())
     filled = index["tokens"] / (rows * index["length"])

@@ -7,8 +7,9 @@
     python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear"
 
 Accepted drafts are green, corrections red, bonus tokens blue. Speeds are medians of runs of
---max_new_tokens tokens each, in which the method and the baseline take turns; several prompts end
-with a line on all of them. The default models are part of the package; nothing is downloaded. With
+--max_new_tokens tokens each, in which the method and the baseline take turns. The ratio is the median
+over pairs of runs, so on a busy machine it is not the quotient of the speeds. Several prompts end with
+a line on all of them. The default models are part of the package; nothing is downloaded. With
 --chat an instructed model answers; without --prompt and --file it holds a conversation. With --chat
 and --compare or --html each prompt is a conversation of its own, shown once it is answered.
 

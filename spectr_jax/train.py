@@ -22,9 +22,14 @@ _WORKDIR = flags.DEFINE_string(
 
 def main():
     # Imported after the flags are parsed, so that `--help` does not wait for JAX.
+    from spectr_jax.utils.errors import UserError
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory
 
+    if "experiment" in _CONFIG.value:
+        raise UserError(
+            "--config: is an evaluation; give one such as configs/embedded.py, or `eval` it"
+        )
     keep_freed_memory()
     if "teacher" in _CONFIG.value:
         from spectr_jax.distillation.training import distil as train

@@ -51,7 +51,8 @@ def pack(
     Sentences are cut to `length` tokens. With `compress` shards are compressed with xz, for
     copying; opening them then takes seconds longer. Each shard has the same number of sentences, so
     the result does not depend on the number of `processes`. The shards of a call that was stopped
-    are kept. If the folder holds the whole corpus already, nothing is written.
+    are kept. If the folder holds the whole corpus already, nothing is written. With several
+    processes, a program of your own needs `if __name__ == "__main__"`, as they import it.
 
     Raises:
       UserError: the vocabulary is too large for uint16, the folder holds other text or other
@@ -69,16 +70,21 @@ def pack(
         "content": content_digest(sentences),  # Versions up to 0.3.0 know `corpus` only.
         "tokenizer_sha256": digest(tokenizer.proto),
         "compress": compress,
+        "sentences_a_shard": SENTENCES_A_SHARD,
     }
     if finished := _finished(folder, settings):
         return finished
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "tokenizer.model", tokenizer.proto)
-    write_json(folder / STARTED, settings)
+    known = (folder / INDEX).exists() or (folder / STARTED).exists()
     starts = range(0, len(sentences), SENTENCES_A_SHARD)
     suffix = ".npy" + ".xz" * compress
     # Those of versions up to 0.3.0, named train-*, had a fixed number of rows and cannot be kept.
     paths = [folder / f"part-{number:05d}{suffix}" for number in range(len(starts))]
+    if not known:  # Nothing says of which text such shards are.
+        for path in paths:
+            path.unlink(missing_ok=True)
+    write_whole(folder / "tokenizer.model", tokenizer.proto)
+    write_json(folder / STARTED, settings)
     tasks = (
         (part(sentences, first, min(first + SENTENCES_A_SHARD, len(sentences))), path, length)
         for first, path in zip(starts, paths, strict=True)
@@ -87,7 +93,7 @@ def pack(
     rows = {path.name: count for path, (count, _) in zip(paths, counts, strict=True)}
     index = {**settings, "tokens": sum(tokens for _, tokens in counts), "rows": rows}
     write_json(folder / INDEX, index)
-    (folder / STARTED).unlink()
+    (folder / STARTED).unlink(missing_ok=True)  # Another command may have packed it too.
     return index
 
 

@@ -205,7 +205,8 @@ def _no_model(spec: str) -> UserError:
         *(beside if path.is_dir() else difflib.get_close_matches(spec, beside, n=1)),
     ]
     meant = [name for name in near if weight_files(named(name))]
-    meant += difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)
+    if len(path.parts) == 1:
+        meant += difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)
     hint = f"did you mean {meant[0]!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
     return UserError(

@@ -128,5 +128,6 @@ def answer(
         show(Token(text[len(shown) :], origin, calls - 1))
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0
-    whole = len(new) < new_tokens or tokenizer.ends(new[-1]) or text != tokenizer.decode(new)
+    stopped = text != tokenizer.decode(new) or tokenizer.piece(new[-1]) in session.stop
+    whole = len(new) < new_tokens or stopped or tokenizer.ends(new[-1])
     return Answer(text, len(new), calls, first, speed, whole)

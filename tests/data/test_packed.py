@@ -95,6 +95,9 @@ def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_
     open_corpus(f"packed:{tmp_path / 'out'}")
     with pytest.raises(UserError, match="other text or settings"):
         pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
+    (tmp_path / "out" / INDEX).unlink()  # Now nothing says of which text the shards are.
+    again = pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
+    assert len(calls) == 3 + 4 + len(again["rows"])
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])

@@ -42,6 +42,9 @@ class Letters(HuggingFaceTokenizer):
     def decode(self, tokens):
         return b"".join(PIECES[token] for token in tokens if token >= 0).decode(errors="replace")
 
+    def piece(self, token):
+        return PIECES[token].decode()
+
 
 LETTERS = Letters()
 
@@ -248,3 +251,37 @@ def test_a_chat_does_not_show_the_stop_string():
         assert answers[1].text == before(answers[0].text, ("\n\n", "ab"))
         assert "".join(token.text for token in shown[1]) == answers[1].text
         assert answers[1].whole == (answers[1].text != answers[0].text)
+
+
+class Spaced(Letters):
+    """Drops the space before a text, as SentencePiece does, and has a silent token besides EOS."""
+
+    eos = ()
+    pieces = [b"", b" a", b" b", b"c", b"d", b"e", b"f"]
+    tokens = ["<end>", " a", " b", "c", "d", "e", "f"]
+
+    def decode(self, tokens):
+        return b"".join(self.pieces[token] for token in tokens).decode().removeprefix(" ")
+
+    def piece(self, token):
+        return self.tokens[token]
+
+
+def test_a_chat_stops_at_a_dropped_space_and_at_a_control_token():
+    trained, new = Trained("spaced", TARGET, Spaced()), 6
+    arguments = get_method("baseline"), trained, None, freeze(TARGET), None, new, Policy(), None
+    first, last = 0, 0
+    for seed in range(30):
+        key = jax.random.key(seed)
+        out = generate(key, get_method("baseline"), TARGET, None, [[3, 3]], [2], new)
+        tokens = np.asarray(out.tokens)[0, 2 : 2 + new].tolist()
+        for stop, end in ((" a", 1), ("<end>", 0)):
+            shown: list = []
+            answer = chat.answer(Session(*arguments, stop=(stop,)), [3, 3], key, shown.append)
+            count = tokens.index(end) if end in tokens else new
+            text = trained.tokenizer.decode(tokens[:count])
+            assert answer.text == "".join(token.text for token in shown) == text
+            assert answer.whole == (end in tokens)
+            first += tokens[0] == end == 1
+            last += count == new - 1 and end == 0
+    assert first and last

@@ -2,11 +2,13 @@
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import ml_collections
+from flax.traverse_util import flatten_dict
 
 from spectr_jax.utils import hosts
-from spectr_jax.utils.config import config_hash
+from spectr_jax.utils.config import config_hash, to_json
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import parse_json, read_text
 
@@ -52,7 +54,7 @@ def check_table(
     if theirs != config_hash(config):
         raise UserError(
             f"workdir={str(workdir)!r}: holds the table of another config "
-            f"(its hash is {theirs}, not {config_hash(config)}); choose a new --workdir"
+            f"({_difference(made.get('config'), to_json(config))}); choose a new --workdir"
         )
     if weights is None or again:
         return
@@ -70,3 +72,12 @@ def check_table(
         f"{path} is finished: commit {made.get('commit', 'unknown'):.12}, "
         f"{made.get('hardware', 'unknown hardware')}; --again measures it again"
     )
+
+
+def _difference(theirs: Any, ours: dict[str, Any]) -> str:
+    """Returns the first field that differs between the config of a table and this run's."""
+    theirs = flatten_dict(theirs or {}, sep=".")
+    for name, value in flatten_dict(ours, sep=".").items():
+        if name not in theirs or theirs[name] != value:
+            return f"its {name} is {theirs.get(name)!r:.60}, not {value!r:.60}"
+    return "it has other fields"

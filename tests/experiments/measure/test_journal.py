@@ -73,7 +73,7 @@ def test_a_finished_table_is_measured_again_only_on_demand(tmp_path):
     assert json.loads(table.read_text())["row"] == 2 and not journal.exists()
     changed = eval_config()
     changed.batch_size += 1
-    with pytest.raises(UserError, match="another config"):
+    with pytest.raises(UserError, match=r"another config \(its batch_size is 32, not 33\)"):
         Journal(tmp_path, "table", changed, ["draft 4567"], again=True)
 
 
@@ -113,6 +113,25 @@ def test_a_journal_of_other_weights_is_refused(tmp_path):
         Journal(tmp_path, "table", eval_config(), report.weights(trained))
 
 
+def test_a_table_without_its_plot_is_not_finished(tmp_path):
+    """The JSON, which says that a table is finished, is written last: a failed plot loses nothing."""
+
+    def fails(result, path):
+        raise OSError("no space left")
+
+    arguments = tmp_path, "table", eval_config(), []
+    journal = Journal(*arguments)
+    assert journal.value("row", lambda: 7) == 7
+    with pytest.raises(OSError, match="no space left"):
+        journal.finish({}, lambda result: "page", fails)
+    assert not (tmp_path / "table.json").exists()
+    resumed = Journal(*arguments)
+    assert resumed.value("row", lambda: 8) == 7
+    resumed.finish({}, lambda result: "page", lambda result, path: path.write_text("plot"))
+    with pytest.raises(Finished):
+        Journal(*arguments)
+
+
 def test_digests_depend_on_weights_shapes_and_dtypes():
     def linear(width=3, seed=0, dtype=jnp.float32):
         return _as_model(nnx.Linear(2, width, param_dtype=dtype, rngs=nnx.Rngs(seed)))
@@ -127,4 +146,5 @@ def test_digests_depend_on_weights_shapes_and_dtypes():
 
 def _as_model(module):
     module.vocab_size = module.context = module.layers = 1
+    module.init_cache = module.extend = len  # Never called.
     return module
