@@ -161,6 +161,9 @@ def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
     mine = decoding.get_method("mine")
     assert mine.name == "mine" and mine.verifier.plan.name == "otm"
     assert decoding.methods.on_tree("mine", mine.tree) == mine
+    decoding.register("wrong", lambda: "otm")
+    with pytest.raises(UserError, match="method 'wrong': its factory returns 'otm'; return a Met"):
+        decoding.get_method("wrong")
 
 
 def test_block_verification_refuses_plans_without_a_winner():

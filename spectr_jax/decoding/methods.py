@@ -257,8 +257,10 @@ def get_method(name: str, **options: Any) -> Method:
         if option not in known and not passes_on:
             names = ", ".join(known) or "none"
             raise UserError(f"method {name!r} has no option {option!r}; it has {names}")
+    if not isinstance(made := METHODS[name](**options), Method):
+        raise UserError(f"method {name!r}: its factory returns {made!r:.40}; return a Method")
     # A factory may build on another method, but tables tell methods apart by name.
-    return dataclasses.replace(METHODS[name](**options), name=name)
+    return dataclasses.replace(made, name=name)
 
 
 def options_for(name: str, tree: Tree) -> dict[str, Any] | None:

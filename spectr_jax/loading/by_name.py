@@ -121,6 +121,8 @@ def _quantizing(loader: Loader) -> Loader:
 
     def load_any(name: str, dtype: str) -> Trained:
         trained = loader(name, "float32" if dtype == "int8" else dtype)
+        if not isinstance(trained, Trained):
+            raise UserError(f"{name!r}: its loader returns {trained!r:.40}; return a Trained")
         return trained._replace(model=quantize(trained.model)) if dtype == "int8" else trained
 
     return load_any

@@ -138,6 +138,10 @@ def test_registered_loaders_load_models_by_their_prefix(monkeypatch):
         UserError, match=r"no model at 'mein:x'; give random:NAME, .*gguf:NAME, mine:NAME"
     ):
         load("mein:x")
+    register_loader("wrong", lambda name, dtype: TableModel)
+    for dtype in (None, "float32", "int8"):
+        with pytest.raises(UserError, match=r"^'x': its loader returns .*; return a Trained"):
+            load("wrong:x", dtype)
     for prefix, message in (
         ("mine", "prefix='mine': is taken"),
         ("a:b", "prefix='a:b': must be of letters"),
