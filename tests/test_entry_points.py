@@ -110,7 +110,7 @@ CASES = [
     (
         TRAIN,
         "--config=configs/demo.py",
-        "unknown config field 'draft_lengths'; known: accumulate, batch_size",
+        "--config: is an evaluation; give one such as configs/embedded.py",
     ),
     (TRAIN, "--config=README.md", "the config file fails: SyntaxError"),
     (TRAIN, "--config=spectr_jax/utils/errors.py", "the config file fails: AttributeError: module"),

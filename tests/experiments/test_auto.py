@@ -220,7 +220,7 @@ def test_speeds_far_from_their_predictions_are_named_in_a_warning(far):
 
 def test_the_warning_is_on_the_page_and_on_standard_error(tmp_path, monkeypatch, capsys):
     acceptance, times = _given(lambda _: 100.0)
-    table = None, (None,), Prompts(None, None, 1)
+    table = None, (None,), Prompts(np.zeros((1, 2), int), np.ones(1, int), 1)
     monkeypatch.setattr(auto, "check_auto_config", lambda _: None)
     monkeypatch.setattr(measurement, "open_table", lambda *_: table)
     monkeypatch.setattr(auto.report, "weights", lambda *_: [])
