@@ -149,6 +149,10 @@ def ladder(tmp_path):
     return start
 
 
+RSQRT = "train_20m: --config.optimizer.schedule=rsqrt"
+"""With other schedules another number of steps would make the learning rate jump."""
+
+
 def _started_stages(output):
     """Returns the names of the stages that were started, in order."""
     lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
@@ -159,7 +163,7 @@ def _started_stages(output):
 @pytest.mark.xdist_group("ladder")
 def test_the_ladder_resumes_after_a_stop_and_failed_stages(ladder, tmp_path):
     work = tmp_path / "work"
-    process = ladder("train_20m: --config.steps=100000")
+    process = ladder(f"{RSQRT} --config.steps=100000")
     deadline = time.monotonic() + 240
     while (
         not (work / "draft_20m/metrics.jsonl").exists()
@@ -183,7 +187,7 @@ def test_the_ladder_resumes_after_a_stop_and_failed_stages(ladder, tmp_path):
         other_table = work / f"results/{stage}/{table}.json"
         other_table.parent.mkdir(parents=True)
         other_table.write_text('{"config_hash": "of another"}')
-    last = f"train_20m: --config.steps={saved + 10}"
+    last = f"{RSQRT} --config.steps={saved + 10}"
     # auto_1 is left out, because it is auto_32 in smaller batches.
     rest = [*TRAININGS, *FAILING, *TABLES]
     output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
