@@ -135,6 +135,9 @@ def main():
         stop=tuple(_STOP.value),
     )
     if method is None and session.draft is None:
+        if _DRAFT_TEMPERATURE.value is not None:
+            problem = "nothing is drafted, because there is no --draft; give one, or leave it out"
+            raise UserError(f"--draft_temperature={_DRAFT_TEMPERATURE.value}: {problem}")
         print(
             f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr
         )

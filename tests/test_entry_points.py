@@ -76,6 +76,7 @@ CASES = [
     (PACK, "--tokenizer=gs://bucket/a", "'gs://bucket/a' is a URL"),
     (LABEL, "--out=gs://bucket/a", "'gs://bucket/a' is a URL"),
     (EXPORT, "--out=gs://bucket/a", "'gs://bucket/a' is a URL"),
+    (EXPORT, "--out=file:/tmp/a", "'file:/tmp/a' is a URL"),
     (EXPORT, "--model=gs://bucket/a", "'gs://bucket/a' is a URL"),
     (SAMPLE, "--html=gs://bucket/a.html", "'gs://bucket/a.html' is a URL"),
     (SAMPLE, "--target=https://host/model", "'https://host/model'"),

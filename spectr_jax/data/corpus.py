@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import lzma
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -180,7 +181,7 @@ def read_text(path: pathlib.Path) -> bytes:
         with openers.get(path.suffix, open)(path, "rb") as file:
             text = file.read().removeprefix(codecs.BOM_UTF8)
         text.decode("utf-8")
-    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{str(path)!r} is corrupt ({error}); restore or remove it") from error
     except UnicodeDecodeError as error:
         raise UserError(

@@ -49,8 +49,11 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     tokens, types = need("tokens", list), need("token_type", list)
     if len(types) != len(tokens):
         raise damaged(f"has {len(tokens)} tokens, but {len(types)} token types")
+    merges = need("merges", list)
+    if not all(isinstance(text, str) for text in (*tokens, *merges)):
+        raise damaged("has tokens or merges that are not strings")
+    merges = [tuple(merge.split(" ", 1)) for merge in merges]
     numbers = {token: number for number, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in need("merges", list)]
     pre = need("pre", str)
     try:
         bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=pre in LLAMA3)
@@ -70,11 +73,11 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
     known = [numbers[end] for end in ENDS if end in numbers]
-    ends = tuple(dict.fromkeys([*named, *known]))
     first = eos if bos is None else bos  # Qwen's files have no BOS.
-    for token in (first, *ends):
+    for token in (first, *named):
         if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise damaged(f"names token {token!r}, but has only {len(tokens)} tokens")
+            raise damaged(f"names token {token!r:.40}, but has only {len(tokens)} tokens")
+    ends = tuple(dict.fromkeys([*named, *known]))
     return HuggingFaceTokenizer(
         made,
         first,

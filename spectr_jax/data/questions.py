@@ -65,6 +65,8 @@ def _question(line: str, place: str) -> Question:
             f"{place} lacks question_id, category or turns ({error!r}); give JSON lines"
         ) from error
     strings = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+    if strings and any("\ud800" <= each <= "\udfff" for each in "".join(turns)):
+        raise UserError(f"{place} has turns {turns!r:.60} of invalid Unicode; fix its escapes")
     if not strings or not turns or not all(map(str.strip, turns)):
         raise UserError(f"{place} has turns {turns!r:.60}; give a list of messages")
     if not isinstance(category, str) or not category.strip() or category == OVERALL:

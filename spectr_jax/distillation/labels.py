@@ -182,6 +182,8 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
             f"{name!r} has no labelled rows yet; make some: python -m spectr_jax.label "
             f"--out={folders[0]} ..."
         )
+    if counts and len(counts) != len(folders):
+        raise other_sources(len(folders), len(counts))
     taken = counts or there
     shards = []
     for folder, own, have, need in zip(folders, found, there, taken, strict=True):
@@ -194,6 +196,14 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
             shards.append(shard[:need])
             need -= len(shards[-1])
     return LabelledRows(shards, first, taken, json.dumps(indices))
+
+
+def other_sources(there: int, before: int) -> UserError:
+    """Returns the error for a resumed run with another number of sources."""
+    return UserError(
+        f"data.train: names {there} sources, and named {before} when the run began; restore it, or "
+        "choose a new --workdir"
+    )
 
 
 def teacher_of(index: dict[str, Any]) -> Teacher:

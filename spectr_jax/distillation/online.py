@@ -56,6 +56,8 @@ class Lessons:
         self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
         self._counts = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
+        if counts and len(counts) != len(names):
+            raise labels.other_sources(len(names), len(counts))
         for name, there, before in zip(names, self.counts, counts or self.counts, strict=True):
             if there != before:
                 raise UserError(
@@ -130,7 +132,7 @@ class Lessons:
     def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
         """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
         counted, rows = np.zeros(self.vocab_size, np.int64), 0
-        data = iter(self.batches(seed, self.streams(sum(self._counts))))
+        data = iter(self.batches(seed, self.streams(self._data.streams)))
         while rows < COUNTED_ROWS:
             batch = next(data)
             real = batch["inputs"][batch["segments"] > 0]

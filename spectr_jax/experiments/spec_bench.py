@@ -363,7 +363,10 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
             share = np.array(shares(*counts), float)  # None becomes NaN.
             places = np.arange(1, len(share) + 1)
             style, width = ("k.-", 2) if row["task"] == OVERALL else (".-", 1)
-            axes.plot(places, share, style, linewidth=width, label=row["task"])
+            # Matplotlib would read formulas between dollars, and hide labels after underscores.
+            label = row["task"].replace("$", r"\$")
+            label = f" {label}" if label.startswith("_") else label
+            axes.plot(places, share, style, linewidth=width, label=label)
             title = f"{row['method']}, temperature {row['temperature']}"
             axes.set(xlabel=what, title=title, ylim=(-0.02, 1.02))
             axes.set_xticks(places)

@@ -21,7 +21,7 @@ from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import Kept
 from spectr_jax.utils.errors import UserError, unknown
-from spectr_jax.utils.files import check_fetched, digest
+from spectr_jax.utils.files import check_fetched, digest, parse_json
 
 FORMAT = "spectr_jax/1"
 LLAMA = "llama"
@@ -126,11 +126,13 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
     """
     try:
         metadata, arrays = _read(path)
-        fields, is_llama = json.loads(metadata["model"]), metadata.get("family") == LLAMA
+        fields, is_llama = parse_json(metadata["model"]), metadata.get("family") == LLAMA
         fields |= {"dtype": dtype} if is_llama else {"dtype": dtype, "dropout": 0.0}
         config: Any = (LlamaConfig if is_llama else TransformerConfig)(**fields)
         tokenizer = metadata["tokenizer_sha256"]
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it "
             "again"

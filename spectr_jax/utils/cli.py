@@ -228,6 +228,8 @@ def _parse(writes: bool, argv: list[str]) -> list[str]:
         with _quiet_end():  # absl exits with 1 after --help.
             pass
         sys.exit(0)
+    except KeyboardInterrupt as error:
+        _exit("interrupted", error, CTRL_C)
     except Exception as error:  # A config file may raise anything.
         _exit(f"error: {_reason(error)}", error)
 

@@ -92,7 +92,8 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
     Raises:
       UserError: there is no such user, or it is a URL, which would become a local folder.
     """
-    if re.match(r"\w[\w+.-]*://", str(name)):
+    # pathlib turns two slashes into one.
+    if re.match(r"\w[\w+.-]*://|(file|gs|s3|hdfs|https?):/", str(name)):
         raise UserError(
             f"{str(name)!r} is a URL; give a local path, for example of a mounted bucket"
         )

@@ -143,11 +143,18 @@ def test_patterns_that_match_no_file_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
-@pytest.mark.parametrize("damage", ["truncated", "not an archive"])
+@pytest.mark.parametrize("damage", ["truncated", "not an archive", "damaged"])
 def test_corrupt_archives_are_refused(tmp_path, suffix, opener, damage):
     path = tmp_path / f"corpus{suffix}"
     _write(path, LINES * 100, opener)
-    path.write_bytes(path.read_bytes()[:-20] if damage == "truncated" else b"plain text")
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "truncated": whole[:-20],
+        "not an archive": b"plain text",
+        "damaged": whole[:middle] + b"\xff" * 8 + whole[middle + 8 :],
+    }
+    path.write_bytes(damaged[damage])
     with pytest.raises(
         UserError, match=rf"corpus{suffix}' is corrupt \(.*\); restore or remove it"
     ):

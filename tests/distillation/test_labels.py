@@ -258,6 +258,10 @@ def test_counts_limit_the_rows_read_from_each_folder(teacher, sentences, tmp_pat
         UserError, match=f"two' has {two} rows, and had {two + 1} before; restore its shards"
     ):
         labels.open_labels(both, (one, two + 1))
+    for counts in ((one,), (one, two, 3)):
+        given = f"names 2 sources, and named {len(counts)} when the run began"
+        with pytest.raises(UserError, match=f"data.train: {given}"):
+            labels.open_labels(both, counts)
 
 
 def test_the_teacher_continues_prefixes_of_sentences(teacher, sentences):

@@ -190,6 +190,10 @@ def test_a_stopped_online_run_resumes_bit_for_bit(config, tmp_path, monkeypatch)
         UserError, match=r"train.txt': has 30 sentences, and had 150 before; restore the corpus"
     ):
         training.distil(config(), tmp_path / "run")
+    other = config()
+    other.data.train = f"{tmp_path / 'train.txt'},{tmp_path / 'train.txt'},{tmp_path / 'train.txt'}"
+    with pytest.raises(UserError, match=r"data\.train: names 3 sources, and named"):
+        training.distil(other, tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from spectr_jax.decoding.generate import generate
 from spectr_jax.experiments import spec_bench
 from spectr_jax.experiments.config import spec_bench_config
 from spectr_jax.experiments.measure import report
-from spectr_jax.experiments.spec_bench import run
+from spectr_jax.experiments.spec_bench import plot, run
 from spectr_jax.loading import by_name
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -260,10 +260,12 @@ def test_bad_configs_are_refused_before_any_work(config, tmp_path, changes, mess
         ("[" * 100_000, "line 1 lacks question_id"),
         ('{"question_id": 1, "category": ["qa"], "turns": ["?"]}', "line 1 has category"),
         ('{"question_id": 1, "category": "overall", "turns": ["?"]}', "line 1 has category"),
+        ('{"question_id": 1, "category": "qa", "turns": ["\\ud800"]}', "of invalid Unicode"),
     ],
     ids=[
         *("invalid JSON", "no turns", "empty turns", "a repeated question_id", "an empty file"),
         *("a deep nesting", "a list as category", "the name of all tasks"),
+        "a surrogate",
     ],
 )
 def test_bad_question_files_are_refused(tmp_path, line, message):
@@ -271,6 +273,14 @@ def test_bad_question_files_are_refused(tmp_path, line, message):
     path.write_text(line)
     with pytest.raises(UserError, match=message):
         read_questions(str(path))
+
+
+def test_names_of_tasks_are_not_read_as_formulas(tmp_path):
+    counts = {"accepted": [1], "reached": [2], "accepted_at": [1, 0], "chosen_at": [2, 1]}
+    tasks = ("price $\\x$ and _{", "_hidden", "overall")
+    rows = [{"task": task, "method": "block", "temperature": 0.0, **counts} for task in tasks]
+    plot({"config": {"temperatures": [0.0]}, "rows": rows}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1_000
 
 
 def test_questions_may_contain_unusual_line_ends(tmp_path):

@@ -313,6 +313,10 @@ def test_sample_compares_every_prompt_and_writes_a_page(toy, tmp_path):
     assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
     told = f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
     assert ended.stderr == told
+    refused = subprocess.run(
+        [*command, "--draft_temperature=0.5"], capture_output=True, text=True, env=environment
+    )
+    assert refused.returncode == 2 and "nothing is drafted" in refused.stderr
     line = r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s"
     assert re.findall(line, ended.stdout, re.M) == ["baseline"] * 4
     html = (tmp_path / "page.html").read_text()

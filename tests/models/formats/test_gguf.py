@@ -399,6 +399,8 @@ def test_smollm_tokenizers_equal_those_of_hugging_face():
         ),
         ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
         ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
+        ({"merges": [3]}, "has tokens or merges that are not strings"),
+        ({"eot_token_id": [2, 3]}, "names token [2, 3], but has only 300 tokens"),
         ({"eos_token_id": 300}, "names token 300, but has only 300 tokens"),
         (
             {"eos_token_id": "2"},
