@@ -98,6 +98,21 @@ class Bfloat16Logits(Transformer):
         return logits.astype(jnp.bfloat16), cache
 
 
+class LogitsOnly(Transformer):
+    def extend(self, *args, **rest):
+        return super().extend(*args, **rest)[0]
+
+
+class LosesCache(Transformer):
+    def extend(self, *args, **rest):
+        return super().extend(*args, **rest)[0], None
+
+
+class NoCache(Transformer):
+    def init_cache(self, batch, capacity):
+        return None
+
+
 WHERE = r": logits differ by \d\.\d+(e-\d+)? at new token \d+ of row \d"
 CACHE = "a sequence fed in pieces through the cache .*"
 APART = "two sequences in one row see each other"
@@ -111,6 +126,9 @@ WRONG = {
     ForgetsPending: "a level after pending tokens differs .*" + WHERE,
     OneMask: "a row uses `visible` of another row" + WHERE,
     Commits: "`extend` changes the cache's lengths",
+    LogitsOnly: r"`extend` returns \w+, not \(logits, cache\)",
+    LosesCache: "`extend` returns NoneType in place of a `Cache`",
+    NoCache: "`init_cache` returns NoneType, not a `Cache`",
     Bfloat16Logits: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
 }
 

@@ -70,6 +70,10 @@ WRONG = {
         ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
         r"`select` says accepted = False of token \d for p = .* valid drafts",
     ),
+    "pmf returns a number": (
+        ("return w * coupled + (1 - w) * q\n", "return 0\n"),
+        r"`pmf` returns an array of shape \[\], not \[\d\]",
+    ),
     "a matrix product in default precision": (
         ("jnp.maximum(q - p, 0), q), q)", "jnp.maximum(q - p, 0), q), jnp.eye(len(q)) @ q)"),
         r"`select` multiplies matrices of float32 in default precision at V = 6, which TPUs and "

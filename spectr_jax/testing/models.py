@@ -48,8 +48,8 @@ def check_model(
         most = max(frozen.merge().layers, 2) - 1
         if not isinstance(layers, numbers.Integral) or not 1 <= layers <= most:
             raise UserError(f"layers={layers!r}: must be None or an integer in 1..{most}")
-    if not isinstance(tolerance, numbers.Real):
-        raise UserError(f"tolerance={tolerance!r}: must be a number; give one such as 1e-4")
+    if not isinstance(tolerance, numbers.Real) or not tolerance >= 0:
+        raise UserError(f"tolerance={tolerance!r}: must be at least 0; give one such as 1e-4")
     if frozen.context < TOKENS:
         raise UserError(f"context={frozen.context}: is too short; give at least {TOKENS}")
     _check_calls(frozen.merge())
@@ -67,8 +67,12 @@ class _Checked:
     def extend(self, tokens, positions, visible, cache=None, pending=0) -> tuple[np.ndarray, Any]:
         """Returns logits [B, N, V] and the cache."""
         arrays = jnp.int32(tokens), jnp.int32(positions), jnp.asarray(visible, bool)
-        logits, cache = _extend(pending, self.layers, self.frozen, *arrays, cache)
-        return np.asarray(logits), cache
+        result = _extend(pending, self.layers, self.frozen, *arrays, cache)
+        if not isinstance(result, tuple) or len(result) != 2:
+            self.fail(f"`extend` returns {type(result).__name__}, not (logits, cache)")
+        if cache is not None and not isinstance(result[1], Cache):
+            self.fail(f"`extend` returns {type(result[1]).__name__} in place of a `Cache`")
+        return np.asarray(result[0]), result[1]
 
     def whole(self, tokens: np.ndarray) -> np.ndarray:
         """Returns logits [B, N, V] of one call without a cache."""
@@ -118,7 +122,9 @@ def _check_calls(model: Any) -> None:
 
 def _check_shapes(model: _Checked) -> None:
     """Logits are float32 [B, N, V], cache rows [B, T, ...], and `extend` keeps the lengths."""
-    cache = model.empty()
+    cache: Any = model.empty()
+    if not isinstance(cache, Cache):
+        model.fail(f"`init_cache` returns {type(cache).__name__}, not a `Cache`")
     shapes = [leaf.shape for leaf in jax.tree.leaves(cache.rows)]
     if any(shape[:2] != (BATCH, CAPACITY) for shape in shapes) or np.any(cache.lengths):
         found = f"rows {shapes} and lengths {cache.lengths}"

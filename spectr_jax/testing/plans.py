@@ -74,6 +74,9 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
     """
     p, q = np.asarray(p, float), np.asarray(q, float)
     where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
+    shape = np.shape(plan.pmf(p, q, (int(p.argmax()),) * k)) if plan.drafts == "iid" else q.shape
+    if shape != q.shape:
+        _fail(plan, f"`pmf` returns an array of shape {list(shape)}, not {list(q.shape)}")
     emitted, accepted = emitted_pmf(plan, p, q, k)
     off = np.abs(emitted - q)
     if not off.max() <= TOLERANCE:
