@@ -1,10 +1,11 @@
 """The journal of a table: measurements saved as they are made, so that a stopped run resumes."""
 
+import fcntl
 import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import ml_collections
 import numpy as np
@@ -57,12 +58,13 @@ class Journal:
         self._started = time.monotonic()
         head = {"config_hash": config_hash(config), "weights": self._weights}
         head |= {"hardware": made["hardware"], **self._inputs}
+        self._lock = self._locked() if hosts.is_first() else None
         lines = [] if self._is_of_the_finished_table() else self._read()
         if lines and lines[0] != head:
             raise UserError(
                 f"{str(self._path)!r}: belongs to a table of another config, other weights, other "
-                f"inputs, other hardware or an older version ({lines[0]}, this run: {head}); finish that table, "
-                "choose a new --workdir, or remove the file"
+                f"inputs, other hardware or an older version ({lines[0]}, this run: {head}); finish "
+                "that table, choose a new --workdir, or remove the file"
             )
         for line in lines[1:]:
             if "commit" in line:
@@ -71,8 +73,6 @@ class Journal:
                 self._values[line["name"]] = line["value"]
                 self._started -= line["seconds"]
         hosts.wait_for_all("the journal is read")
-        if hosts.is_first():
-            workdir.mkdir(parents=True, exist_ok=True)
         if not lines:
             self._write(head, mode="w")  # This overwrites an incomplete first line.
         if self._commit not in self._commits:
@@ -131,7 +131,21 @@ class Journal:
                 plot(result, self._workdir / f"{self._name}.png")
             report.write(self._workdir, self._name, result, markdown(result))
             self._path.unlink(missing_ok=True)
+            (self._workdir / f".{self._name}.lock").unlink(missing_ok=True)
         return result
+
+    def _locked(self) -> TextIO:
+        """Returns an open file whose lock other processes see. The lock ends with this process."""
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        file = (self._workdir / f".{self._name}.lock").open("w")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"workdir={str(self._workdir)!r}: another process makes this table; wait, or "
+                "choose another"
+            ) from error
+        return file
 
     def _write(self, line: dict[str, Any], mode: str = "a") -> None:
         if hosts.is_first():

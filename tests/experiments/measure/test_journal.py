@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import subprocess
+import sys
 import types
 
 import jax
@@ -130,6 +132,21 @@ def test_a_table_without_its_plot_is_not_finished(tmp_path):
     resumed.finish({}, lambda result: "page", lambda result, path: path.write_text("plot"))
     with pytest.raises(Finished):
         Journal(*arguments)
+
+
+def test_two_processes_cannot_make_one_table(tmp_path):
+    held = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    held += "; print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", held, str(tmp_path / ".table.lock")]
+    arguments = tmp_path, "table", eval_config(), []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process makes this table"):
+            Journal(*arguments)
+        process.communicate()
+    Journal(*arguments).finish({}, lambda result: "page")
+    assert {path.name for path in tmp_path.iterdir()} == {"table.json", "table.md"}
 
 
 def test_digests_depend_on_weights_shapes_and_dtypes():
