@@ -245,6 +245,7 @@ def test_files_with_unsupported_tensors_are_refused(llamas, name, tmp_path):
         ),
         ({"llama.block_count": None}, "lacks 'llama.block_count' in its metadata"),
         ({"llama.block_count": 3}, "lacks 'blk.2.attn_norm.weight', a part of its model"),
+        ({"llama.block_count": 10**9}, "lacks 'blk.999999999.attn_norm.weight'"),
         (
             {"llama.feed_forward_length": 65},
             "0.gate is [64, 32] where its configuration gives [65, 32]",
