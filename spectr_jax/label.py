@@ -165,7 +165,7 @@ def _sentences():
 
 
 def _texts(teacher, sentences, length: int):
-    """Returns the texts to label: read from the corpus, or written by the teacher.
+    """Returns the sequences to label: read from the corpus, or written by the teacher.
 
     Raises:
       UserError: the corpus has only sentences of one token.

@@ -128,13 +128,14 @@ def features_shown(model: Any) -> int:
     return getattr(model, "features_shown", 0)
 
 
-def abstract_module(build: Callable[[Any], Any]) -> Any:
-    """Returns the module that `build` makes, with abstract arrays. `build` takes random keys.
+def split_abstract(build: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Returns (graphdef, state of abstract arrays) of the module that `build` makes.
 
-    Their values do not matter. An `nnx.Rngs` would be traced in quadratic time in their number.
+    `build` takes a source of random keys, whose values do not matter. The time to trace an
+    `nnx.Rngs` is quadratic in the number of keys, so this source is a plain function.
     """
     rngs = types.SimpleNamespace(params=lambda: jax.random.key(0))
-    return nnx.eval_shape(lambda: build(rngs))
+    return nnx.split(nnx.eval_shape(lambda: build(rngs)))
 
 
 class Decoder(nnx.Module):

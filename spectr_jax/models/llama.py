@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
-from spectr_jax.models.base import Decoder, abstract_module
+from spectr_jax.models.base import Decoder, split_abstract
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import Embed, dense_layer
@@ -279,4 +279,4 @@ def _run_block(graphdef, state, *arguments):
 
 def abstract(config: LlamaConfig) -> tuple[Any, Any]:
     """Returns (graphdef, state of abstract arrays) of a decoder of this shape."""
-    return nnx.split(abstract_module(lambda rngs: Llama(config, rngs=rngs)))
+    return split_abstract(lambda rngs: Llama(config, rngs=rngs))

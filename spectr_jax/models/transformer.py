@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
-from spectr_jax.models.base import Decoder, abstract_module
+from spectr_jax.models.base import Decoder, split_abstract
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
 from spectr_jax.models.layers.norms import LayerNorm
@@ -185,7 +185,7 @@ class Transformer(Decoder):
 
 def abstract(config: TransformerConfig) -> tuple[Any, Any]:
     """Returns (graphdef, state of abstract arrays) of a decoder of this shape."""
-    return nnx.split(abstract_module(lambda rngs: Transformer(config, rngs=rngs)))
+    return split_abstract(lambda rngs: Transformer(config, rngs=rngs))
 
 
 def parameter_count(config: TransformerConfig) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spectr_jax.models.base import abstract_module
+from spectr_jax.models.base import split_abstract
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -47,7 +47,7 @@ def fill(
         model = decoder(shape, rngs=rngs)
         return quantize(model) if int8 else model
 
-    graphdef, state = nnx.split(abstract_module(build))
+    graphdef, state = split_abstract(build)
     wanted, leaves = named_leaves(state), {}
     for name, array in arrays:
         for leaf, value in _leaves(name, array, wanted):
