@@ -54,7 +54,7 @@ def check_table(
     if theirs != config_hash(config):
         raise UserError(
             f"workdir={str(workdir)!r}: holds the table of another config "
-            f"({_difference(made.get('config'), to_json(config))}); choose a new --workdir"
+            f"({_difference(made, to_json(config))}); choose a new --workdir"
         )
     if weights is None or again:
         return
@@ -74,9 +74,9 @@ def check_table(
     )
 
 
-def _difference(theirs: Any, ours: dict[str, Any]) -> str:
+def _difference(made: dict[str, Any], ours: dict[str, Any]) -> str:
     """Returns the first field that differs between the config of a table and this run's."""
-    theirs = flatten_dict(theirs or {}, sep=".")
+    theirs = flatten_dict(made.get("config") or made.get("settings") or {}, sep=".")
     for name, value in flatten_dict(ours, sep=".").items():
         if name not in theirs or theirs[name] != value:
             return f"its {name} is {theirs.get(name)!r:.60}, not {value!r:.60}"

@@ -88,7 +88,7 @@ def test_a_finished_figure_is_drawn_again_only_on_demand(toy, tmp_path, monkeypa
     assert [*run(config, folder)] == [*names[1:]]
     assert capsys.readouterr().out.startswith(f"{folder / names[0]}.json is finished: commit ")
     assert not run(config, folder) and drawn == [*names]
-    with pytest.raises(UserError, match="another config"):
+    with pytest.raises(UserError, match=r"another config \(its seed is 0, not 1\)"):
         run(_config(only=names, **pair, seed=1), folder)
     (tmp_path / "draft.safetensors").write_bytes((toy.folder / "draft.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"figure_5.*other weights"):
